@@ -1,0 +1,340 @@
+"""An engine without processes: gangs run in modelled time, for tests of the service and for trying things out.
+
+It honours the port to the letter (fence, generations, leases, at-least-once reports) and can be told to fail:
+workers that die, gangs that are lost, calls that raise, a crash before or after any call. What a real machine
+keeps when the service is killed (the gangs) lives in a :class:`FakeWorld`, apart from what the service
+forgets (which reports it has seen).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from elasticflow_airflow.engines.fake_gang import (
+    CheckpointWriter,
+    FakeBehaviour,
+    FakeGang,
+    gang_from_json,
+    gang_to_json,
+    write_fake_checkpoint,
+)
+from elasticflow_airflow.engines.port import (
+    EngineError,
+    EngineNode,
+    GangObservation,
+    GangOutcome,
+    GangSpec,
+    LogChunk,
+)
+from elasticflow_airflow.runtime.protocol import RescaleMode, read_json, write_json_atomic
+
+__all__ = ["BEHAVIOUR_ENV", "FakeBehaviour", "FakeEngine", "FakeWorld"]
+
+BEHAVIOUR_ENV = "ELASTICFLOW_FAKE"
+"""In a job's environment: a JSON object of FakeBehaviour fields that this job changes."""
+
+CallHook = Callable[[str, str, str], None]
+"""(method, job id or "", "before" or "after"): called around every engine call; may raise to model a crash."""
+
+
+@dataclass(slots=True)
+class FakeWorld:
+    """The machines and the gangs on them: survives every restart of the service, as object or as a file."""
+
+    nodes: dict[str, EngineNode]
+    clock: Callable[[], float] = time.time
+    behaviour: FakeBehaviour = field(default_factory=FakeBehaviour)
+    behaviours: dict[str, FakeBehaviour] = field(default_factory=dict)
+    """By job id; the others take ``behaviour``."""
+    state_file: Path | None = None
+    write_checkpoint: CheckpointWriter = write_fake_checkpoint
+    gangs: dict[tuple[str, int], FakeGang] = field(default_factory=dict)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    saved: str = ""
+    """What the state file says, to write it only when something happened."""
+
+    def __post_init__(self) -> None:
+        raw = read_json(self.state_file) if self.state_file else None
+        for item in raw["gangs"] if raw else ():
+            gang = gang_from_json(item)
+            self.gangs[gang.spec.job_id, gang.spec.generation] = gang
+
+    def of(self, job_id: str) -> list[FakeGang]:
+        """All gangs of a job, oldest generation first."""
+        return [gang for (owner, _), gang in sorted(self.gangs.items()) if owner == job_id]
+
+    def advance(self) -> None:
+        """Carry all gangs to the present."""
+        now_s = self.clock()
+        for gang in self.gangs.values():
+            gang.advance(now_s, self.write_checkpoint)
+
+    def save(self) -> None:
+        """Write the state file, if there is one and anything happened."""
+        if self.state_file is None:
+            return
+        gangs = [gang_to_json(gang) for gang in self.gangs.values()]
+        happened = json.dumps([{k: v for k, v in gang.items() if k not in ("now_s", "step")} for gang in gangs])
+        if happened != self.saved:
+            write_json_atomic(self.state_file, {"gangs": gangs})
+            self.saved = happened
+
+
+def fake_nodes(nodes: int = 1, slots: int = 4) -> tuple[EngineNode, ...]:
+    """So many equal modelled nodes."""
+    return tuple(EngineNode(node_id=f"node{i}", slots=slots, device="cpu", device_type="fake") for i in range(nodes))
+
+
+class FakeEngine:
+    """The engine port over a :class:`FakeWorld`. Thread-safe.
+
+    ``FakeEngine(nodes=fake_nodes(2, 4), clock=clock)`` makes its own world; ``engine.restarted()`` is what a
+    restarted service would find. With ``state_file`` the world also survives the process.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[EngineNode] | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+        behaviour: FakeBehaviour | None = None,
+        behaviours: Mapping[str, FakeBehaviour] | None = None,
+        state_file: Path | None = None,
+        write_checkpoint: CheckpointWriter = write_fake_checkpoint,
+        on_call: CallHook | None = None,
+        world: FakeWorld | None = None,
+    ) -> None:
+        self.world = world or FakeWorld(
+            nodes={node.node_id: node for node in nodes or fake_nodes()},
+            clock=clock,
+            behaviour=behaviour or FakeBehaviour(),
+            behaviours=dict(behaviours or {}),
+            state_file=state_file,
+            write_checkpoint=write_checkpoint,
+        )
+        self.on_call = on_call
+        self._errors: dict[str, list[EngineError]] = {}
+        self._delivered: dict[tuple[str, int], int] = {}
+
+    def restarted(self) -> FakeEngine:
+        """A new engine over the same world, as a restarted service makes it: every report comes again."""
+        return FakeEngine(world=self.world, on_call=self.on_call)
+
+    @property
+    def name(self) -> str:
+        """Short name for logs."""
+        return "fake"
+
+    # The port.
+
+    def inventory(self) -> tuple[EngineNode, ...]:
+        """Nodes that are there now."""
+        self._call("inventory", "", "before")
+        with self.world.lock:
+            nodes = tuple(self.world.nodes.values())
+        self._call("inventory", "", "after")
+        return nodes
+
+    def apply(self, spec: GangSpec) -> None:
+        """Start, keep or replace the gang of a job (see the port)."""
+        self._call("apply", spec.job_id, "before")
+        with self.world.lock:
+            self._apply(spec)
+            self.world.save()
+        self._call("apply", spec.job_id, "after")
+
+    def stop(self, job_id: str, grace_s: float, reason: str = "") -> None:  # noqa: ARG002  (the port's signature)
+        """Tell all workers of the job to save and leave."""
+        self._call("stop", job_id, "before")
+        with self.world.lock:
+            self.world.advance()
+            for gang in self.world.of(job_id):
+                gang.leave(self.world.clock(), grace_s)
+            self.world.advance()
+            self.world.save()
+        self._call("stop", job_id, "after")
+
+    def renew(self, job_id: str) -> None:
+        """Renew the lease of the job's gangs."""
+        self._call("renew", job_id, "before")
+        with self.world.lock:
+            self._renew(job_id)
+            self.world.save()
+        self._call("renew", job_id, "after")
+
+    def observe(self) -> tuple[GangObservation, ...]:
+        """Every gang, with the reports that this engine object has not delivered yet."""
+        self._call("observe", "", "before")
+        with self.world.lock:
+            self.world.advance()
+            observations = []
+            for key, gang in sorted(self.world.gangs.items()):
+                fresh = tuple(gang.reports[self._delivered.get(key, 0) :])
+                self._delivered[key] = len(gang.reports)
+                observations.append(gang.observation(fresh))
+            self.world.save()
+        self._call("observe", "", "after")
+        return tuple(observations)
+
+    def forget(self, job_id: str) -> None:
+        """Drop the ended gangs of a job."""
+        self._call("forget", job_id, "before")
+        with self.world.lock:
+            self.world.advance()
+            for gang in self.world.of(job_id):
+                if gang.phase == "ended":
+                    del self.world.gangs[job_id, gang.spec.generation]
+                    self._delivered.pop((job_id, gang.spec.generation), None)
+            self.world.save()
+        self._call("forget", job_id, "after")
+
+    def read_log(self, job_id: str, incarnation: int, worker_id: str, offset: int, limit: int) -> LogChunk:
+        """The reports of a worker, as text. Raises KeyError for a worker that never was."""
+        self._call("read_log", job_id, "before")
+        with self.world.lock:
+            self.world.advance()
+            gang = next(
+                (
+                    g
+                    for g in self.world.of(job_id)
+                    if g.spec.incarnation == incarnation
+                    and g.started
+                    and worker_id in [g.worker_id(rank) for rank in range(g.workers)]
+                ),
+                None,
+            )
+            if gang is None:
+                raise KeyError(f"job {job_id} (incarnation {incarnation}) has no worker {worker_id!r}")
+            text = "".join(
+                f"{report.kind} step={report.step} {json.dumps(dict(report.data))}\n"
+                for report in gang.reports
+                if report.worker_id == worker_id
+            ).encode()
+            data = text[offset : offset + limit]
+            at_end = gang.phase == "ended" and offset + len(data) >= len(text)
+        self._call("read_log", job_id, "after")
+        return LogChunk(data, min(offset, len(text)), min(offset, len(text)) + len(data), at_end)
+
+    def close(self) -> None:
+        """Let go; the world goes on."""
+
+    # What tests do to it.
+
+    def fail_worker(self, job_id: str, rank: int = 0, exit_code: int = -9, message: str = "killed") -> None:
+        """One worker of the newest generation dies by itself, and the gang with it."""
+        with self.world.lock:
+            self._running(job_id).end(GangOutcome.FAILED, exit_code, f"rank {rank}: {message}", rank)
+            self.world.save()
+
+    def lose(self, job_id: str, message: str = "the supervisor is gone") -> None:
+        """The newest generation's supervisor dies, and the workers with it."""
+        with self.world.lock:
+            self._running(job_id).end(GangOutcome.LOST, -9, message)
+            self.world.save()
+
+    def set_busy(self, node_id: str, index: int, holder: str | None) -> None:
+        """Somebody else holds a slot (or, with None, gives it back)."""
+        with self.world.lock:
+            node = self.world.nodes[node_id]
+            busy = {i: who for i, who in node.busy.items() if i != index}
+            if holder is not None:
+                busy[index] = holder
+            self.world.nodes[node_id] = replace(node, busy=busy)
+
+    def remove_node(self, node_id: str) -> None:
+        """A node dies: it leaves the inventory and every gang on it is lost."""
+        with self.world.lock:
+            self.world.advance()
+            del self.world.nodes[node_id]
+            for gang in self.world.gangs.values():
+                if gang.started and any(slot.node_id == node_id for slot in gang.spec.placement):
+                    gang.end(GangOutcome.LOST, -9, f"node {node_id} is gone")
+            self.world.save()
+
+    def add_node(self, node: EngineNode) -> None:
+        """A node joins."""
+        with self.world.lock:
+            self.world.nodes[node.node_id] = node
+
+    def fail_next(self, method: str, message: str) -> None:
+        """The next call of a method raises EngineError."""
+        self._errors.setdefault(method, []).append(EngineError(message))
+
+    # Inside.
+
+    def _call(self, method: str, job_id: str, when: str) -> None:
+        if self.on_call:
+            self.on_call(method, job_id, when)
+        if when == "before" and self._errors.get(method):
+            raise self._errors[method].pop(0)
+
+    def _running(self, job_id: str) -> FakeGang:
+        self.world.advance()
+        gangs = [gang for gang in self.world.of(job_id) if gang.started and gang.phase != "ended"]
+        if not gangs:
+            raise KeyError(f"job {job_id} has no running gang")
+        return gangs[-1]
+
+    def _renew(self, job_id: str) -> None:
+        self.world.advance()
+        for gang in self.world.of(job_id):
+            gang.lease_ends_s = self.world.clock() + gang.spec.lease_s
+
+    def _apply(self, spec: GangSpec) -> None:
+        self._renew(spec.job_id)
+        gangs = self.world.of(spec.job_id)
+        if gangs and spec.generation < gangs[-1].spec.generation:
+            return
+        self._check(spec)
+        current = self.world.gangs.get((spec.job_id, spec.generation))
+        if current is None:
+            current = FakeGang(spec=spec, behaviour=self._behaviour(spec), now_s=self.world.clock())
+            self.world.gangs[spec.job_id, spec.generation] = current
+        current.spec = replace(current.spec, cleared_generation=spec.cleared_generation, lease_s=spec.lease_s)
+        current.lease_ends_s = self.world.clock() + spec.lease_s
+        earlier = [gang for gang in gangs if gang.spec.generation < spec.generation]
+        for gang in earlier:
+            gang.leave(self.world.clock(), spec.grace_s)
+        self.world.advance()
+        if current.phase == "pending" and all(
+            gang.phase == "ended" and (not gang.started or gang.spec.generation <= spec.cleared_generation)
+            for gang in earlier
+        ):
+            self._check_slots(spec)
+            current.start(self.world.clock())
+
+    def _check(self, spec: GangSpec) -> None:
+        if spec.mode is RescaleMode.IN_PLACE:
+            raise EngineError("the fake engine changes a gang by restart only; apply it with mode restart")
+        if not spec.placement:
+            raise EngineError(f"job {spec.job_id}: generation {spec.generation} has no slots; use stop()")
+        for slot in spec.placement:
+            node = self.world.nodes.get(slot.node_id)
+            if node is None or not 0 <= slot.index < node.slots:
+                raise EngineError(f"job {spec.job_id}: there is no slot {slot.node_id}:{slot.index}")
+
+    def _check_slots(self, spec: GangSpec) -> None:
+        for slot in spec.placement:
+            holder = self.world.nodes[slot.node_id].busy.get(slot.index)
+            if holder is not None:
+                raise EngineError(f"slot {slot.node_id}:{slot.index} is held by {holder}")
+        for gang in self.world.gangs.values():
+            taken = set(gang.spec.placement) & set(spec.placement)
+            if taken and gang.started and gang.phase != "ended":
+                slot = min(taken)
+                raise EngineError(f"slot {slot.node_id}:{slot.index} is held by job {gang.spec.job_id}")
+
+    def _behaviour(self, spec: GangSpec) -> FakeBehaviour:
+        behaviour = self.world.behaviours.get(spec.job_id, self.world.behaviour)
+        raw = spec.env.get(BEHAVIOUR_ENV)
+        if raw is None:
+            return behaviour
+        try:
+            return behaviour.changed(json.loads(raw))
+        except ValueError as error:
+            raise EngineError(f"{BEHAVIOUR_ENV}={raw!r} is not a fake behaviour: {error}") from error

@@ -1,0 +1,395 @@
+"""A modelled gang: what the workers of one generation would do and say, as a function of time alone.
+
+Knows no clock (it is told the time), no thread and no process. The only disk it touches are the candidate
+checkpoints that it leaves where a real worker would, so that a service can judge and promote them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangSpec, GangState, WorkerObservation
+from elasticflow_airflow.runtime.protocol import (
+    Promotion,
+    Report,
+    ReportKind,
+    RescaleMode,
+    SessionConfig,
+    candidate_name,
+)
+from elasticflow_airflow.scheduler_core.values import Slot
+
+MAX_REPORTS_AN_ADVANCE = 500
+"""When a virtual clock jumps far, progress reports are thinned to about this many."""
+
+CheckpointWriter = Callable[[Path, int, bool], tuple[str, int]]
+"""(folder, step, damaged) -> (digest, size in bytes): writes one candidate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeBehaviour:
+    """How a modelled job behaves. Speeds at unlisted sizes are those of the largest listed size below."""
+
+    steps_per_s: Mapping[int, float] = field(default_factory=lambda: {1: 10.0, 2: 18.0, 4: 32.0, 8: 56.0})
+    startup_s: float = 1.0
+    save_s: float = 0.2
+    tail_s: float = 0.2
+    """From the report ``finished`` to the end of the processes."""
+    report_interval_s: float = 0.5
+    samples: int | None = None
+    """Size of an epoch as the session finds it, when the submitter did not say."""
+    reports: bool = True
+    """False: a plain script that says nothing, not even ``started``."""
+    initial_loss: float = 4.0
+    final_loss: float = 0.5
+    fail_at_step: int | None = None
+    failure: str = "RuntimeError: injected failure"
+    exit_at_step: int | None = None
+    """Every worker leaves with status 0 there, without ``finished``."""
+    hang_at_step: int | None = None
+    nan_loss_at_step: int | None = None
+    backwards_at_step: int | None = None
+    """From there on the reported steps begin again at 0."""
+    out_of_memory_above: int | None = None
+    """A micro-batch larger than this does not fit; without ``micro_batch_size`` it is the share of a worker."""
+    ignores_leave: bool = False
+    """Does not save and leave when told to; ends by SIGKILL after the grace twice."""
+    damaged_checkpoints: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps_per_s", {int(k): float(v) for k, v in self.steps_per_s.items()})
+        if not self.steps_per_s or min(self.steps_per_s.values()) <= 0:
+            raise ValueError(f"steps_per_s={dict(self.steps_per_s)} needs positive speeds, by number of workers")
+
+    def speed(self, workers: int) -> float:
+        """Steps/s with so many workers."""
+        known = [size for size in self.steps_per_s if size <= workers]
+        return self.steps_per_s[max(known) if known else min(self.steps_per_s)]
+
+    def changed(self, raw: Mapping[str, Any]) -> FakeBehaviour:
+        """A copy with some fields replaced; ValueError names an unknown one."""
+        known = {f.name for f in fields(self)}
+        unknown = sorted(set(raw) - known)
+        if unknown:
+            raise ValueError(f"unknown fake behaviour {unknown}; known: {sorted(known)}")
+        return FakeBehaviour(**{**asdict(self), **raw})
+
+
+def write_fake_checkpoint(folder: Path, step: int, damaged: bool) -> tuple[str, int]:
+    """Write a small candidate with a digest of its only file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    body = json.dumps({"fake": True, "step": step}).encode()
+    digest = hashlib.sha256(body).hexdigest()
+    (folder / "state.json").write_bytes(body[:-1] if damaged else body)
+    return digest, len(body)
+
+
+@dataclass(slots=True, kw_only=True)
+class FakeGang:
+    """One generation. Mutable; :meth:`advance` carries it to a later time."""
+
+    spec: GangSpec
+    behaviour: FakeBehaviour
+    phase: str = "pending"
+    """pending, starting, running, hanging, saving, tail or ended."""
+    now_s: float = 0.0
+    phase_ends_s: float = math.inf
+    step: float = 0.0
+    next_report_s: float = math.inf
+    next_checkpoint_s: float = math.inf
+    reported_step: int = 0
+    reported_s: float = 0.0
+    leave_s: float | None = None
+    grace_s: float = 0.0
+    lease_ends_s: float = math.inf
+    outcome: GangOutcome | None = None
+    exit_codes: list[int] = field(default_factory=list)
+    failure: str | None = None
+    failed_rank: int | None = None
+    started: bool = False
+    """Ever had workers."""
+    reports: list[Report] = field(default_factory=list)
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return len(self.spec.placement)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Length of the training as the session knows it."""
+        session = self.spec.session
+        if session.steps is not None:
+            return session.steps
+        samples = session.samples or self.behaviour.samples
+        if session.epochs is None or samples is None:
+            return None
+        return session.epochs * -(-samples // session.global_batch_size)
+
+    def worker_id(self, rank: int) -> str:
+        """Id of a worker, also the name of its log."""
+        return f"g{self.spec.generation:06d}-r{rank:03d}"
+
+    def start(self, now_s: float) -> None:
+        """Start the workers; the fence is the caller's affair."""
+        self.started = True
+        self.now_s = now_s
+        self.phase = "starting"
+        self.phase_ends_s = now_s + self.behaviour.startup_s
+
+    def leave(self, now_s: float, grace_s: float) -> None:
+        """Tell the workers to save and leave; the first word counts."""
+        if self.phase == "pending":
+            self.phase, self.outcome, self.now_s = "ended", GangOutcome.STOPPED, now_s
+        elif self.phase != "ended" and self.leave_s is None:
+            self.leave_s, self.grace_s = now_s, grace_s
+
+    def end(self, outcome: GangOutcome, exit_code: int, failure: str | None = None, rank: int | None = None) -> None:
+        """End all processes now."""
+        if self.phase == "ended":
+            return
+        self.phase, self.outcome, self.failure, self.failed_rank = "ended", outcome, failure, rank
+        self.exit_codes = [exit_code if rank in (None, r) else -9 for r in range(self.workers)]
+
+    def advance(self, now_s: float, write: CheckpointWriter) -> None:
+        """Carry the model to ``now_s``; a clock that goes backwards changes nothing."""
+        session_interval = self.spec.session.checkpoint_interval_s
+        stretch = max(1.0, (now_s - self.now_s) / (MAX_REPORTS_AN_ADVANCE * self.behaviour.report_interval_s))
+        while self.phase not in ("pending", "ended"):
+            at_s, what = self._next_event()
+            if at_s > now_s:
+                break
+            self._move_to(max(at_s, self.now_s))
+            if what == "lease":
+                self.leave(self.now_s, self.spec.grace_s)
+            elif what == "leave":
+                self._begin_to_leave()
+            elif what == "phase":
+                self._phase_ended(write)
+            elif what == "report":
+                self._progress()
+                self.next_report_s = self.now_s + self.behaviour.report_interval_s * stretch
+            elif what == "checkpoint":
+                self._checkpoint(write)
+                self.next_checkpoint_s = self.now_s + session_interval * stretch
+            else:
+                self._reached(what, write)
+        self._move_to(now_s)
+
+    def observation(self, reports: tuple[Report, ...]) -> GangObservation:
+        """What an engine says of this gang."""
+        state = {
+            "pending": GangState.PENDING,
+            "starting": GangState.STARTING,
+            "ended": GangState.ENDED,
+        }.get(self.phase, GangState.RUNNING)
+        if self.leave_s is not None and state is not GangState.ENDED:
+            state = GangState.LEAVING
+        codes: list[int] | list[None] = self.exit_codes or [None] * self.workers
+        return GangObservation(
+            job_id=self.spec.job_id,
+            incarnation=self.spec.incarnation,
+            generation=self.spec.generation,
+            state=state,
+            outcome=self.outcome,
+            workers=tuple(
+                WorkerObservation(
+                    worker_id=self.worker_id(rank),
+                    rank=rank,
+                    slot=slot,
+                    pid=None,
+                    exit_code=codes[rank],
+                    log_name=self.worker_id(rank),
+                )
+                for rank, slot in enumerate(self.spec.placement)
+            )
+            if self.started
+            else (),
+            reports=reports,
+            failure=self.failure,
+            failed_rank=self.failed_rank,
+        )
+
+    # The model: which event comes next, and what it does.
+
+    def _next_event(self) -> tuple[float, str]:
+        events = [(self.phase_ends_s, "phase")]
+        if self.phase in ("starting", "running", "hanging") and self.leave_s is not None:
+            events.append((self.leave_s, "leave"))
+        if self.leave_s is None:
+            events.append((self.lease_ends_s, "lease"))
+        if self.phase == "running":
+            events += [(self.next_report_s, "report"), (self.next_checkpoint_s, "checkpoint")]
+            speed = self.behaviour.speed(self.workers)
+            marks = {
+                "fail": self.behaviour.fail_at_step,
+                "exit": self.behaviour.exit_at_step,
+                "hang": self.behaviour.hang_at_step,
+                "nan": self.behaviour.nan_loss_at_step,
+                "finish": self.total_steps,
+            }
+            events += [
+                (self.now_s + max(0.0, mark - self.step) / speed, what)
+                for what, mark in marks.items()
+                if mark is not None
+            ]
+        return min(events, key=lambda event: event[0])
+
+    def _move_to(self, now_s: float) -> None:
+        if now_s <= self.now_s or self.phase == "ended":
+            return
+        if self.phase == "running":
+            self.step += (now_s - self.now_s) * self.behaviour.speed(self.workers)
+            if self.total_steps is not None:
+                self.step = min(self.step, float(self.total_steps))
+        self.now_s = now_s
+
+    def _begin_to_leave(self) -> None:
+        if self.behaviour.ignores_leave or self.phase == "hanging":
+            self.phase, self.phase_ends_s = "saving", self.now_s + 2 * self.grace_s
+            self.exit_codes = [-9] * self.workers
+        elif self.phase == "starting":
+            self.end(GangOutcome.STOPPED, 0)
+        else:
+            self.step = math.floor(self.step + 1e-9)
+            self.phase, self.phase_ends_s = "saving", self.now_s + self.behaviour.save_s
+
+    def _phase_ended(self, write: CheckpointWriter) -> None:
+        if self.phase == "starting":
+            self._begin_to_train()
+        elif self.phase == "saving":
+            killed = bool(self.exit_codes)
+            if not killed and self.behaviour.reports:
+                self._checkpoint(write)
+                for rank in range(self.workers):
+                    self._say(ReportKind.STOPPED, rank)
+            self.end(GangOutcome.STOPPED, -9 if killed else 0)
+        else:
+            self.end(GangOutcome.FINISHED, 0)
+
+    def _begin_to_train(self) -> None:
+        session = self.spec.session
+        promotion = Promotion.read(session.checkpoint_dir)
+        micro = session.micro_batch_size or -(-session.global_batch_size // self.workers)
+        limit = self.behaviour.out_of_memory_above
+        if limit is not None and micro > limit:
+            message = f"torch.OutOfMemoryError: a micro-batch of {micro} does not fit"
+            self._say(ReportKind.OUT_OF_MEMORY, 0, micro_batch_size=micro, message=message)
+            self.end(GangOutcome.FAILED, 1, message, 0)
+            return
+        self.phase, self.phase_ends_s = "running", math.inf
+        self.step = float(promotion.step) if promotion else 0.0
+        self.reported_step, self.reported_s = int(self.step), self.now_s
+        if self.behaviour.reports:
+            for rank in range(self.workers):
+                self._say(
+                    ReportKind.STARTED,
+                    rank,
+                    resumed_from=promotion.path if promotion else None,
+                    init_from=session.init_from,
+                    samples=session.samples or self.behaviour.samples,
+                    steps=self.total_steps,
+                    micro_batch_size=micro,
+                )
+            self.next_report_s = self.now_s + self.behaviour.report_interval_s
+            self.next_checkpoint_s = self.now_s + session.checkpoint_interval_s
+
+    def _reached(self, what: str, write: CheckpointWriter) -> None:
+        if what == "fail":
+            self._say(ReportKind.FAILED, 0, message=self.behaviour.failure, kind="exception")
+            self.end(GangOutcome.FAILED, 1, self.behaviour.failure, 0)
+        elif what == "nan":
+            message = f"the loss is not a number at step {self._shown_step()}"
+            self._say(ReportKind.FAILED, 0, message=message, kind="nan_loss")
+            self.end(GangOutcome.FAILED, 1, message, 0)
+        elif what == "exit":
+            self.end(GangOutcome.FINISHED if not self.behaviour.reports else GangOutcome.FAILED, 0)
+            if self.outcome is GangOutcome.FAILED:
+                self.failure = "the script ended with status 0 before the session reported finished"
+        elif what == "hang":
+            self.phase = "hanging"
+        else:
+            if self.behaviour.reports:
+                self._progress()
+                path = self._checkpoint(write)
+                self._say(ReportKind.FINISHED, 0, path=path, loss=self._loss(), metrics={})
+            self.phase, self.phase_ends_s = "tail", self.now_s + self.behaviour.tail_s
+
+    def _shown_step(self) -> int:
+        step = math.floor(self.step + 1e-9)
+        limit = self.behaviour.backwards_at_step
+        return step - limit if limit is not None and step >= limit else step
+
+    def _loss(self) -> float:
+        scale = self.behaviour.initial_loss - self.behaviour.final_loss
+        return self.behaviour.final_loss + scale / (1.0 + self.step / 20.0)
+
+    def _progress(self) -> None:
+        step = self._shown_step()
+        window_steps, window_s = step - self.reported_step, self.now_s - self.reported_s
+        if window_steps == 0:
+            return
+        self._say(
+            ReportKind.PROGRESS,
+            0,
+            loss=self._loss(),
+            window_steps=window_steps,
+            window_s=window_s,
+            samples=step * self.spec.session.global_batch_size,
+        )
+        self.reported_step, self.reported_s = step, self.now_s
+
+    def _checkpoint(self, write: CheckpointWriter) -> str:
+        step = self._shown_step()
+        path = candidate_name(self.spec.generation, step)
+        digest, size = hashlib.sha256(path.encode()).hexdigest(), 0
+        if self.spec.incarnation_dir.is_dir():
+            folder = self.spec.session.checkpoint_dir / path
+            digest, size = write(folder, step, self.behaviour.damaged_checkpoints)
+        self._say(ReportKind.CHECKPOINT, 0, path=path, digest=digest, size_bytes=size, write_s=self.behaviour.save_s)
+        return path
+
+    def _say(self, kind: ReportKind, rank: int, /, **data: Any) -> None:
+        self.reports.append(
+            Report(
+                kind=kind,
+                generation=self.spec.generation,
+                worker_id=self.worker_id(rank),
+                rank=rank,
+                step=self._shown_step(),
+                at_s=self.now_s,
+                data={key: value for key, value in data.items() if value is not None},
+            )
+        )
+
+
+def gang_to_json(gang: FakeGang) -> dict[str, Any]:
+    """Everything but the secrets, as JSON values (infinite times become null)."""
+    raw = asdict(gang)
+    raw["spec"]["secret_env"] = {}
+    raw["reports"] = [report.to_line().decode() for report in gang.reports]
+    return {k: None if isinstance(v, float) and math.isinf(v) else v for k, v in raw.items()}
+
+
+def gang_from_json(raw: Mapping[str, Any]) -> FakeGang:
+    """Inverse of :func:`gang_to_json`."""
+    values = dict(raw)
+    for name in ("phase_ends_s", "next_report_s", "next_checkpoint_s", "lease_ends_s"):
+        values[name] = math.inf if values[name] is None else values[name]
+    spec = dict(values["spec"])
+    session = dict(spec["session"])
+    session["args"] = tuple(session["args"])
+    spec["session"] = SessionConfig(**session)
+    spec["placement"] = tuple(Slot(*slot) for slot in spec["placement"])
+    spec["mode"] = RescaleMode(spec["mode"])
+    values["spec"] = GangSpec(**spec)
+    values["behaviour"] = FakeBehaviour(**values["behaviour"])
+    values["outcome"] = GangOutcome(values["outcome"]) if values["outcome"] else None
+    values["reports"] = [Report.from_line(line.encode()) for line in values["reports"]]
+    return FakeGang(**values)
