@@ -1,0 +1,49 @@
+"""Talks to the elasticflow service: sync and async clients, the embedded service's starter, and code snapshots.
+
+May not import Airflow, torch or anything of the service: it is used by Airflow workers, by the triggerer and by the
+command line alike.
+"""
+
+from __future__ import annotations
+
+from elasticflow_airflow.client.aio import AsyncElasticFlowClient
+from elasticflow_airflow.client.embedded import default_state_dir, ensure_service
+from elasticflow_airflow.client.endpoint import Endpoint
+from elasticflow_airflow.client.errors import (
+    ElasticFlowError,
+    EmbeddedStartError,
+    IncompatibleService,
+    InvalidSubmission,
+    JobNotFound,
+    RequestRefused,
+    ServiceFault,
+    ServiceUnavailable,
+    SnapshotError,
+    StaleClaim,
+    Unauthorized,
+)
+from elasticflow_airflow.client.snapshot import Snapshot, snapshot_folder, snapshot_module, snapshot_script
+from elasticflow_airflow.client.sync import ElasticFlowClient
+
+__all__ = [
+    "AsyncElasticFlowClient",
+    "ElasticFlowClient",
+    "ElasticFlowError",
+    "EmbeddedStartError",
+    "Endpoint",
+    "IncompatibleService",
+    "InvalidSubmission",
+    "JobNotFound",
+    "RequestRefused",
+    "ServiceFault",
+    "ServiceUnavailable",
+    "Snapshot",
+    "SnapshotError",
+    "StaleClaim",
+    "Unauthorized",
+    "default_state_dir",
+    "ensure_service",
+    "snapshot_folder",
+    "snapshot_module",
+    "snapshot_script",
+]

@@ -1,0 +1,220 @@
+"""The async client, for triggers: the same calls as the blocking one, and the stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import TypeVar
+
+import httpx
+from tenacity import AsyncRetrying, RetryCallState
+
+from elasticflow_airflow.client import calls
+from elasticflow_airflow.client.calls import Call
+from elasticflow_airflow.client.embedded import EMBEDDED_START_LIMIT_S, ensure_service
+from elasticflow_airflow.client.endpoint import Endpoint
+from elasticflow_airflow.client.errors import ServiceUnavailable, raise_for_answer
+from elasticflow_airflow.client.exchange import RETRIED, give_up_after, pause_between, read_answer, unreachable
+from elasticflow_airflow.client.snapshot import Snapshot
+from elasticflow_airflow.wire import (
+    AmendAnswer,
+    AmendRequest,
+    Attachment,
+    Event,
+    Health,
+    JobStatus,
+    JobSubmission,
+    LogPiece,
+)
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_STREAM_SILENCE_S = 45.0
+"""The service sends a comment every 15 s; three missing ones mean that the stream is dead."""
+
+
+class AsyncElasticFlowClient:
+    """The async twin of :class:`~elasticflow_airflow.client.sync.ElasticFlowClient`: same arguments, same errors."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        retry_for_s: float = 60.0,
+        timeout_s: float = 10.0,
+        on_away: Callable[[str], None] | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.retry_for_s = retry_for_s
+        self._timeout_s = timeout_s
+        self._on_away = on_away
+        self._http = endpoint.open_async_client(timeout_s, transport)
+
+    async def __aenter__(self) -> AsyncElasticFlowClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def health(self) -> Health:
+        """Ask how the service is, and what its slots do."""
+        return await self._run(calls.health())
+
+    async def version(self) -> dict[str, str]:
+        """Ask for the service's version (``version``) and API version (``api``)."""
+        return await self._run(calls.version())
+
+    async def has_snapshot(self, sha256: str) -> bool:
+        """Whether the service has this code already."""
+        return await self._run(calls.has_snapshot(sha256))
+
+    async def upload_snapshot(self, snapshot: Snapshot) -> bool:
+        """Send the code unless the service has it; True when it was sent."""
+        if await self.has_snapshot(snapshot.sha256):
+            return False
+        await self._run(calls.upload_snapshot(snapshot))
+        return True
+
+    async def submit(self, submission: JobSubmission) -> Attachment:
+        """Submit, or attach to the live job or unacknowledged success of the same specification."""
+        return await self._run(calls.submit(submission))
+
+    async def attach(self, job_id: str, lease_s: float | None = None) -> Attachment:
+        """Take a new claim on the current incarnation. Raises JobNotFound."""
+        return await self._run(calls.attach(job_id, lease_s))
+
+    async def status(self, job_id: str) -> JobStatus:
+        """Everything about one job. Raises JobNotFound."""
+        return await self._run(calls.status(job_id))
+
+    async def list_jobs(
+        self, state: str | None = None, dag_id: str | None = None, live: bool | None = None, limit: int | None = None
+    ) -> list[JobStatus]:
+        """List jobs, newest first."""
+        return await self._run(calls.list_jobs(state, dag_id, live, limit))
+
+    async def amend(self, job_id: str, request: AmendRequest) -> AmendAnswer:
+        """Change a job's deadline or value, if that can be promised. Raises StaleClaim, JobNotFound."""
+        return await self._run(calls.amend(job_id, request))
+
+    async def cancel(self, job_id: str, claim: int, reason: str = "") -> JobStatus:
+        """Cancel a job. Raises StaleClaim when a newer attempt owns it, JobNotFound."""
+        return await self._run(calls.claimed("cancel", job_id, claim, reason))
+
+    async def acknowledge(self, job_id: str, claim: int, reason: str = "") -> JobStatus:
+        """Say that Airflow has recorded the success: the next submit trains anew. Raises StaleClaim, JobNotFound."""
+        return await self._run(calls.claimed("acknowledge", job_id, claim, reason))
+
+    async def renew(self, job_id: str, claim: int, reason: str = "") -> JobStatus:
+        """Renew the job's lease and see how it stands. Raises StaleClaim, JobNotFound."""
+        return await self._run(calls.claimed("lease", job_id, claim, reason))
+
+    async def events(self, job_id: str, after: int = 0, limit: int = 500) -> list[Event]:
+        """Read a job's events with an id greater than ``after``, oldest first."""
+        return await self._run(calls.events(job_id, after, limit))
+
+    async def read_log(
+        self, job_id: str, log_name: str, offset: int = 0, limit: int = 65536, incarnation: int | None = None
+    ) -> LogPiece:
+        """Read a worker's log from a byte offset on."""
+        return await self._run(calls.read_log(job_id, log_name, offset, limit, incarnation))
+
+    async def stream_events(self, job_id: str | None = None, after: int = 0) -> AsyncIterator[Event]:
+        """Follow events as they happen, without end; a broken stream is taken up where it broke.
+
+        Raises ServiceUnavailable when nobody answers for ``retry_for_s``.
+        """
+        while True:
+            # A stream that delivered something starts the clock of the next outage anew.
+            lines: httpx.Response = await self._retrying()(self._open_stream, job_id, after)
+            try:
+                async for event in _parse_events(lines):
+                    after = max(after, event.event_id)
+                    yield event
+            except httpx.TransportError as error:
+                log.info("the stream of events broke (%s); going on after event %d", error, after)
+            finally:
+                await lines.aclose()
+            await asyncio.sleep(0.2)  # a server that closes at once is not asked in a tight loop
+
+    async def _open_stream(self, job_id: str | None, after: int) -> httpx.Response:
+        params: dict[str, str | int] = {"after": after}
+        if job_id is not None:
+            params["job_id"] = job_id
+        request = self._http.build_request(
+            "GET",
+            "/v1/events",
+            params=params,
+            headers={"Accept": "text/event-stream", "Last-Event-ID": str(after)},
+            timeout=httpx.Timeout(self._timeout_s, read=_STREAM_SILENCE_S),
+        )
+        try:
+            response = await self._http.send(request, stream=True)
+        except httpx.TransportError as error:
+            raise unreachable(error, self.endpoint) from error
+        if response.status_code >= 400:
+            await response.aread()
+            raise_for_answer(response, str(self.endpoint))
+        return response
+
+    def _retrying(self) -> AsyncRetrying:
+        return AsyncRetrying(
+            retry=RETRIED,
+            stop=give_up_after(self.retry_for_s),
+            wait=pause_between(),
+            before_sleep=self._while_away,
+            reraise=True,
+        )
+
+    async def _run(self, call: Call[T]) -> T:
+        answer: T = await self._retrying()(self._exchange, call)
+        return answer
+
+    async def _exchange(self, call: Call[T]) -> T:
+        try:
+            response = await self._http.request(
+                call.method,
+                call.path,
+                params=dict(call.params),
+                content=call.body,
+                headers={} if call.body is None else {"Content-Type": call.content_type},
+                timeout=max(self._timeout_s, call.timeout_s or 0.0),
+            )
+        except httpx.TransportError as error:
+            raise unreachable(error, self.endpoint) from error
+        return read_answer(call, response, self.endpoint)
+
+    async def _while_away(self, state: RetryCallState) -> None:
+        if state.attempt_number == 1:
+            reason = str(state.outcome.exception()) if state.outcome is not None else ""
+            log.warning("%s; trying again for %.0f s", reason, self.retry_for_s)
+            if self._on_away is not None:
+                self._on_away(reason)
+        if self.endpoint.embedded_state_dir is not None:
+            try:
+                limit_s = min(EMBEDDED_START_LIMIT_S, self.retry_for_s)
+                await asyncio.to_thread(ensure_service, self.endpoint.embedded_state_dir, limit_s=limit_s)
+            except ServiceUnavailable as error:
+                log.warning("the embedded service could not be started again: %s", error)
+
+
+async def _parse_events(response: httpx.Response) -> AsyncIterator[Event]:
+    """Read server-sent events: ``data:`` lines up to an empty line make one message; comments are dropped."""
+    data: list[str] = []
+    async for line in response.aiter_lines():
+        if line.startswith("data:"):
+            data.append(line[5:].removeprefix(" "))
+        elif not line and data:
+            yield Event.model_validate_json("\n".join(data))
+            data = []

@@ -1,0 +1,159 @@
+"""Every call of the HTTP API as a value: what to send, and how to read the answer.
+
+The sync and the async client run the same values, so the two cannot differ. All calls are idempotent (a repeated
+submit attaches), which is why a client may repeat any of them while the service is away.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel, TypeAdapter
+
+from elasticflow_airflow.client.snapshot import Snapshot
+from elasticflow_airflow.wire import (
+    AmendAnswer,
+    AmendRequest,
+    Attachment,
+    AttachRequest,
+    ClaimRequest,
+    Event,
+    Health,
+    JobStatus,
+    JobSubmission,
+    LogPiece,
+)
+
+T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
+
+_SUBMIT_TIMEOUT_S = 30.0
+"""The service may wait for a verdict before it answers a submit."""
+_UPLOAD_TIMEOUT_S = 120.0
+
+_STATUSES = TypeAdapter(list[JobStatus])
+_EVENTS = TypeAdapter(list[Event])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(Generic[T]):
+    """One request and the reader of its answer. ``missing`` is read for 404 where that is an answer, not an error."""
+
+    method: str
+    path: str
+    read: Callable[[httpx.Response], T]
+    params: Mapping[str, str | int | float] = field(default_factory=dict)
+    body: bytes | None = field(default=None, repr=False)
+    content_type: str = "application/json"
+    timeout_s: float | None = None
+    missing: Callable[[httpx.Response], T] | None = None
+
+
+def health() -> Call[Health]:
+    """Ask how the service is, and what its slots do."""
+    return Call(method="GET", path="/v1/health", read=_reader(Health))
+
+
+def version() -> Call[dict[str, str]]:
+    """Ask for the service's version and API version."""
+    return Call(method="GET", path="/v1/version", read=lambda r: dict(r.json()))
+
+
+def has_snapshot(sha256: str) -> Call[bool]:
+    """Ask whether the service has this code already."""
+    return Call(method="GET", path=f"/v1/snapshots/{sha256}", read=lambda _: True, missing=lambda _: False)
+
+
+def upload_snapshot(snapshot: Snapshot) -> Call[None]:
+    """Send the code."""
+    return Call(
+        method="PUT",
+        path=f"/v1/snapshots/{snapshot.sha256}",
+        read=lambda _: None,
+        body=snapshot.tar,
+        content_type="application/x-tar",
+        timeout_s=_UPLOAD_TIMEOUT_S,
+    )
+
+
+def submit(submission: JobSubmission) -> Call[Attachment]:
+    """Submit, or attach to the live job or unacknowledged success of the same specification."""
+    message = submission.model_dump(mode="json", exclude={"secret_env"})
+    # Pydantic masks secrets when it dumps; only this body carries them.
+    message["secret_env"] = {name: value.get_secret_value() for name, value in submission.secret_env.items()}
+    return Call(
+        method="PUT",
+        path=_job(submission.identity.job_id),
+        read=_reader(Attachment),
+        body=json.dumps(message).encode(),
+        timeout_s=_SUBMIT_TIMEOUT_S,
+    )
+
+
+def attach(job_id: str, lease_s: float | None = None) -> Call[Attachment]:
+    """Take a new claim on the current incarnation of a job."""
+    body = AttachRequest(lease_s=lease_s).model_dump_json().encode()
+    return Call(method="POST", path=f"{_job(job_id)}/attach", read=_reader(Attachment), body=body)
+
+
+def status(job_id: str) -> Call[JobStatus]:
+    """Ask for everything about one job."""
+    return Call(method="GET", path=_job(job_id), read=_reader(JobStatus))
+
+
+def list_jobs(
+    state: str | None = None, dag_id: str | None = None, live: bool | None = None, limit: int | None = None
+) -> Call[list[JobStatus]]:
+    """List jobs, newest first."""
+    wanted: dict[str, str | int | None] = {
+        "state": state,
+        "dag_id": dag_id,
+        "live": None if live is None else str(live).lower(),
+        "limit": limit,
+    }
+    params = {name: value for name, value in wanted.items() if value is not None}
+    return Call(method="GET", path="/v1/jobs", params=params, read=lambda r: _STATUSES.validate_json(r.content))
+
+
+def amend(job_id: str, request: AmendRequest) -> Call[AmendAnswer]:
+    """Change a job's deadline or value, if that can be promised."""
+    body = request.model_dump_json().encode()
+    return Call(method="PATCH", path=_job(job_id), read=_reader(AmendAnswer), body=body)
+
+
+def claimed(verb: str, job_id: str, claim: int, reason: str = "") -> Call[JobStatus]:
+    """``cancel``, ``acknowledge`` or ``lease`` a job with a claim."""
+    body = ClaimRequest(claim=claim, reason=reason).model_dump_json().encode()
+    return Call(method="POST", path=f"{_job(job_id)}/{verb}", read=_reader(JobStatus), body=body)
+
+
+def events(job_id: str, after: int = 0, limit: int = 500) -> Call[list[Event]]:
+    """Read a job's events with an id greater than ``after``, oldest first."""
+    params: dict[str, str | int | float] = {"after": after, "limit": limit}
+    return Call(
+        method="GET", path=f"{_job(job_id)}/events", params=params, read=lambda r: _EVENTS.validate_json(r.content)
+    )
+
+
+def read_log(
+    job_id: str, log_name: str, offset: int = 0, limit: int = 65536, incarnation: int | None = None
+) -> Call[LogPiece]:
+    """Read a worker's log from a byte offset on."""
+    params: dict[str, str | int | float] = {"offset": offset, "limit": limit}
+    if incarnation is not None:
+        params["incarnation"] = incarnation
+    path = f"{_job(job_id)}/logs/{quote(log_name, safe='')}"
+    return Call(method="GET", path=path, params=params, read=_reader(LogPiece))
+
+
+def _job(job_id: str) -> str:
+    return f"/v1/jobs/{quote(job_id, safe='')}"
+
+
+def _reader(model: type[M]) -> Callable[[httpx.Response], M]:
+    return lambda response: model.model_validate_json(response.content)

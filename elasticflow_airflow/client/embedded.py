@@ -1,0 +1,205 @@
+"""Finds the embedded service of this machine, or starts it: once per state directory, whoever asks first.
+
+The service is a daemon in its own session, so that it outlives the task that started it. Who wins a race is decided
+by the service's own file lock; the losers leave quietly and everybody connects to the winner.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import httpx
+from pydantic import ValidationError
+
+from elasticflow_airflow.client.endpoint import Endpoint
+from elasticflow_airflow.client.errors import EmbeddedStartError, IncompatibleService
+from elasticflow_airflow.wire import API_VERSION, Health
+
+SOCKET_PATH_LIMIT: Final = 107
+"""Bytes that Linux takes in the path of a Unix socket (108 with the closing zero)."""
+
+EMBEDDED_START_LIMIT_S: Final = 30.0
+_HEALTH_TIMEOUT_S: Final = 5.0
+_RESTART_PAUSE_S: Final = 0.5
+_LOG_TAIL_BYTES: Final = 4000
+
+_PASSED_NAMES: Final = frozenset(
+    {
+        "CONDA_PREFIX",
+        "HOME",
+        "HOSTNAME",
+        "HTTPS_PROXY",
+        "HTTP_PROXY",
+        "LANG",
+        "LD_LIBRARY_PATH",
+        "LOGNAME",
+        "NO_PROXY",
+        "PATH",
+        "PYTHONPATH",
+        "PYTHONDONTWRITEBYTECODE",
+        "SHELL",
+        "SSL_CERT_DIR",
+        "SSL_CERT_FILE",
+        "TEMP",
+        "TMP",
+        "TMPDIR",
+        "TZ",
+        "USER",
+        "VIRTUAL_ENV",
+        "http_proxy",
+        "https_proxy",
+        "no_proxy",
+    }
+)
+_PASSED_PREFIXES: Final = ("CUDA_", "ELASTICFLOW_", "LC_", "NCCL_", "NVIDIA_", "XDG_")
+# Airflow's own configuration (AIRFLOW__*, AIRFLOW_CONN_*) holds secrets and is not passed on.
+
+_started: list[subprocess.Popen[bytes]] = []
+"""Services that this process started: kept so that one that leaves is reaped, and does not stay as a zombie."""
+
+
+def default_state_dir() -> Path:
+    """Where the embedded service keeps its state unless told otherwise.
+
+    ``ELASTICFLOW_STATE_DIR``, else ``elasticflow`` under ``AIRFLOW_HOME``, else ``~/.elasticflow``.
+    """
+    if named := os.environ.get("ELASTICFLOW_STATE_DIR"):
+        return Path(named).expanduser()
+    if home := os.environ.get("AIRFLOW_HOME"):
+        return Path(home).expanduser() / "elasticflow"
+    return Path.home() / ".elasticflow"
+
+
+def embedded_endpoint(state_dir: Path) -> Endpoint:
+    """Address of a state directory's embedded service. Raises EmbeddedStartError when its socket path is too long."""
+    state_dir = state_dir.expanduser().absolute()
+    socket = state_dir / "service.sock"
+    length = len(os.fsencode(socket))
+    if length > SOCKET_PATH_LIMIT:
+        raise EmbeddedStartError(
+            f"the socket path {socket} has {length} bytes, and a Unix socket takes at most {SOCKET_PATH_LIMIT}",
+            "choose a shorter state directory: [elasticflow] state_dir in airflow.cfg, or ELASTICFLOW_STATE_DIR",
+            "socket_path_too_long",
+        )
+    return Endpoint(socket_path=socket, embedded_state_dir=state_dir)
+
+
+def ensure_service(
+    state_dir: Path | None = None,
+    settings_env: Mapping[str, str] | None = None,
+    *,
+    limit_s: float = EMBEDDED_START_LIMIT_S,
+) -> Endpoint:
+    """Return the address of the embedded service, after starting it if nobody answers.
+
+    ``settings_env`` holds further ``ELASTICFLOW_*`` settings for a service that must be started. Raises
+    EmbeddedStartError, quoting the end of the service's log, when no service answers within ``limit_s`` seconds;
+    IncompatibleService when one of another API version runs there.
+    """
+    endpoint = embedded_endpoint(state_dir if state_dir is not None else default_state_dir())
+    if _answers(endpoint):
+        return endpoint
+    directory = endpoint.embedded_state_dir
+    assert directory is not None  # embedded_endpoint always sets it
+    _make_private(directory)
+    end = time.monotonic() + limit_s
+    process: subprocess.Popen[bytes] | None = None
+    next_start = 0.0
+    while time.monotonic() < end:
+        if (process is None or process.poll() is not None) and time.monotonic() >= next_start:
+            # Ours has left: another holds the lock, or is just leaving. If nobody answers soon, the next try decides.
+            process = _start(directory, settings_env or {})
+            next_start = time.monotonic() + _RESTART_PAUSE_S
+        if _answers(endpoint):
+            return endpoint
+        time.sleep(0.05)
+    raise EmbeddedStartError(
+        f"the embedded elasticflow service did not answer on {endpoint.socket_path} within {limit_s:.0f} s",
+        f"the end of {directory / 'service.log'} says: {_tail(directory / 'service.log')}",
+        "embedded_start",
+    )
+
+
+def _answers(endpoint: Endpoint) -> bool:
+    """Whether a service answers there. Raises IncompatibleService for one that speaks another API version."""
+    if endpoint.socket_path is None or not endpoint.socket_path.exists():
+        return False
+    try:
+        with endpoint.open_client(_HEALTH_TIMEOUT_S) as http:
+            response = http.get("/v1/health")
+    except httpx.TransportError:
+        return False
+    if response.status_code != 200:
+        return False
+    try:
+        health = Health.model_validate_json(response.content)
+    except ValidationError as error:
+        raise _other_version(endpoint, "unknown") from error
+    if health.api != API_VERSION:
+        raise _other_version(endpoint, health.version)
+    return True
+
+
+def _other_version(endpoint: Endpoint, version: str) -> IncompatibleService:
+    return IncompatibleService(
+        f"{endpoint} is of another version ({version})",
+        "let its jobs end, stop it (its pid is in service.json), and try again",
+        "version",
+    )
+
+
+def _make_private(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        writable = os.access(directory, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise _unusable(directory, str(error)) from error
+    if not writable:
+        raise _unusable(directory, "no permission to write")
+
+
+def _unusable(directory: Path, why: str) -> EmbeddedStartError:
+    return EmbeddedStartError(
+        f"the state directory {directory} cannot be used: {why}",
+        "choose another: [elasticflow] state_dir in airflow.cfg, or ELASTICFLOW_STATE_DIR",
+        "state_dir",
+    )
+
+
+def _start(directory: Path, settings_env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    environment = {
+        name: value for name, value in os.environ.items() if name in _PASSED_NAMES or name.startswith(_PASSED_PREFIXES)
+    }
+    environment.update(settings_env)
+    _started[:] = [process for process in _started if process.poll() is None]
+    try:
+        with (directory / "service.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "elasticflow_airflow.service", "--embedded", "--state-dir", str(directory)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=directory,  # not the caller's folder, whose modules would come first on the path
+                env=environment,
+                start_new_session=True,  # Airflow kills a task's process group
+            )
+    except OSError as error:
+        raise _unusable(directory, str(error)) from error
+    _started.append(process)
+    return process
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _LOG_TAIL_BYTES))
+            return file.read().decode(errors="replace").strip() or "(empty)"
+    except OSError as error:
+        return f"(cannot be read: {error})"

@@ -1,0 +1,94 @@
+"""Where a service listens and how to get in. A value: it opens nothing."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+
+from elasticflow_airflow.client.errors import ElasticFlowError
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Address of a service: a Unix socket, or a base URL with a token.
+
+    ``verify`` is False, True or the path of a CA bundle. ``embedded_state_dir`` marks the embedded service of this
+    machine: a client that finds it gone starts it again.
+    """
+
+    base_url: str = "http://elasticflow"
+    socket_path: Path | None = None
+    token: str | None = field(default=None, repr=False)
+    verify: bool | str = True
+    embedded_state_dir: Path | None = None
+
+    @classmethod
+    def from_url(cls, url: str, *, token: str | None = None, verify: bool | str = True) -> Endpoint:
+        """Read ``unix:///path/to/service.sock``, ``http://host:port`` or ``https://host:port/prefix``."""
+        parts = urlsplit(url)
+        if parts.scheme == "unix":
+            path = parts.netloc + parts.path
+            if not path:
+                raise ElasticFlowError(f"{url!r} names no socket", "write unix:///path/to/service.sock")
+            return cls(socket_path=Path(path), token=token)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ElasticFlowError(
+                f"{url!r} is no address of a service", "write http://host:port, https://host:port or unix:///path"
+            )
+        return cls(base_url=url.rstrip("/"), token=token, verify=verify)
+
+    def __str__(self) -> str:
+        """How messages name the service."""
+        if self.socket_path is not None:
+            return f"the elasticflow service at {self.socket_path}"
+        return f"the elasticflow service at {self.base_url}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of every request."""
+        return {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
+
+    @property
+    def trust_env(self) -> bool:
+        """Whether proxies of the environment may be asked: never for this machine's own addresses."""
+        return self.socket_path is None and urlsplit(self.base_url).hostname not in _LOOPBACK
+
+    @property
+    def _tls(self) -> bool | ssl.SSLContext:
+        if isinstance(self.verify, str):
+            return ssl.create_default_context(cafile=self.verify)
+        return self.verify
+
+    def open_client(self, timeout_s: float, transport: httpx.BaseTransport | None = None) -> httpx.Client:
+        """Make a sync HTTP client for this address."""
+        if transport is None and self.socket_path is not None:
+            transport = httpx.HTTPTransport(uds=str(self.socket_path))
+        return httpx.Client(
+            base_url=self.base_url,
+            headers=self.headers,
+            timeout=timeout_s,
+            verify=self._tls,
+            trust_env=self.trust_env,
+            transport=transport,
+        )
+
+    def open_async_client(
+        self, timeout_s: float, transport: httpx.AsyncBaseTransport | None = None
+    ) -> httpx.AsyncClient:
+        """Make an async HTTP client for this address."""
+        if transport is None and self.socket_path is not None:
+            transport = httpx.AsyncHTTPTransport(uds=str(self.socket_path))
+        return httpx.AsyncClient(
+            base_url=self.base_url,
+            headers=self.headers,
+            timeout=timeout_s,
+            verify=self._tls,
+            trust_env=self.trust_env,
+            transport=transport,
+        )

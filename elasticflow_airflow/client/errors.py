@@ -1,0 +1,102 @@
+"""What can go wrong between a client and the service, each with what to do about it.
+
+Knows HTTP answers and the wire's ``Problem``; knows nothing of Airflow.
+"""
+
+# ruff: noqa: N818 - the names say what is the case (StaleClaim), as users read them in a log.
+
+from __future__ import annotations
+
+import httpx
+from pydantic import ValidationError
+
+from elasticflow_airflow.wire import Problem
+
+
+class ElasticFlowError(Exception):
+    """Base of everything this client raises. ``error`` is the service's short code, ``hint`` says what to do."""
+
+    def __init__(self, message: str, hint: str = "", error: str = "") -> None:
+        super().__init__(message if not hint else f"{message} ({hint})")
+        self.message = message
+        self.hint = hint
+        self.error = error
+
+
+class ServiceUnavailable(ElasticFlowError):
+    """Nobody answered, or who answered cannot serve now (502, 503, 504). Worth trying again."""
+
+
+class EmbeddedStartError(ServiceUnavailable):
+    """The embedded service could not be started on this machine."""
+
+
+class Unauthorized(ElasticFlowError):
+    """The token is missing or wrong, or the socket belongs to somebody else."""
+
+
+class JobNotFound(ElasticFlowError):
+    """The service knows no such job."""
+
+
+class StaleClaim(ElasticFlowError):
+    """A newer attempt has attached to the job since: this caller may no longer change it."""
+
+
+class InvalidSubmission(ElasticFlowError):
+    """The service refused what was sent (400, 413, 422): the message names the argument."""
+
+
+class RequestRefused(ElasticFlowError):
+    """Any other refusal (4xx)."""
+
+
+class ServiceFault(ElasticFlowError):
+    """The service failed while it answered (500): a defect, or a full disk; its log says more."""
+
+
+class IncompatibleService(ElasticFlowError):
+    """The answer is none that this client understands: another version, or another program on that port."""
+
+
+class SnapshotError(ElasticFlowError):
+    """The code cannot be snapshotted: not found, too large, or it leaves its folder."""
+
+
+def raise_for_answer(response: httpx.Response, where: str) -> None:
+    """Raise the error that an answer stands for; return for an answer of success. ``where`` names the service."""
+    status = response.status_code
+    if status < 400:
+        return
+    problem = _problem_of(response)
+    if status in (502, 503, 504):
+        raise ServiceUnavailable(
+            problem.message or f"{where} answered {status}", problem.hint or "is the service being restarted?", "away"
+        )
+    if problem.error == "stale_claim":
+        raise StaleClaim(problem.message, problem.hint, problem.error)
+    if status in (401, 403):
+        hint = problem.hint or "set the token as the password of the Airflow connection, or as ELASTICFLOW_TOKEN"
+        raise Unauthorized(problem.message or f"{where} refused the token ({status})", hint, problem.error)
+    if status == 404 and problem.error:
+        raise JobNotFound(problem.message, problem.hint, problem.error)
+    if status in (400, 413, 422):
+        raise InvalidSubmission(problem.message or f"{where} answered {status}", problem.hint, problem.error)
+    if status >= 500:
+        hint = problem.hint or "look at the end of the service's log"
+        raise ServiceFault(problem.message or f"{where} failed with {status}", hint, problem.error)
+    if not problem.error:
+        raise IncompatibleService(
+            f"{where} answered {status} to {response.request.method} {response.request.url.path} in a way that an"
+            f" elasticflow service does not: {response.text[:200]!r}",
+            "does the address name an elasticflow service of this version?",
+        )
+    raise RequestRefused(problem.message, problem.hint, problem.error)
+
+
+def _problem_of(response: httpx.Response) -> Problem:
+    """Read the body of an error answer; an empty Problem when it is none of ours (a proxy's page, say)."""
+    try:
+        return Problem.model_validate_json(response.content)
+    except ValidationError:
+        return Problem(error="", message="")

@@ -1,0 +1,169 @@
+"""The blocking client, for Airflow task processes and the command line."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import TracebackType
+from typing import TypeVar
+
+import httpx
+from tenacity import RetryCallState, Retrying
+
+from elasticflow_airflow.client import calls
+from elasticflow_airflow.client.calls import Call
+from elasticflow_airflow.client.embedded import EMBEDDED_START_LIMIT_S, ensure_service
+from elasticflow_airflow.client.endpoint import Endpoint
+from elasticflow_airflow.client.errors import ServiceUnavailable
+from elasticflow_airflow.client.exchange import RETRIED, give_up_after, pause_between, read_answer, unreachable
+from elasticflow_airflow.client.snapshot import Snapshot
+from elasticflow_airflow.wire import (
+    AmendAnswer,
+    AmendRequest,
+    Attachment,
+    Event,
+    Health,
+    JobStatus,
+    JobSubmission,
+    LogPiece,
+)
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class ElasticFlowClient:
+    """Calls the service, and goes on trying while it is away.
+
+    ``retry_for_s``: how long a call is repeated when nobody answers, in seconds; 0 tries once. ``timeout_s``: limit of
+    one exchange. ``on_away`` is told, once per outage, that the service does not answer. With an embedded endpoint a
+    service that is gone is started again. Raises the errors of ``client.errors``. Not for several threads at once.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        retry_for_s: float = 60.0,
+        timeout_s: float = 10.0,
+        on_away: Callable[[str], None] | None = None,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.retry_for_s = retry_for_s
+        self._timeout_s = timeout_s
+        self._on_away = on_away
+        self._http = endpoint.open_client(timeout_s, transport)
+
+    def __enter__(self) -> ElasticFlowClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def health(self) -> Health:
+        """Ask how the service is, and what its slots do."""
+        return self._run(calls.health())
+
+    def version(self) -> dict[str, str]:
+        """Ask for the service's version (``version``) and API version (``api``)."""
+        return self._run(calls.version())
+
+    def has_snapshot(self, sha256: str) -> bool:
+        """Whether the service has this code already."""
+        return self._run(calls.has_snapshot(sha256))
+
+    def upload_snapshot(self, snapshot: Snapshot) -> bool:
+        """Send the code unless the service has it; True when it was sent."""
+        if self.has_snapshot(snapshot.sha256):
+            return False
+        self._run(calls.upload_snapshot(snapshot))
+        return True
+
+    def submit(self, submission: JobSubmission) -> Attachment:
+        """Submit, or attach to the live job or unacknowledged success of the same specification."""
+        return self._run(calls.submit(submission))
+
+    def attach(self, job_id: str, lease_s: float | None = None) -> Attachment:
+        """Take a new claim on the current incarnation. Raises JobNotFound."""
+        return self._run(calls.attach(job_id, lease_s))
+
+    def status(self, job_id: str) -> JobStatus:
+        """Everything about one job. Raises JobNotFound."""
+        return self._run(calls.status(job_id))
+
+    def list_jobs(
+        self, state: str | None = None, dag_id: str | None = None, live: bool | None = None, limit: int | None = None
+    ) -> list[JobStatus]:
+        """List jobs, newest first."""
+        return self._run(calls.list_jobs(state, dag_id, live, limit))
+
+    def amend(self, job_id: str, request: AmendRequest) -> AmendAnswer:
+        """Change a job's deadline or value, if that can be promised. Raises StaleClaim, JobNotFound."""
+        return self._run(calls.amend(job_id, request))
+
+    def cancel(self, job_id: str, claim: int, reason: str = "") -> JobStatus:
+        """Cancel a job. Raises StaleClaim when a newer attempt owns it, JobNotFound."""
+        return self._run(calls.claimed("cancel", job_id, claim, reason))
+
+    def acknowledge(self, job_id: str, claim: int, reason: str = "") -> JobStatus:
+        """Say that Airflow has recorded the success: the next submit trains anew. Raises StaleClaim, JobNotFound."""
+        return self._run(calls.claimed("acknowledge", job_id, claim, reason))
+
+    def renew(self, job_id: str, claim: int, reason: str = "") -> JobStatus:
+        """Renew the job's lease and see how it stands. Raises StaleClaim, JobNotFound."""
+        return self._run(calls.claimed("lease", job_id, claim, reason))
+
+    def events(self, job_id: str, after: int = 0, limit: int = 500) -> list[Event]:
+        """Read a job's events with an id greater than ``after``, oldest first."""
+        return self._run(calls.events(job_id, after, limit))
+
+    def read_log(
+        self, job_id: str, log_name: str, offset: int = 0, limit: int = 65536, incarnation: int | None = None
+    ) -> LogPiece:
+        """Read a worker's log from a byte offset on."""
+        return self._run(calls.read_log(job_id, log_name, offset, limit, incarnation))
+
+    def _run(self, call: Call[T]) -> T:
+        retrying = Retrying(
+            retry=RETRIED,
+            stop=give_up_after(self.retry_for_s),
+            wait=pause_between(),
+            before_sleep=self._while_away,
+            reraise=True,
+        )
+        answer: T = retrying(self._exchange, call)
+        return answer
+
+    def _exchange(self, call: Call[T]) -> T:
+        try:
+            response = self._http.request(
+                call.method,
+                call.path,
+                params=dict(call.params),
+                content=call.body,
+                headers={} if call.body is None else {"Content-Type": call.content_type},
+                timeout=max(self._timeout_s, call.timeout_s or 0.0),
+            )
+        except httpx.TransportError as error:
+            raise unreachable(error, self.endpoint) from error
+        return read_answer(call, response, self.endpoint)
+
+    def _while_away(self, state: RetryCallState) -> None:
+        if state.attempt_number == 1:
+            reason = str(state.outcome.exception()) if state.outcome is not None else ""
+            log.warning("%s; trying again for %.0f s", reason, self.retry_for_s)
+            if self._on_away is not None:
+                self._on_away(reason)
+        if self.endpoint.embedded_state_dir is not None:
+            try:
+                ensure_service(self.endpoint.embedded_state_dir, limit_s=min(EMBEDDED_START_LIMIT_S, self.retry_for_s))
+            except ServiceUnavailable as error:
+                log.warning("the embedded service could not be started again: %s", error)
