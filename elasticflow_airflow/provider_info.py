@@ -1,0 +1,1 @@
+"""What Airflow learns about this provider without importing anything else."""

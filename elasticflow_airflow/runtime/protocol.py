@@ -1,0 +1,298 @@
+"""The files through which a supervisor and the workers of a job talk, and nothing else.
+
+Plain JSON files in the folder of one incarnation: they survive a ``kill -9`` of either side, and need
+neither torch nor pydantic. The standard library is all that this module may import: it is read by the
+service, by the supervisor and by training interpreters that have nothing but torch.
+
+Layout of an incarnation's folder::
+
+    session.json                     what to train (SessionConfig); written before the first worker starts
+    membership.json                  who trains now (Membership); replaced atomically at each generation
+    rendezvous/g000003.json          address of the generation's store, written by its rank 0
+    reports/g000003-<worker>.jsonl   one Report a line, appended by one worker (or for it, by its supervisor)
+    logs/<worker>.log[.N]            standard output and error of one worker
+    checkpoints/g000003/step-000000000120/   candidate checkpoint, written by workers of generation 3
+    checkpoints/promoted.json        the checkpoint to resume from (Promotion); only the service writes it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+SESSION_ENV = "ELASTICFLOW_SESSION"
+"""Environment variable: path of ``session.json``. Absent: the script runs alone or under a bare torchrun."""
+WORKER_ENV = "ELASTICFLOW_WORKER"
+"""Environment variable: the id of this worker, as in the membership plan."""
+GENERATION_ENV = "ELASTICFLOW_GENERATION"
+"""Environment variable: the generation this worker was started for (the plan may move on)."""
+
+
+class RescaleMode(StrEnum):
+    """How a job gets from one generation to the next."""
+
+    RESTART = "restart"
+    """Everybody saves and leaves with status 0; the next generation resumes from the promoted checkpoint."""
+    IN_PLACE = "in_place"
+    """Who is in both plans goes on and adopts the new generation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One worker of a generation. ``worker_id`` stays the same while the worker lives; ``rank`` may change."""
+
+    worker_id: str
+    rank: int
+    node_id: str
+    slot_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """The membership plan: who trains in ``generation``, in rank order. No members: save and leave."""
+
+    generation: int
+    mode: RescaleMode
+    members: tuple[Member, ...]
+    reason: str = ""
+
+    def rank_of(self, worker_id: str) -> int | None:
+        """Rank of a worker in this plan, or None when it is not in it."""
+        return next((m.rank for m in self.members if m.worker_id == worker_id), None)
+
+    def write(self, incarnation_dir: Path) -> None:
+        """Replace the plan atomically."""
+        write_json_atomic(membership_path(incarnation_dir), asdict(self))
+
+    @classmethod
+    def read(cls, incarnation_dir: Path) -> Membership | None:
+        """Read the current plan; None before the first was written."""
+        raw = read_json(membership_path(incarnation_dir))
+        if raw is None:
+            return None
+        members = tuple(Member(**m) for m in raw["members"])
+        return cls(
+            generation=raw["generation"],
+            mode=RescaleMode(raw["mode"]),
+            members=members,
+            reason=raw.get("reason", ""),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionConfig:
+    """What a worker must know about its job; the same for every worker and generation of an incarnation.
+
+    Exactly one of ``script`` (path inside ``code_dir``) and ``module`` is set. ``steps`` or ``epochs`` gives the length;
+    ``samples`` is the size of one epoch, when the submitter knows it. ``micro_batch_size`` None lets the session
+    choose; after an out-of-memory it is halved by the service. ``init_from`` is the folder of a checkpoint whose
+    *weights* start this incarnation. ``progress_regex`` and ``progress_file`` are for plain scripts.
+    """
+
+    job_id: str
+    incarnation: int
+    incarnation_dir: str
+    code_dir: str
+    script: str | None = None
+    module: str | None = None
+    args: tuple[str, ...] = ()
+    working_dir: str | None = None
+    steps: int | None = None
+    epochs: int | None = None
+    samples: int | None = None
+    global_batch_size: int = 1
+    micro_batch_size: int | None = None
+    init_from: str | None = None
+    seed: int = 0
+    checkpoint_interval_s: float = 60.0
+    keep_checkpoints: int = 2
+    progress_regex: str | None = None
+    progress_file: str | None = None
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Where the candidates and ``promoted.json`` live."""
+        return checkpoint_dir(Path(self.incarnation_dir))
+
+    def write(self) -> None:
+        """Write ``session.json`` atomically."""
+        write_json_atomic(session_path(Path(self.incarnation_dir)), asdict(self))
+
+    @classmethod
+    def read(cls, path: Path) -> SessionConfig:
+        """Read ``session.json``; ValueError when it is not there or damaged."""
+        raw = read_json(path)
+        if raw is None:
+            raise ValueError(f"no session file at {path}")
+        return cls(**{**raw, "args": tuple(raw.get("args", ()))})
+
+
+class ReportKind(StrEnum):
+    """What a worker can say. ``Report.data`` holds the keys named here (optional ones in brackets)."""
+
+    STARTED = "started"
+    """The model is built and state restored; ``step`` is where it goes on. [resumed_from, init_from, samples, steps,
+    micro_batch_size]: ``samples`` is the size of one epoch and ``steps`` the total length as the session knows them."""
+    PROGRESS = "progress"
+    """``step`` steps are done in all. [loss, window_steps, window_s, samples, epoch]: speed = window_steps / window_s."""
+    CHECKPOINT = "checkpoint"
+    """A complete candidate at ``step``. path (relative to the checkpoint folder), digest, size_bytes, write_s."""
+    STOPPED = "stopped"
+    """Left as the plan asked, after saving at ``step``."""
+    FINISHED = "finished"
+    """All steps are done and saved. [metrics, loss]; ``path`` of the final candidate checkpoint."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """The device's memory did not suffice. micro_batch_size, message."""
+    FAILED = "failed"
+    """The worker knows why it ends: message, [kind: "nan_loss" | "exception" | "bad_checkpoint"]."""
+    WARNING = "warning"
+    """Something the user should read: message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One line of a report file. ``at_s`` is UTC seconds by the worker's clock."""
+
+    kind: ReportKind
+    generation: int
+    worker_id: str
+    rank: int
+    step: int
+    at_s: float = field(default_factory=time.time)
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_line(self) -> bytes:
+        """Encode as one JSON line. Floats that are no number become strings ("nan", "inf"), never bare NaN."""
+        raw = asdict(self)
+        raw["data"] = {
+            k: repr(v) if isinstance(v, float) and (v != v or v in (float("inf"), float("-inf"))) else v
+            for k, v in self.data.items()
+        }
+        return json.dumps(raw, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Report:
+        """Decode one line; ValueError when it is torn or not a report."""
+        try:
+            raw = json.loads(line)
+            return cls(**{**raw, "kind": ReportKind(raw["kind"])})
+        except (TypeError, KeyError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"not a report line: {line[:200]!r}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promotion:
+    """Contents of ``promoted.json``: the checkpoint that counts. ``path`` is relative to the checkpoint folder."""
+
+    path: str
+    generation: int
+    step: int
+    digest: str
+
+    def write(self, incarnation_dir: Path) -> None:
+        """Replace ``promoted.json`` atomically."""
+        write_json_atomic(promoted_path(checkpoint_dir(incarnation_dir)), asdict(self))
+
+    @classmethod
+    def read(cls, checkpoints: Path) -> Promotion | None:
+        """Read ``promoted.json`` of a checkpoint folder; None when nothing was promoted yet."""
+        raw = read_json(promoted_path(checkpoints))
+        return None if raw is None else cls(**raw)
+
+
+def session_path(incarnation_dir: Path) -> Path:
+    """Path of ``session.json``."""
+    return incarnation_dir / "session.json"
+
+
+def membership_path(incarnation_dir: Path) -> Path:
+    """Path of ``membership.json``."""
+    return incarnation_dir / "membership.json"
+
+
+def checkpoint_dir(incarnation_dir: Path) -> Path:
+    """Folder of the checkpoints."""
+    return incarnation_dir / "checkpoints"
+
+
+def promoted_path(checkpoints: Path) -> Path:
+    """Path of ``promoted.json``."""
+    return checkpoints / "promoted.json"
+
+
+def report_path(incarnation_dir: Path, generation: int, worker_id: str) -> Path:
+    """Path of the report file of one worker in one generation."""
+    return incarnation_dir / "reports" / f"g{generation:06d}-{worker_id}.jsonl"
+
+
+def rendezvous_path(incarnation_dir: Path, generation: int) -> Path:
+    """Path of the file in which a generation's rank 0 publishes the address of its store."""
+    return incarnation_dir / "rendezvous" / f"g{generation:06d}.json"
+
+
+def candidate_name(generation: int, step: int) -> str:
+    """Path of a candidate checkpoint, relative to the checkpoint folder."""
+    return f"g{generation:06d}/step-{step:012d}"
+
+
+def append_report(path: Path, report: Report) -> None:
+    """Append one report with a single write, so that a line is torn only when the machine dies in it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        os.write(descriptor, report.to_line())
+    finally:
+        os.close(descriptor)
+
+
+def read_reports(path: Path, offset: int = 0) -> Iterator[tuple[Report, int]]:
+    """Yield each complete report from a byte offset on, with the offset after it. A torn last line is left for later.
+
+    A damaged line in the middle is skipped: the next report says the same and more.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            with contextlib.suppress(ValueError):
+                yield Report.from_line(line), offset
+
+
+def write_json_atomic(path: Path, value: Mapping[str, Any]) -> None:
+    """Write JSON under a temporary name, flush it to disk, and rename it: readers see the old or the new, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(value, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Read a JSON object; None when the file is not there. ValueError when it is damaged."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} does not hold a JSON object")
+    return value

@@ -1,0 +1,313 @@
+"""The HTTP API's values, shared by the service and its clients. Times are UTC seconds since the epoch, as floats.
+
+May import nothing but pydantic: it is read by Airflow workers (no torch) and by services without Airflow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+API_VERSION = "v1"
+
+
+class Wire(BaseModel):
+    """Base of all messages: unknown fields are an error on the way in, so that a typing mistake is found at once."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class JobIdentity(Wire):
+    """Which Airflow task instance a job belongs to. The namespace keeps two Airflows apart."""
+
+    namespace: str = "default"
+    dag_id: str
+    run_id: str
+    task_id: str
+    map_index: int = -1
+
+    @property
+    def job_id(self) -> str:
+        """Deterministic id: readable, safe in a URL and as a folder name, unique by a digest of all parts."""
+        parts = [self.namespace, self.dag_id, self.run_id, self.task_id, self.map_index]
+        digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        readable = re.sub(r"[^a-z0-9]+", "-", f"{self.dag_id}-{self.task_id}".lower()).strip("-")[:60]
+        return f"{readable or 'job'}-{digest}"
+
+    @property
+    def recurring_key(self) -> str:
+        """The same for every run of this task: what history (scaling curve, costs) is kept under."""
+        return json.dumps([self.namespace, self.dag_id, self.task_id, self.map_index])
+
+
+class Command(Wire):
+    """What a worker runs. ``script`` is a path inside the snapshot; or ``module`` is imported from it."""
+
+    snapshot: str = Field(pattern=r"^[0-9a-f]{64}$")
+    script: str | None = None
+    module: str | None = None
+    args: tuple[str, ...] = ()
+    python: str | None = None
+    working_dir: str | None = None
+    env: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one_entry(self) -> Command:
+        if (self.script is None) == (self.module is None):
+            raise ValueError("give exactly one of script= and module=")
+        return self
+
+
+class Length(Wire):
+    """How much to train: ``steps``, or ``epochs`` (of ``samples`` each, if the submitter knows)."""
+
+    steps: int | None = Field(default=None, ge=1)
+    epochs: int | None = Field(default=None, ge=1)
+    samples: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _not_both(self) -> Length:
+        if self.steps is not None and (self.epochs is not None or self.samples is not None):
+            raise ValueError("give steps, or epochs and samples, not both")
+        if self.samples is not None and self.epochs is None:
+            raise ValueError("samples= needs epochs=")
+        return self
+
+    def total_steps(self, global_batch_size: int) -> int | None:
+        """Optimizer steps in all, if known: the last batch of an epoch may be short."""
+        if self.steps is not None:
+            return self.steps
+        if self.epochs is not None and self.samples is not None:
+            return self.epochs * -(-self.samples // global_batch_size)
+        return None
+
+
+PowerOfTwo = Annotated[int, Field(ge=1)]
+
+
+class JobSubmission(Wire):
+    """Everything that a submitter says of a job. ``secret_env`` is never echoed, stored in plain text or logged."""
+
+    identity: JobIdentity
+    command: Command
+    length: Length
+    global_batch_size: int = Field(ge=1)
+    deadline_at: float | None = None
+    best_effort: bool = False
+    value: float = Field(default=1.0, gt=0)
+    on_reject: Literal["fail", "best_effort", "wait", "renegotiate"] = "fail"
+    latest_deadline_at: float | None = None
+    on_miss: Literal["finish", "fail", "use_last_checkpoint"] = "finish"
+    init_from: str | None = None
+    min_workers: PowerOfTwo = 1
+    max_workers: PowerOfTwo | None = None
+    scaling_curve: dict[int, float] | None = None
+    progress_regex: str | None = None
+    progress_file: str | None = None
+    secret_env: dict[str, SecretStr] = Field(default_factory=dict)
+    lease_s: float = Field(default=600.0, gt=0)
+    orphan_s: float = Field(default=3600.0, gt=0)
+    next_run_at: float | None = None
+    labels: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> JobSubmission:
+        if self.best_effort == (self.deadline_at is not None):
+            raise ValueError("give a deadline or best_effort=True, and not both")
+        if self.on_reject == "renegotiate" and self.latest_deadline_at is None:
+            raise ValueError('on_reject="renegotiate" needs latest_deadline')
+        for name, workers in (("min_workers", self.min_workers), ("max_workers", self.max_workers)):
+            if workers is not None and workers & (workers - 1):
+                raise ValueError(f"{name}={workers} is not a power of two")
+        if self.max_workers is not None and self.max_workers < self.min_workers:
+            raise ValueError(f"max_workers={self.max_workers} is less than min_workers={self.min_workers}")
+        return self
+
+    def equality_key(self) -> str:
+        """Digest of what makes two submissions the same training (script, arguments, length, batch, init_from)."""
+        same = [
+            self.command.script,
+            self.command.module,
+            list(self.command.args),
+            self.length.model_dump(),
+            self.global_batch_size,
+            self.init_from,
+        ]
+        return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
+
+
+class State(StrEnum):
+    """State of a job: submitted, profiling, admitted (or waiting, rejected), running or suspended, then an end."""
+
+    SUBMITTED = "submitted"
+    PROFILING = "profiling"
+    WAITING = "waiting"
+    ADMITTED = "admitted"
+    RUNNING = "running"
+    SUSPENDED = "suspended"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    REJECTED = "rejected"
+
+    @property
+    def terminal(self) -> bool:
+        """Nothing more happens to the job."""
+        return self in (State.SUCCEEDED, State.FAILED, State.CANCELLED, State.REJECTED)
+
+
+class Verdict(Wire):
+    """What admission control said."""
+
+    decision: Literal["admitted", "best_effort", "renegotiated", "rejected", "undecided"]
+    reason: str = ""
+    deadline_at: float | None = None
+    earliest_deadline_at: float | None = None
+    event_id: int | None = None
+    plan: list[dict[str, float]] | None = None
+    """Segments of the proving plan: start_s, end_s, workers, lost_s."""
+
+
+class JobResult(Wire):
+    """What a successful (or given up) job leaves."""
+
+    checkpoint_path: str | None = None
+    checkpoint_digest: str | None = None
+    steps: int = 0
+    final_loss: float | None = None
+    metrics: dict[str, Any] = Field(default_factory=dict)
+    finished_at: float | None = None
+    met: bool | None = None
+    slack_s: float | None = None
+    gpu_seconds: float = 0.0
+    rescales: int = 0
+
+
+class JobStatus(Wire):
+    """Everything about a job that its watcher wants to know."""
+
+    job_id: str
+    identity: JobIdentity
+    incarnation: int
+    generation: int
+    state: State
+    state_reason: str = ""
+    verdict: Verdict
+    claim: int
+    submitted_at: float
+    deadline_at: float | None
+    best_effort: bool
+    value: float
+    workers: int = 0
+    slots: list[tuple[str, int]] = Field(default_factory=list)
+    step: int = 0
+    total_steps: int | None = None
+    loss: float | None = None
+    steps_per_s: float | None = None
+    projected_finish_at: float | None = None
+    slack_s: float | None = None
+    at_risk: bool = False
+    lease_expires_at: float | None = None
+    acknowledged: bool = False
+    result: JobResult | None = None
+    failure: str | None = None
+    log_names: list[str] = Field(default_factory=list)
+    last_event_id: int = 0
+
+
+class Attachment(Wire):
+    """Answer to a submit or attach: the job, and the claim to show with cancel, acknowledge and amend."""
+
+    job: JobStatus
+    claim: int
+    created: bool
+    warnings: list[str] = Field(default_factory=list)
+
+
+class AttachRequest(Wire):
+    """A task attempt that only wants to go on with a job that it knows to exist."""
+
+    lease_s: float | None = None
+
+
+class ClaimRequest(Wire):
+    """Cancel, acknowledge or renew with a claim; a stale claim changes nothing (409)."""
+
+    claim: int
+    reason: str = ""
+
+
+class AmendRequest(Wire):
+    """Change the deadline, the value, or give the deadline up."""
+
+    claim: int
+    deadline_at: float | None = None
+    value: float | None = Field(default=None, gt=0)
+    best_effort: bool = False
+
+
+class AmendAnswer(Wire):
+    """Whether the amendment holds; if not, what would."""
+
+    accepted: bool
+    reason: str = ""
+    earliest_deadline_at: float | None = None
+    job: JobStatus
+
+
+class Event(Wire):
+    """One row of the event log: what changed and why."""
+
+    event_id: int
+    job_id: str | None
+    incarnation: int | None = None
+    at: float
+    kind: str
+    reason: str
+    data: dict[str, Any] = Field(default_factory=dict)
+
+
+class LogPiece(Wire):
+    """A piece of a worker's log; ``text`` is decoded with replacement characters, offsets count bytes."""
+
+    text: str
+    start_offset: int
+    next_offset: int
+    end_of_file: bool
+
+
+class SlotStatus(Wire):
+    """One slot of the cluster and who holds it."""
+
+    node_id: str
+    index: int
+    job_id: str | None = None
+    busy: str | None = None
+
+
+class Health(Wire):
+    """Answer to health and version."""
+
+    status: Literal["ok", "degraded"]
+    version: str
+    api: str = API_VERSION
+    engine: str
+    pid: int
+    started_at: float
+    state_dir: str
+    live_jobs: int
+    slots: list[SlotStatus] = Field(default_factory=list)
+    problems: list[str] = Field(default_factory=list)
+
+
+class Problem(Wire):
+    """Body of every error answer: what was wrong, and what to do."""
+
+    error: str
+    message: str
+    hint: str = ""

@@ -1,0 +1,184 @@
+"""The values the scheduler reasons about: jobs, nodes, scaling curves, plans, placements.
+
+Everything here is immutable and knows no clock, disk, network or thread. Times are UTC seconds as
+floats; durations are seconds and end in ``_s``; work is counted in optimizer steps at the job's
+global batch size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Slot(NamedTuple):
+    """One place where one worker can run: a GPU, or a share of CPU cores, of a node."""
+
+    node_id: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A machine (or a virtual one) with ``slots`` equal slots.
+
+    ``busy`` are slot indices that somebody else holds and that must not be used.
+    ``draining_until_s`` is the time at which the node goes away, if it is known.
+    """
+
+    node_id: str
+    slots: int
+    busy: frozenset[int] = frozenset()
+    draining_until_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise ValueError(f"node {self.node_id!r} has {self.slots} slots; it needs at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingCurve:
+    """Measured speed by number of workers (a power of two each), in steps/s at the global batch size.
+
+    Algorithms plan with :meth:`usable`: made non-decreasing and capped at the knee, never inventing
+    a speed nobody measured (ElasticFlow, ASPLOS 2023, section 4.1, without the concavity assumption).
+    """
+
+    steps_per_s: Mapping[int, float]
+
+    def __post_init__(self) -> None:
+        if not self.steps_per_s:
+            raise ValueError("a scaling curve needs at least one measured number of workers")
+        for workers, speed in self.steps_per_s.items():
+            if workers < 1 or workers & (workers - 1):
+                raise ValueError(f"scaling curve: {workers} workers is not a power of two")
+            if not 0.0 < speed < float("inf"):
+                raise ValueError(f"scaling curve: {speed!r} steps/s at {workers} workers is not a positive number")
+        object.__setattr__(self, "steps_per_s", dict(sorted(self.steps_per_s.items())))
+
+    def usable(self, min_workers: int, max_workers: int) -> dict[int, float]:
+        """Sizes worth running between the two limits, in order, each strictly faster than the one before."""
+        best = 0.0
+        usable: dict[int, float] = {}
+        for workers, speed in self.steps_per_s.items():
+            if min_workers <= workers <= max_workers and speed > best:
+                usable[workers] = best = speed
+        return usable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RescaleCosts:
+    """What is lost around training, in seconds; measured per recurring task.
+
+    ``startup_s``: from the order to start a gang that has none to its first step.
+    ``pause_s``: no progress, at every change of a running gang's slots (resize or migration).
+    ``tail_s``: from the last step to the moment Airflow may use the result (final save, evaluation, wake-up).
+    """
+
+    startup_s: float = 0.0
+    pause_s: float = 0.0
+    tail_s: float = 0.0
+
+
+class OnReject(StrEnum):
+    """What the submitter wants when a deadline cannot be promised."""
+
+    FAIL = "fail"
+    BEST_EFFORT = "best_effort"
+    WAIT = "wait"
+    RENEGOTIATE = "renegotiate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One training job as its submitter describes it.
+
+    ``deadline_s`` is None for a best-effort job. ``total_steps`` is None while the length is not known
+    (best effort without a length; or until profiling reports it). ``curve`` is None until it is measured:
+    the scheduler then profiles the job before it decides.
+    """
+
+    job_id: str
+    submitted_s: float
+    deadline_s: float | None
+    total_steps: float | None
+    curve: ScalingCurve | None
+    costs: RescaleCosts = field(default_factory=RescaleCosts)
+    min_workers: int = 1
+    max_workers: int | None = None
+    value: float = 1.0
+    on_reject: OnReject = OnReject.FAIL
+    latest_deadline_s: float | None = None
+    profile: bool = True
+    """False: never profile (a plain script that reports nothing); it then runs as best effort at ``min_workers``."""
+
+
+class Phase(StrEnum):
+    """Where a job stands in the eyes of the scheduler (the service's states are finer)."""
+
+    PROFILING = "profiling"
+    """Its curve is being measured, or it waits for slots on which to measure it."""
+    WAITING = "waiting"
+    """Not promised yet; asked for ``on_reject="wait"``."""
+    ADMITTED = "admitted"
+    """Promised by its deadline, or best effort."""
+    PARKED = "parked"
+    """Its owner is away (lease run out): holds nothing, competes for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The slots of a gang, in rank order. Empty: the job holds nothing."""
+
+    slots: tuple[Slot, ...] = ()
+
+    @property
+    def workers(self) -> int:
+        """Number of workers, one a slot."""
+        return len(self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSegment:
+    """Hold ``workers`` slots from ``start_s`` until ``end_s``, of which the first ``lost_s`` make no progress."""
+
+    start_s: float
+    end_s: float
+    workers: int
+    lost_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a job gets from now to its end; the proof that comes with a promise.
+
+    ``finish_s`` is the end of the last step; ``promised_s`` adds the tail and is compared with the deadline.
+    """
+
+    job_id: str
+    segments: tuple[PlanSegment, ...]
+    finish_s: float
+    promised_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """All that the scheduler remembers of one live job: enough to restore it after a crash.
+
+    ``remaining_steps`` counts at ``as_of_s``; between reports the scheduler extrapolates with the curve.
+    ``no_progress_until_s`` is the end of the start-up or pause that is under way.
+    ``measured`` are the sizes profiled so far (steps/s).
+    """
+
+    job: Job
+    phase: Phase
+    best_effort: bool
+    remaining_steps: float | None
+    as_of_s: float
+    placement: Placement = field(default_factory=Placement)
+    no_progress_until_s: float = 0.0
+    measured: Mapping[int, float] = field(default_factory=dict)
+    at_risk: bool = False
+    ever_started: bool = False
