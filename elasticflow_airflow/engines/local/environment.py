@@ -1,0 +1,52 @@
+"""Which environment variables of the service a worker sees: few, by name. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_NAMES = frozenset(
+    {
+        "HOME",
+        "LANG",
+        "LANGUAGE",
+        "LD_LIBRARY_PATH",
+        "LOGNAME",
+        "NO_PROXY",
+        "PATH",
+        "REQUESTS_CA_BUNDLE",
+        "SHELL",
+        "SSL_CERT_DIR",
+        "SSL_CERT_FILE",
+        "TMPDIR",
+        "TORCH_HOME",
+        "TZ",
+        "USER",
+        "VIRTUAL_ENV",
+        "XDG_CACHE_HOME",
+        "no_proxy",
+    }
+)
+_PREFIXES = ("CUDA_", "HF_", "LC_", "NCCL_", "NVIDIA_", "PYTORCH_", "TRANSFORMERS_")
+_NEVER = frozenset({"CUDA_VISIBLE_DEVICES", "HF_TOKEN", "HF_TOKEN_PATH"})
+"""The engine sets the devices; a token is a secret and comes by ``secret_env``."""
+
+
+def inherited(environ: Mapping[str, str]) -> dict[str, str]:
+    """The allowed part of the service's environment."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in _NEVER and (name in _NAMES or name.startswith(_PREFIXES))
+    }
+
+
+def worker_environment(environ: Mapping[str, str], job_env: Mapping[str, str], bridge: str) -> dict[str, str]:
+    """What all workers of a job see, secrets apart: what is inherited, then the job's own, then ours."""
+    job_path = job_env.get("PYTHONPATH")
+    local = {"GLOO_SOCKET_IFNAME": "lo", "LOGLEVEL": "WARNING", "PYTHONUNBUFFERED": "1"}
+    return {
+        **inherited(environ),
+        **local,
+        **job_env,
+        "PYTHONPATH": f"{bridge}:{job_path}" if job_path else bridge,
+    }

@@ -1,0 +1,200 @@
+"""What engine and supervisor say to each other: JSON files in one folder per generation and node.
+
+Layout, inside an incarnation's folder::
+
+    supervisors/g000001-node0/spec.json       what to run (SupervisorSpec), by the engine, before the supervisor starts
+                              order.json      told to leave (Order), by the engine
+                              lease           touched by the engine at each apply and renew
+                              status.json     what is (Status), by the supervisor, which holds a lock on it for life
+                              <worker>.trainer.json  pid of the trainer, by the trainer
+                              <worker>.exit.json     exit code of the trainer, by its agent
+                              supervisor.log  what the supervisor itself has to say
+    supervisors/g000001.failed                first failure of the generation, on whatever node (Failure)
+
+Secrets are in none of them: they go over the supervisor's standard input. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elasticflow_airflow.engines.local.processes import ProcessId
+from elasticflow_airflow.runtime.protocol import read_json, write_json_atomic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """One worker to run. ``lock_name`` is its slot's lock; ``env`` what differs between workers."""
+
+    worker_id: str
+    rank: int
+    slot_index: int
+    lock_name: str
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorSpec:
+    """What the supervisor of one node runs for one generation."""
+
+    job_id: str
+    incarnation: int
+    generation: int
+    node_id: str
+    world_size: int
+    incarnation_dir: str
+    state_dir: str
+    lock_dir: str
+    python: str
+    env: Mapping[str, str]
+    workers: tuple[WorkerSpec, ...]
+    lease_s: float
+    grace_s: float
+    address: str = "127.0.0.1"
+    progress_regex: str | None = None
+    progress_file: str | None = None
+    log_segment_bytes: int
+    log_segments: int
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> SupervisorSpec:
+        """Inverse of ``asdict``."""
+        return cls(**{**raw, "workers": tuple(WorkerSpec(**worker) for worker in raw["workers"])})
+
+    @property
+    def is_plain(self) -> bool:
+        """Declared to be a script that knows nothing of sessions."""
+        return self.progress_regex is not None or self.progress_file is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Save and leave: SIGTERM after ``grace_s``, SIGKILL after it again. ``kill``: without waiting."""
+
+    grace_s: float
+    reason: str = ""
+    kill: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerStatus:
+    """What the supervisor knows of one worker."""
+
+    rank: int
+    agent: ProcessId | None = None
+    trainer: ProcessId | None = None
+    exit_code: int | None = None
+    ended: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Status:
+    """What is, in the supervisor's words. ``ended`` is the last thing it writes.
+
+    ``told``: the workers were told to leave (why: ``reason``). ``terminated``: a plain script got SIGTERM.
+    ``failed_worker`` left by itself without success before anything was told.
+    """
+
+    supervisor: ProcessId | None = None
+    workers: dict[str, WorkerStatus] = field(default_factory=dict)
+    told: bool = False
+    reason: str = ""
+    terminated: bool = False
+    failed_worker: str | None = None
+    failure: str | None = None
+    ended: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Status:
+        """Inverse of :meth:`to_json`."""
+        workers = {
+            worker_id: WorkerStatus(
+                **{
+                    **worker,
+                    "agent": ProcessId.from_json(worker["agent"]),
+                    "trainer": ProcessId.from_json(worker["trainer"]),
+                }
+            )
+            for worker_id, worker in raw["workers"].items()
+        }
+        return cls(**{**raw, "supervisor": ProcessId.from_json(raw["supervisor"]), "workers": workers})
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorFolder:
+    """Paths and accessors of one such folder."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, incarnation_dir: Path, generation: int, node_id: str) -> SupervisorFolder:
+        """The folder of one generation and node."""
+        return cls(incarnation_dir / "supervisors" / f"g{generation:06d}-{node_id}")
+
+    @property
+    def lease(self) -> Path:
+        """Touched by the engine; any change of its time counts, whatever the clock says."""
+        return self.path / "lease"
+
+    @property
+    def log(self) -> Path:
+        """The supervisor's own log."""
+        return self.path / "supervisor.log"
+
+    def trainer_file(self, worker_id: str) -> Path:
+        """Where a trainer writes its pid."""
+        return self.path / f"{worker_id}.trainer.json"
+
+    def exit_file(self, worker_id: str) -> Path:
+        """Where an agent writes its trainer's exit code."""
+        return self.path / f"{worker_id}.exit.json"
+
+    def write_spec(self, spec: SupervisorSpec) -> None:
+        """Write what to run."""
+        write_json_atomic(self.path / "spec.json", asdict(spec))
+
+    def read_spec(self) -> SupervisorSpec:
+        """Read what to run; ValueError when it is not there."""
+        raw = read_json(self.path / "spec.json")
+        if raw is None:
+            raise ValueError(f"no spec.json in {self.path}")
+        return SupervisorSpec.from_json(raw)
+
+    def write_order(self, order: Order) -> None:
+        """Tell the supervisor to have its workers leave. After an order to kill, nothing else counts."""
+        before = self.read_order()
+        if self.path.is_dir() and before != order and not (before and before.kill):
+            write_json_atomic(self.path / "order.json", asdict(order))
+
+    def read_order(self) -> Order | None:
+        """The order, if there is one."""
+        raw = read_json(self.path / "order.json")
+        return None if raw is None else Order(**raw)
+
+    def read_status(self) -> Status | None:
+        """What the supervisor wrote last; None before it wrote anything."""
+        raw = read_json(self.path / "status.json")
+        return None if raw is None else Status.from_json(raw)
+
+    def write_status(self, status: Status) -> None:
+        """Write what is."""
+        write_json_atomic(self.path / "status.json", status.to_json())
+
+    def renew(self) -> None:
+        """Touch the lease."""
+        if self.path.is_dir():
+            self.lease.touch(exist_ok=True)
+            os.utime(self.lease)
+
+
+def failure_path(incarnation_dir: Path, generation: int) -> Path:
+    """Marker that a worker of the generation failed, read by the supervisors of the other nodes."""
+    return incarnation_dir / "supervisors" / f"g{generation:06d}.failed"

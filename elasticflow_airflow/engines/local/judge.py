@@ -1,0 +1,128 @@
+"""From what supervisors wrote and workers reported to what the engine says of a gang. Pure but for reading logs.
+
+The rules of who is to blame: a lost supervisor explains every failure of its peers; what happens after workers
+were told to leave is no failure; status 0 is success only when rank 0 said ``finished`` or has no session.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elasticflow_airflow.engines.local import logs
+from elasticflow_airflow.engines.local.folder import Status
+from elasticflow_airflow.engines.local.records import GangRecord
+from elasticflow_airflow.engines.port import GangOutcome, GangState
+from elasticflow_airflow.runtime.protocol import Report, ReportKind
+
+TAIL_BYTES = 4096
+TAIL_LINES = 25
+
+
+@dataclass(slots=True)
+class Heard:
+    """What the workers of one gang have reported so far, as far as judging needs it."""
+
+    started: set[int] = field(default_factory=set)
+    finished: bool = False
+    causes: dict[str, str] = field(default_factory=dict)
+
+    def take(self, reports: Iterable[Report]) -> None:
+        """Take new reports in."""
+        for report in reports:
+            if report.kind is ReportKind.STARTED:
+                self.started.add(report.rank)
+            elif report.kind is ReportKind.FINISHED and report.rank == 0:
+                self.finished = True
+            elif report.kind in (ReportKind.FAILED, ReportKind.OUT_OF_MEMORY):
+                self.causes[report.worker_id] = str(report.data.get("message", report.kind))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """State, and for an ended gang how it ended."""
+
+    state: GangState
+    outcome: GangOutcome | None = None
+    failure: str | None = None
+    failed_rank: int | None = None
+
+
+def judge_living(gang: GangRecord, statuses: Mapping[str, Status | None], heard: Heard, settled: bool) -> Verdict:
+    """Judge a gang that has not ended. ``settled``: its trainers are there for so long that a session would show."""
+    if gang.told or any(status is not None and status.told for status in statuses.values()):
+        return Verdict(GangState.LEAVING)
+    everybody = all_trainers_there(gang, statuses)
+    ranks = set(range(len(gang.placement)))
+    if heard.started >= ranks or (everybody and (gang.plain or (settled and not heard.started))):
+        return Verdict(GangState.RUNNING)
+    return Verdict(GangState.STARTING)
+
+
+def all_trainers_there(gang: GangRecord, statuses: Mapping[str, Status | None]) -> bool:
+    """Whether every worker has a trainer process."""
+    trainers = [
+        worker.trainer
+        for status in statuses.values()
+        if status is not None
+        for worker in status.workers.values()
+        if worker.trainer is not None
+    ]
+    return len(trainers) == len(gang.placement)
+
+
+def judge_ended(gang: GangRecord, statuses: Mapping[str, Status | None], lost: list[str], heard: Heard) -> Verdict:
+    """Judge a gang of which no process is left; ``lost`` are the nodes whose supervisor died before its last word."""
+    known = [status for status in statuses.values() if status is not None]
+    told = gang.told or any(status.told for status in known)
+    if lost:
+        nodes = ", ".join(lost)
+        return Verdict(GangState.ENDED, GangOutcome.LOST, f"the supervisor on {nodes} died, and its workers with it")
+    failed = next((status for status in known if status.failed_worker is not None), None)
+    if failed is not None and failed.failed_worker is not None:
+        worker = failed.workers[failed.failed_worker]
+        text = describe_failure(gang, failed.failed_worker, worker.rank, worker.exit_code, heard)
+        return Verdict(GangState.ENDED, GangOutcome.FAILED, text, worker.rank)
+    unstarted = next((status.failure for status in known if status.failure is not None), None)
+    if unstarted is not None:
+        return Verdict(GangState.ENDED, GangOutcome.FAILED, unstarted)
+    if heard.finished:
+        return Verdict(GangState.ENDED, GangOutcome.FINISHED)
+    if told:
+        return Verdict(GangState.ENDED, GangOutcome.STOPPED)
+    if gang.plain or not heard.started:
+        return Verdict(GangState.ENDED, GangOutcome.FINISHED)
+    text = "the script ended with status 0 before its session reported that it is finished"
+    return Verdict(GangState.ENDED, GangOutcome.FAILED, _with_tail(text, gang, gang.worker_id(0)), None)
+
+
+def describe_failure(gang: GangRecord, worker_id: str, rank: int, exit_code: int | None, heard: Heard) -> str:
+    """What happened to a worker that left by itself, with the last lines of its log."""
+    if exit_code is None:
+        how = "ended, nobody knows how"
+    elif exit_code < 0:
+        how = f"was killed by {_signal_name(-exit_code)}"
+        if exit_code == -signal.SIGKILL:
+            how += " (kill -9; when nobody did that, the kernel did, for lack of memory)"
+    else:
+        how = f"exited with status {exit_code}"
+    cause = heard.causes.get(worker_id)
+    text = f"rank {rank} ({worker_id}) {how}" + (f": {cause}" if cause else "")
+    return _with_tail(text, gang, worker_id)
+
+
+def _with_tail(text: str, gang: GangRecord, worker_id: str) -> str:
+    raw = logs.tail(Path(gang.incarnation_dir) / "logs", worker_id, TAIL_BYTES).decode(errors="replace")
+    lines = raw.rstrip().splitlines()[-TAIL_LINES:]
+    if not lines:
+        return text
+    return "\n".join([text, f"Last lines of the log of {worker_id}:", *(f"  {line}" for line in lines)])
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,145 @@
+"""Worker logs: segments named by the byte at which they begin, so that offsets go on across rotations.
+
+``g000001-r000.log.000000000000`` holds the log from byte 0 on; ``g000001-r000.log`` links to the newest segment, for
+people. Standard library only: supervisors import it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+SEGMENT_BYTES = 8 * 1024 * 1024
+KEEP_SEGMENTS = 4
+
+
+def segments(logs_dir: Path, name: str) -> list[tuple[int, Path]]:
+    """Start offset and path of each segment that is there, oldest first."""
+    prefix = f"{name}.log."
+    try:
+        found = [entry for entry in os.listdir(logs_dir) if entry.startswith(prefix)]
+    except FileNotFoundError:
+        return []
+    return sorted((int(entry[len(prefix) :]), logs_dir / entry) for entry in found if entry[len(prefix) :].isdigit())
+
+
+@dataclass(frozen=True, slots=True)
+class LogRead:
+    """A piece of a log; ``at_end``: nothing more is there now."""
+
+    data: bytes
+    start_offset: int
+    at_end: bool
+
+
+def read(logs_dir: Path, name: str, offset: int, limit: int) -> LogRead:
+    """Read up to ``limit`` bytes from an absolute offset; begins later when that part was rotated away."""
+    there = segments(logs_dir, name)
+    if not there:
+        return LogRead(b"", offset, True)
+    offset = max(offset, there[0][0])
+    pieces: list[bytes] = []
+    position = offset
+    for index, (start, path) in enumerate(there):
+        next_start = there[index + 1][0] if index + 1 < len(there) else None
+        if next_start is not None and position >= next_start:
+            continue
+        try:
+            with path.open("rb") as file:
+                file.seek(position - start)
+                piece = file.read(limit - (position - offset))
+        except FileNotFoundError:
+            # Rotated away since the folder was listed: what is left begins later.
+            return read(logs_dir, name, next_start or offset, limit) if not pieces else _joined(pieces, offset, False)
+        pieces.append(piece)
+        position += len(piece)
+        if position - offset >= limit:
+            break
+    end = there[-1][0] + _size(there[-1][1])
+    return _joined(pieces, min(offset, end), position >= end)
+
+
+def tail(logs_dir: Path, name: str, limit: int) -> bytes:
+    """The last ``limit`` bytes."""
+    there = segments(logs_dir, name)
+    if not there:
+        return b""
+    end = there[-1][0] + _size(there[-1][1])
+    return read(logs_dir, name, max(0, end - limit), limit).data
+
+
+class LogWriter:
+    """Appends to a worker's log and rotates it. A full disk loses lines, never the training."""
+
+    def __init__(
+        self, logs_dir: Path, name: str, segment_bytes: int = SEGMENT_BYTES, keep: int = KEEP_SEGMENTS
+    ) -> None:
+        self._dir, self._name = logs_dir, name
+        self._segment_bytes, self._keep = segment_bytes, keep
+        there = segments(logs_dir, name)
+        self._start = there[-1][0] if there else 0
+        self._size = _size(there[-1][1]) if there else 0
+        self._descriptor: int | None = None
+        self.lost_bytes = 0
+
+    def write(self, data: bytes) -> None:
+        """Append; what the disk does not take is counted and named in the log once there is room again."""
+        if self.lost_bytes:
+            data = f"[elasticflow: {self.lost_bytes} bytes of output lost, the disk was full]\n".encode() + data
+        try:
+            self._append(data)
+        except OSError:
+            self._close_descriptor()
+            self.lost_bytes += len(data)
+        else:
+            self.lost_bytes = 0
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._close_descriptor()
+
+    def _append(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            if self._size >= self._segment_bytes:
+                self._rotate()
+            if self._descriptor is None:
+                self._open()
+            assert self._descriptor is not None
+            written = os.write(self._descriptor, view[: self._segment_bytes - self._size])
+            self._size += written
+            view = view[written:]
+
+    def _rotate(self) -> None:
+        self._close_descriptor()
+        self._start += self._size
+        self._size = 0
+        for _, path in segments(self._dir, self._name)[: -(self._keep - 1) or None]:
+            path.unlink(missing_ok=True)
+
+    def _open(self) -> None:
+        path = self._dir / f"{self._name}.log.{self._start:012d}"
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        link, fresh = self._dir / f"{self._name}.log", self._dir / f".{self._name}.link"
+        with contextlib.suppress(FileNotFoundError):
+            fresh.unlink()
+        fresh.symlink_to(path.name)
+        fresh.replace(link)
+
+    def _close_descriptor(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _joined(pieces: list[bytes], start_offset: int, at_end: bool) -> LogRead:
+    return LogRead(b"".join(pieces), start_offset, at_end)

@@ -1,0 +1,93 @@
+"""Processes, named by pid *and* start time, so that a reused pid is never taken for the process that had it.
+
+Reads /proc (Linux). Standard library only: supervisors import it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_STAT_STATE, _STAT_PPID, _STAT_PGRP, _STAT_START = 0, 1, 2, 19
+"""Positions in /proc/PID/stat after the command name (whose field 2 may hold spaces); 19 is field 22."""
+
+
+def boot_id() -> str:
+    """Identifies this boot of the machine: start times are counted from it."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """A process that is or was. ``start`` is field 22 of /proc/PID/stat, in clock ticks since boot."""
+
+    pid: int
+    start: int
+    boot: str
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId | None:
+        """Identify a process that is there now; None when it is not (or only a zombie is left)."""
+        stat = _stat(pid)
+        if stat is None or stat[_STAT_STATE] in "ZX":
+            return None
+        return cls(pid, int(stat[_STAT_START]), boot_id())
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any] | None) -> ProcessId | None:
+        """Inverse of :meth:`to_json`."""
+        return None if raw is None else cls(raw["pid"], raw["start"], raw["boot"])
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"pid": self.pid, "start": self.start, "boot": self.boot}
+
+    def is_alive(self) -> bool:
+        """Whether this very process is still there; a zombie is not."""
+        return ProcessId.of(self.pid) == self
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Signal this very process, nothing when it is gone. By pidfd: the pid cannot change hands between."""
+        try:
+            handle = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return
+        try:
+            if self.is_alive():
+                signal.pidfd_send_signal(handle, number)
+        except ProcessLookupError:
+            return
+        finally:
+            os.close(handle)
+
+
+def members_of_group(group: int) -> list[ProcessId]:
+    """Processes of a process group (a trainer's group is named by its pid)."""
+    return _where(_STAT_PGRP, group)
+
+
+def children_of(pid: int) -> list[ProcessId]:
+    """Direct children that are not zombies."""
+    return _where(_STAT_PPID, pid)
+
+
+def _where(position: int, value: int) -> list[ProcessId]:
+    found = []
+    boot = boot_id()
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            stat = _stat(int(name))
+            if stat is not None and stat[_STAT_STATE] not in "ZX" and int(stat[position]) == value:
+                found.append(ProcessId(int(name), int(stat[_STAT_START]), boot))
+    return found
+
+
+def _stat(pid: int) -> list[str] | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return text[text.rindex(")") + 2 :].split()

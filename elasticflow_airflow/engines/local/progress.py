@@ -1,0 +1,124 @@
+"""Progress of plain scripts, which report nothing: read from rank 0's output or from a file that it writes.
+
+Standard library only: supervisors use it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elasticflow_airflow.runtime.protocol import Report, ReportKind, append_report
+
+INTERVAL_S = 0.5
+_LONGEST_LINE = 64 * 1024
+
+
+@dataclass(slots=True, kw_only=True)
+class PlainProgress:
+    """Turns what a plain script shows into ``progress`` reports of its rank 0, at most two a second.
+
+    ``regex`` is searched in each line; group ``step`` (or the first) is the number of steps done, group ``loss`` is
+    optional. ``file`` holds the step, or JSON with ``step`` and ``loss``.
+    """
+
+    report_file: Path
+    generation: int
+    worker_id: str
+    regex: str | None = None
+    file: Path | None = None
+    warned: bool = False
+    _pattern: re.Pattern[str] | None = None
+    _rest: bytes = b""
+    _step: int | None = None
+    _loss: float | None = None
+    _reported_step: int | None = None
+    _reported_s: float = 0.0
+    _file_time: int = field(default=0)
+
+    def __post_init__(self) -> None:
+        if self.regex is not None:
+            self._pattern = re.compile(self.regex)
+            if not self._pattern.groups:
+                raise ValueError(f"progress_regex={self.regex!r} needs a group for the step: (?P<step>\\d+)")
+
+    def feed(self, data: bytes) -> None:
+        """Look through output of rank 0."""
+        if self._pattern is None:
+            return
+        *lines, self._rest = (self._rest + data).replace(b"\r", b"\n").split(b"\n")
+        self._rest = self._rest[-_LONGEST_LINE:]
+        for line in lines:
+            match = self._pattern.search(line.decode(errors="replace"))
+            if match:
+                groups = match.groupdict()
+                self._take(groups.get("step", match.group(1)), groups.get("loss"))
+
+    def poll(self, *, last: bool = False) -> None:
+        """Look at the file and report what is new; ``last``: without waiting for the interval."""
+        if self.file is not None:
+            self._read_file(self.file)
+        if last and self._rest:
+            self.feed(b"\n")
+        now_s = time.monotonic()
+        if (
+            self._step is None
+            or self._step == self._reported_step
+            or (not last and now_s - self._reported_s < INTERVAL_S)
+        ):
+            return
+        data: dict[str, float | int] = {}
+        if self._loss is not None:
+            data["loss"] = self._loss
+        if self._reported_step is not None and self._step > self._reported_step:
+            data["window_steps"] = self._step - self._reported_step
+            data["window_s"] = now_s - self._reported_s
+        self._say(ReportKind.PROGRESS, data)
+        self._reported_step, self._reported_s = self._step, now_s
+
+    def _take(self, step: str | float | None, loss: str | float | None) -> None:
+        try:
+            self._step = int(float(step)) if step is not None else self._step
+            self._loss = float(loss) if loss is not None else self._loss
+        except (ValueError, OverflowError):
+            self._warn(f"progress: step={step!r} loss={loss!r} are no numbers")
+
+    def _read_file(self, file: Path) -> None:
+        try:
+            written = file.stat().st_mtime_ns
+            if written == self._file_time:
+                return
+            text = file.read_text(errors="replace").strip()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._warn(f"progress_file {file} cannot be read: {error}")
+            return
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return  # Caught in the middle of a write: the next look finds it whole.
+        self._file_time = written
+        if isinstance(value, dict):
+            self._take(value.get("step"), value.get("loss"))
+        else:
+            self._take(value, None)
+
+    def _warn(self, message: str) -> None:
+        if not self.warned:
+            self.warned = True
+            self._say(ReportKind.WARNING, {"message": message})
+
+    def _say(self, kind: ReportKind, data: dict[str, float | int] | dict[str, str]) -> None:
+        report = Report(
+            kind=kind,
+            generation=self.generation,
+            worker_id=self.worker_id,
+            rank=0,
+            step=self._step or 0,
+            data=data,
+        )
+        append_report(self.report_file, report)

@@ -1,0 +1,91 @@
+"""What the engine remembers of its gangs on disk, so that a new engine over the same folder finds them all.
+
+One JSON file per job, replaced atomically *before* anything is started or told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elasticflow_airflow.runtime.protocol import Member, read_json, write_json_atomic
+from elasticflow_airflow.scheduler_core.values import Slot
+
+
+@dataclass(slots=True, kw_only=True)
+class GangRecord:
+    """One generation. ``started``: its supervisors were, or were about to be, started. ``told``: to leave."""
+
+    generation: int
+    incarnation: int
+    incarnation_dir: str
+    placement: tuple[Slot, ...]
+    plain: bool
+    grace_s: float
+    started: bool = False
+    dropped: bool = False
+    """Never started, and never will be: a later generation or a stop came first."""
+    told: bool = False
+    never_came: str | None = None
+    """Why a supervisor never came up, once that was given up."""
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Nodes it touches, in rank order."""
+        return tuple(dict.fromkeys(slot.node_id for slot in self.placement))
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The gang as the membership plan names it."""
+        return tuple(
+            Member(worker_id=self.worker_id(rank), rank=rank, node_id=slot.node_id, slot_index=slot.index)
+            for rank, slot in enumerate(self.placement)
+        )
+
+    def worker_id(self, rank: int) -> str:
+        """Id of a worker; also the name of its log."""
+        return f"g{self.generation:06d}-r{rank:03d}"
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> GangRecord:
+        """Inverse of ``asdict``."""
+        return cls(**{**raw, "placement": tuple(Slot(*slot) for slot in raw["placement"])})
+
+
+@dataclass(slots=True, kw_only=True)
+class JobRecord:
+    """One job: its gangs that are not forgotten, and what must outlast them."""
+
+    job_id: str
+    latest: int = 0
+    """Highest generation ever applied: lower ones are ignored for ever."""
+    incarnation_dirs: dict[int, str] = field(default_factory=dict)
+    """For reading logs of forgotten gangs."""
+    gangs: dict[int, GangRecord] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> JobRecord | None:
+        """Read a record; None when there is none. Raises ValueError when it is damaged."""
+        raw = read_json(path)
+        if raw is None:
+            return None
+        return cls(
+            job_id=raw["job_id"],
+            latest=raw["latest"],
+            incarnation_dirs={int(k): v for k, v in raw["incarnation_dirs"].items()},
+            gangs={gang["generation"]: GangRecord.from_json(gang) for gang in raw["gangs"]},
+        )
+
+    def save(self, path: Path) -> None:
+        """Replace the record atomically."""
+        write_json_atomic(
+            path,
+            {
+                "job_id": self.job_id,
+                "latest": self.latest,
+                "incarnation_dirs": self.incarnation_dirs,
+                "gangs": [asdict(gang) for _, gang in sorted(self.gangs.items())],
+            },
+        )

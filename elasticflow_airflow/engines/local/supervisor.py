@@ -1,0 +1,300 @@
+"""The supervisor: a small process that runs one generation's workers on one node and outlives the service.
+
+``python -m elasticflow_airflow.engines.local.supervisor FOLDER``, with ``{"secret_env": {...}}`` on standard input.
+It holds the locks of its slots, spawns a torchrun agent per worker, keeps their output, watches orders and lease,
+and writes down what is. It imports neither torch nor the service: killed with ``kill -9``, it takes its workers along.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import logging
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from elasticflow_airflow.engines.local import slots
+from elasticflow_airflow.engines.local.folder import Order, Status, SupervisorFolder, SupervisorSpec, failure_path
+from elasticflow_airflow.engines.local.processes import ProcessId, children_of
+from elasticflow_airflow.engines.local.progress import PlainProgress
+from elasticflow_airflow.engines.local.worker import Worker
+from elasticflow_airflow.runtime.protocol import (
+    Membership,
+    SessionConfig,
+    report_path,
+    session_path,
+    write_json_atomic,
+)
+
+TICK_S = 0.1
+PLAIN_DELAY_S = 1.0
+"""A script without a session gets this long to end by itself before SIGTERM."""
+BROKEN_GRACE_S = 3.0
+"""When one worker has failed, the others cannot go on: so long after SIGTERM they are killed."""
+_PR_SET_CHILD_SUBREAPER = 36
+
+logger = logging.getLogger("elasticflow.supervisor")
+
+
+class Supervisor:
+    """The loop and its state. Everything that matters to others is in ``status``."""
+
+    def __init__(self, folder: SupervisorFolder, spec: SupervisorSpec) -> None:
+        self._folder, self._spec = folder, spec
+        self._incarnation_dir = Path(spec.incarnation_dir)
+        self._failure_path = failure_path(self._incarnation_dir, spec.generation)
+        self.status = Status(supervisor=ProcessId.of(os.getpid()))
+        self._workers = {worker.worker_id: Worker(spec, worker, folder) for worker in spec.workers}
+        self._order: Order | None = None
+        self._order_stamp: tuple[int, int] | None = None
+        self._told_s = 0.0
+        self._broken_s: float | None = None
+        self._terminated_s: float | None = None
+        self._asked: str | None = None
+        self._lease_stamp = 0
+        self._lease_seen_s = time.monotonic()
+        self._written = ""
+        self._progress = self._plain_progress()
+
+    def run(self, secret_env: dict[str, str]) -> None:
+        """Run the workers to their end."""
+        try:
+            locks = self._lock_slots()
+            self._start(secret_env)
+        except (slots.SlotHeldError, OSError, ValueError) as error:
+            self._end_unstarted(str(error))
+            return
+        while not all(worker.status.ended for worker in self._workers.values()):
+            self._move_output(TICK_S)
+            self._look()
+            self._watch_lease()
+            self._escalate()
+            self._write_status()
+        for worker in self._workers.values():
+            self._feed_progress(worker, worker.finish_output())
+        if self._progress:
+            self._keep_progress(last=True)
+        self._end_orphans()
+        for lock in locks:
+            os.close(lock)  # Before the last word: who reads it finds the slots free.
+        self.status.ended = True
+        self._write_status(insist=True)
+
+    def ask_to_leave(self, reason: str) -> None:
+        """For signal handlers: leave at the next turn of the loop."""
+        self._asked = reason
+
+    def leave(self, reason: str) -> None:
+        """Have the workers save and leave because the supervisor itself is asked to (signal, lease)."""
+        if self.status.told:
+            return
+        plan = Membership.read(self._incarnation_dir)
+        if plan is not None and plan.generation == self._spec.generation:
+            replace(plan, members=(), reason=reason).write(self._incarnation_dir)
+        self._take(Order(self._spec.grace_s, reason))
+
+    # Beginning and end.
+
+    def _lock_slots(self) -> list[int]:
+        holder = {
+            "job_id": self._spec.job_id,
+            "generation": self._spec.generation,
+            "state_dir": self._spec.state_dir,
+            "pid": os.getpid(),
+        }
+        lock_dir = Path(self._spec.lock_dir)
+        return [slots.acquire(lock_dir, worker.lock_name, holder) for worker in self._spec.workers]
+
+    def _start(self, secret_env: dict[str, str]) -> None:
+        for worker in self._workers.values():
+            self.status.workers[worker.worker_id] = worker.status
+        self._look_at_order()
+        if self.status.told:
+            raise ValueError("told to leave before the workers were started")
+        for worker in self._workers.values():
+            worker.start(secret_env)
+        self._write_status(insist=True)
+
+    def _end_unstarted(self, failure: str) -> None:
+        for worker in self._workers.values():
+            worker.kill()
+            worker.status.ended = True
+        self.status.failure = None if self.status.told else failure
+        self.status.ended = True
+        logger.error("%s", failure)
+        self._write_status(insist=True)
+
+    def _end_orphans(self) -> None:
+        """End what workers left behind outside their process groups: as a subreaper, it is our child now."""
+        for process in children_of(os.getpid()):
+            logger.warning("ending pid %s, left behind by a worker", process.pid)
+            process.kill()
+
+    # One turn of the loop.
+
+    def _move_output(self, limit_s: float) -> None:
+        outputs = {worker.output: worker for worker in self._workers.values() if worker.output is not None}
+        ready, _, _ = select.select(list(outputs), [], [], limit_s)
+        for descriptor in ready:
+            worker = outputs[descriptor]
+            self._feed_progress(worker, worker.drain())
+        if self._progress:
+            self._keep_progress(last=False)
+
+    def _look(self) -> None:
+        for worker in self._workers.values():
+            worker.look()
+        self._look_at_order()
+        if self._broken_s is not None:
+            return
+        failed = next((w for w in self._workers.values() if w.status.ended and w.status.exit_code != 0), None)
+        if failed is not None and not self._told_otherwise():
+            self.status.failed_worker = failed.worker_id
+            self.status.failure = f"exit code {failed.status.exit_code}"
+            self._broken_s = time.monotonic()
+            write_json_atomic(self._failure_path, {"worker_id": failed.worker_id})
+        elif failed is None and self._failure_path.exists():
+            self._broken_s = time.monotonic()
+
+    def _told_otherwise(self) -> bool:
+        """Whether a worker that left had reason to: an order, or a plan without it, that we have not read yet."""
+        self._look_at_order()
+        if self.status.told:
+            return True
+        plan = Membership.read(self._incarnation_dir)
+        if plan is not None and all(plan.rank_of(worker) is None for worker in self._workers):
+            self._take(Order(self._spec.grace_s, plan.reason))
+            return True
+        return False
+
+    def _look_at_order(self) -> None:
+        try:
+            found = (self._folder.path / "order.json").stat()
+        except FileNotFoundError:
+            return
+        stamp = (found.st_ino, found.st_mtime_ns)
+        if stamp != self._order_stamp:
+            self._order_stamp = stamp
+            order = self._folder.read_order()
+            if order is not None:
+                self._take(order)
+
+    def _take(self, order: Order) -> None:
+        if not self.status.told:
+            self._told_s = time.monotonic()
+            logger.info("told to leave: %s", order.reason or "no reason given")
+        elif self._order is not None and not order.kill:
+            # Told again: the shorter grace holds.
+            order = replace(order, grace_s=min(order.grace_s, self._order.grace_s))
+        self._order, self.status.told, self.status.reason = order, True, order.reason
+
+    def _watch_lease(self) -> None:
+        if self._asked is not None:
+            self.leave(self._asked)
+        try:
+            stamp = self._folder.lease.stat().st_mtime_ns
+        except FileNotFoundError:
+            stamp = 0
+        now_s = time.monotonic()
+        if stamp != self._lease_stamp:
+            self._lease_stamp, self._lease_seen_s = stamp, now_s
+        elif now_s - self._lease_seen_s > self._spec.lease_s:
+            self.leave(f"no service has renewed the lease for {self._spec.lease_s:.0f} s")
+
+    def _escalate(self) -> None:
+        now_s = time.monotonic()
+        if self._broken_s is not None:
+            begin_s, grace_s = self._broken_s, BROKEN_GRACE_S
+        elif self._order is not None:
+            grace_s = self._order.grace_s
+            patience_s = grace_s if self._has_session() else min(PLAIN_DELAY_S, grace_s)
+            begin_s = self._told_s + patience_s
+        else:
+            return
+        if self._order is not None and self._order.kill:
+            self._for_all(Worker.kill)
+        elif now_s >= begin_s and self._terminated_s is None:
+            self._terminated_s = now_s
+            self.status.terminated = True
+            self._for_all(Worker.terminate)
+        elif self._terminated_s is not None and now_s >= self._terminated_s + grace_s:
+            self._for_all(Worker.kill)
+
+    def _for_all(self, action: Callable[[Worker], None]) -> None:
+        for worker in self._workers.values():
+            if not worker.status.ended:
+                action(worker)
+
+    def _has_session(self) -> bool:
+        return not self._spec.is_plain and any(worker.has_session() for worker in self._workers.values())
+
+    # Writing down.
+
+    def _write_status(self, *, insist: bool = False) -> None:
+        """Write the status when it changed; ``insist``: try again while the disk is full, for a lease's time."""
+        text = json.dumps(self.status.to_json())
+        deadline_s = time.monotonic() + self._spec.lease_s
+        while text != self._written:
+            try:
+                self._folder.write_status(self.status)
+                self._written = text
+            except OSError as error:
+                logger.error("status could not be written: %s", error)
+                if not insist or time.monotonic() > deadline_s:
+                    return
+                time.sleep(1.0)
+
+    def _plain_progress(self) -> PlainProgress | None:
+        first = next((worker for worker in self._spec.workers if worker.rank == 0), None)
+        if first is None or not self._spec.is_plain:
+            return None
+        session = SessionConfig.read(session_path(self._incarnation_dir))
+        file = self._spec.progress_file
+        return PlainProgress(
+            report_file=report_path(self._incarnation_dir, self._spec.generation, first.worker_id),
+            generation=self._spec.generation,
+            worker_id=first.worker_id,
+            regex=self._spec.progress_regex,
+            file=Path(session.working_dir or session.code_dir) / file if file else None,
+        )
+
+    def _feed_progress(self, worker: Worker, data: bytes) -> None:
+        if self._progress and data and worker.worker_id == self._progress.worker_id:
+            self._progress.feed(data)
+
+    def _keep_progress(self, *, last: bool) -> None:
+        assert self._progress is not None
+        try:
+            self._progress.poll(last=last)
+        except OSError as error:
+            logger.error("progress could not be reported: %s", error)
+
+
+def main(folder_path: str) -> int:
+    """Run the supervisor of a folder; another one that is there already wins."""
+    folder = SupervisorFolder(Path(folder_path))
+    lock = os.open(folder.path / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return 0
+    secret_env = json.load(sys.stdin)["secret_env"]
+    if folder.read_status() is not None:
+        return 0  # This generation had its supervisor, and its workers: it never starts again.
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    supervisor = Supervisor(folder, folder.read_spec())
+    signal.signal(signal.SIGTERM, lambda *_: supervisor.ask_to_leave("the supervisor got SIGTERM"))
+    supervisor.run(secret_env)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

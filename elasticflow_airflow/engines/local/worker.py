@@ -1,0 +1,169 @@
+"""One worker as its supervisor sees it: the torchrun agent it spawned, the trainer below it, their output.
+
+Standard library only: part of the supervisor process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from elasticflow_airflow.engines.local.folder import SupervisorFolder, SupervisorSpec, WorkerSpec, WorkerStatus
+from elasticflow_airflow.engines.local.logs import LogWriter
+from elasticflow_airflow.engines.local.processes import ProcessId, members_of_group
+from elasticflow_airflow.runtime.protocol import (
+    GENERATION_ENV,
+    SESSION_ENV,
+    WORKER_ENV,
+    ReportKind,
+    read_json,
+    read_reports,
+    report_path,
+    session_path,
+)
+from elasticflow_airflow.runtime.shim import PARENT_ENV
+
+_PIPE_PIECE = 64 * 1024
+RENDEZVOUS_LIMIT_S = 900
+
+
+class Worker:
+    """A worker that was started. ``status`` is what goes into the supervisor's status file."""
+
+    def __init__(self, spec: SupervisorSpec, worker: WorkerSpec, folder: SupervisorFolder) -> None:
+        self.worker_id = worker.worker_id
+        self.status = WorkerStatus(rank=worker.rank)
+        self._spec, self._worker, self._folder = spec, worker, folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = LogWriter(
+            Path(spec.incarnation_dir) / "logs", worker.worker_id, spec.log_segment_bytes, spec.log_segments
+        )
+        self.output: int | None = None
+        self._reports = report_path(Path(spec.incarnation_dir), spec.generation, worker.worker_id)
+        self._has_session = False
+
+    def start(self, secret_env: Mapping[str, str]) -> None:
+        """Spawn the agent; from the main thread, because its life is tied to the thread that spawns it."""
+        self.output, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(write_end, True)
+        try:
+            self._process = subprocess.Popen(
+                self._command(),
+                env={**self._environment(), **secret_env},
+                cwd=self._folder.path,
+                stdin=subprocess.DEVNULL,
+                stdout=write_end,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        finally:
+            os.close(write_end)
+        self.status.agent = ProcessId.of(self._process.pid)
+
+    def drain(self) -> bytes:
+        """Move what the worker printed into its log; returns it. Closes the pipe at its end."""
+        if self.output is None:
+            return b""
+        try:
+            data = os.read(self.output, _PIPE_PIECE)
+        except BlockingIOError:
+            return b""
+        if data:
+            self._log.write(data)
+        else:
+            self._close_output()
+        return data
+
+    def look(self) -> bool:
+        """Look how the processes do; True when the status changed."""
+        if self.status.ended or self._process is None:
+            return False
+        changed = False
+        if self.status.trainer is None:
+            raw = read_json(self._folder.trainer_file(self.worker_id))
+            if raw is not None:
+                self.status.trainer = ProcessId.of(raw["pid"])
+                changed = self.status.trainer is not None
+        agent_code = self._process.poll()
+        if agent_code is None:
+            return changed
+        result = read_json(self._folder.exit_file(self.worker_id))
+        self.status.exit_code = agent_code if result is None else result["exit_code"]
+        self.kill_rest()
+        self.status.ended = True
+        return True
+
+    def finish_output(self) -> bytes:
+        """Take what is left in the pipe, even when a grandchild still holds the other end."""
+        data = b"".join(iter(self.drain, b""))
+        self._close_output()
+        self._log.close()
+        return data
+
+    def has_session(self) -> bool:
+        """Whether the script said that it has a session: it then leaves by the plan, without a signal."""
+        if not self._has_session:
+            self._has_session = any(report.kind is ReportKind.STARTED for report, _ in read_reports(self._reports))
+        return self._has_session
+
+    def terminate(self) -> None:
+        """SIGTERM for the trainer: its script may know how to save. Without a trainer, the agent is ended."""
+        if self.status.ended:
+            return
+        if self.status.trainer is not None and self.status.trainer.is_alive():
+            self.status.trainer.kill(signal.SIGTERM)
+        elif self.status.trainer is None and self.status.agent is not None:
+            # A starting agent loses signals or dies of them; there is nothing yet that could be saved.
+            self.status.agent.kill()
+
+    def kill(self) -> None:
+        """SIGKILL for all; the agent first, so that it prints no farewell for its trainer."""
+        if self.status.agent is not None:
+            self.status.agent.kill()
+        self.kill_rest()
+
+    def kill_rest(self) -> None:
+        """End what the trainer has left behind (data loader workers and the like; they are in its process group)."""
+        if self.status.trainer is not None:
+            for process in members_of_group(self.status.trainer.pid):
+                process.kill()
+
+    def _command(self) -> list[str]:
+        spec = self._spec
+        return [
+            spec.python,
+            "-m",
+            "elasticflow_airflow.runtime.agent",
+            str(self._folder.exit_file(self.worker_id)),
+            f"--nnodes={spec.world_size}:{spec.world_size}",
+            "--nproc-per-node=1",
+            "--rdzv-backend=elasticflow",
+            f"--rdzv-endpoint={spec.incarnation_dir}",
+            f"--rdzv-id={spec.job_id}-g{spec.generation:06d}",
+            f"--rdzv-conf=timeout={RENDEZVOUS_LIMIT_S}",
+            "--max-restarts=0",
+            f"--local-addr={spec.address}",
+            f"--log-dir={self._folder.path / 'torchelastic'}",
+            f"--shutdown-timeout={max(1, int(spec.grace_s))}",
+            "-m",
+            "elasticflow_airflow.runtime.bootstrap",
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            **self._spec.env,
+            **self._worker.env,
+            PARENT_ENV: str(os.getpid()),
+            SESSION_ENV: str(session_path(Path(self._spec.incarnation_dir))),
+            WORKER_ENV: self.worker_id,
+            GENERATION_ENV: str(self._spec.generation),
+            "ELASTICFLOW_TRAINER_FILE": str(self._folder.trainer_file(self.worker_id)),
+        }
+
+    def _close_output(self) -> None:
+        if self.output is not None:
+            os.close(self.output)
+            self.output = None

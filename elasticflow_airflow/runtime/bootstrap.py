@@ -1,0 +1,142 @@
+"""First code of a trainer process: ties it to its agent, then runs the user's script or module as ``__main__``.
+
+Run by torchrun as ``python -m elasticflow_airflow.runtime.bootstrap``. What it learns of the script's end that nobody
+else can know (out of memory, the exception) it reports before it leaves. May import torch and the standard
+library only, and torch only when it is there already: threads and cores are set before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from elasticflow_airflow.runtime.agent import CORES_ENV
+from elasticflow_airflow.runtime.protocol import (
+    GENERATION_ENV,
+    SESSION_ENV,
+    WORKER_ENV,
+    Membership,
+    Report,
+    ReportKind,
+    SessionConfig,
+    append_report,
+    read_reports,
+    report_path,
+    write_json_atomic,
+)
+from elasticflow_airflow.runtime.shim import PARENT_ENV, die_with_parent, pin_to_cores
+
+TRAINER_FILE_ENV = "ELASTICFLOW_TRAINER_FILE"
+"""Environment variable: where to write this process's pid, so that the supervisor can signal it."""
+
+session_initialised = False
+"""Set by the session when a script calls ``init``: tells session scripts from plain ones."""
+
+current_step = 0
+"""Kept by the session: the last completed step, for reports written on the way out."""
+
+_OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "CUDA out of memory", "out of memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that the memory of device or host did not suffice."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
+
+
+def main() -> int:
+    """Run the script; returns the exit status."""
+    die_with_parent(int(os.environ.pop(PARENT_ENV)))
+    pin_to_cores(os.environ.get(CORES_ENV, ""))
+    trainer_file = os.environ.pop(TRAINER_FILE_ENV, None)
+    if trainer_file:
+        write_json_atomic(Path(trainer_file), {"pid": os.getpid()})
+    session = SessionConfig.read(Path(os.environ[SESSION_ENV]))
+    worker_id = os.environ[WORKER_ENV]
+    plan = Membership.read(Path(session.incarnation_dir))
+    if plan is not None and plan.rank_of(worker_id) is None:
+        return 0  # The plan moved on while torchrun started this process: there is nothing to save yet.
+    try:
+        run_script(session)
+    except SystemExit as leaving:
+        if leaving.code is None or isinstance(leaving.code, int):
+            return leaving.code or 0
+        sys.stderr.write(f"{leaving.code}\n")
+        return 1
+    except BaseException as error:  # noqa: BLE001  (whatever it is, it ends the script and is reported)
+        _report_failure(session, worker_id, error)
+        return 1
+    return 0
+
+
+def run_script(session: SessionConfig) -> None:
+    """Run the user's code as ``python script args`` or ``python -m module args`` would, from the snapshot."""
+    code_dir = Path(session.code_dir)
+    os.chdir(session.working_dir or code_dir)
+    if session.script is not None:
+        script = code_dir / session.script
+        sys.argv = [str(script), *session.args]
+        sys.path[0] = str(script.parent)
+        runpy.run_path(str(script), run_name="__main__")
+    else:
+        module = str(session.module)
+        sys.argv = [module, *session.args]
+        sys.path[0] = str(code_dir)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _report_failure(session: SessionConfig, worker_id: str, error: BaseException) -> None:
+    _print_users_traceback(error)
+    message = "".join(traceback.format_exception_only(error)).strip()
+    generation = int(os.environ[GENERATION_ENV])
+    path = report_path(Path(session.incarnation_dir), generation, worker_id)
+    out_of_memory = is_out_of_memory(error)
+    wanted = ReportKind.OUT_OF_MEMORY if out_of_memory else ReportKind.FAILED
+    try:
+        # The session may have said it already, and knows more (the micro-batch, "nan_loss").
+        if not any(report.kind in (wanted, ReportKind.FAILED) for report, _ in read_reports(path)):
+            data = {"message": message} if out_of_memory else {"message": message, "kind": "exception"}
+            report = Report(
+                kind=wanted,
+                generation=generation,
+                worker_id=worker_id,
+                rank=int(os.environ.get("RANK", "0")),
+                step=current_step,
+                data=data,
+            )
+            append_report(path, report)
+        _write_error_file(message, error)
+    except OSError as failed:
+        sys.stderr.write(f"elasticflow: the failure could not be written to {path}: {failed}\n")
+
+
+def _print_users_traceback(error: BaseException) -> None:
+    """Print the traceback without the frames of this module and of runpy: they are not the user's."""
+    frames: TracebackType | None = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        frames = frames.tb_next
+    traceback.print_exception(type(error), error, frames or error.__traceback__)
+    sys.stderr.flush()
+
+
+def _write_error_file(message: str, error: BaseException) -> None:
+    """Write torchrun's error file, so that its own summary names the cause as well."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        callstack = "".join(traceback.format_exception(error))
+        extra = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+
+
+if __name__ == "__main__":
+    # Through the import, so that the session sets the flags of the same module object.
+    from elasticflow_airflow.runtime import bootstrap
+
+    sys.exit(bootstrap.main())
