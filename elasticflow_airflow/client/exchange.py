@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import httpx
 from pydantic import ValidationError
-from tenacity import retry_if_exception_type, stop_after_delay, wait_exponential_jitter
+from tenacity import retry_if_exception_type, stop_after_delay, wait_exponential, wait_random
 from tenacity.retry import retry_base
 from tenacity.stop import stop_base
 from tenacity.wait import wait_base
@@ -37,7 +37,7 @@ def give_up_after(retry_for_s: float) -> stop_base:
 
 def pause_between() -> wait_base:
     """Short first, so that a restart of the service is hardly noticed; with jitter, so that tasks do not march."""
-    return wait_exponential_jitter(initial=0.1, max=3.0, jitter=0.2)
+    return wait_exponential(multiplier=0.1, max=3.0) + wait_random(0.0, 0.2)
 
 
 def read_answer(call: Call[T], response: httpx.Response, endpoint: Endpoint) -> T:

@@ -1,0 +1,228 @@
+"""Checks of what a DAG author gives to an elastic task: at DAG parse what can be known then, the rest when rendered.
+
+Pure: every refusal names the argument, its value and what to write instead. A template (a string with ``{{``, or the
+output of another task) is looked at only once it is rendered.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+from elasticflow_airflow.deadlines import DAG_RUN, DeadlineError, check_deadline
+
+ON_REJECT: Final = ("fail", "best_effort", "wait", "renegotiate")
+ON_PAST_DEADLINE: Final = ("auto", "fail", "best_effort")
+ON_MISS: Final = ("finish", "fail", "use_last_checkpoint")
+
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_RESERVED_PREFIX: Final = "ELASTICFLOW_"
+_SECRET = re.compile(r"conn:(?P<conn_id>.+?)\.(?P<field>password|login|host|schema|port|extra\.(?P<key>.+))")
+_PULL = re.compile(r"xcom_pull\(\s*(?:task_ids\s*=\s*)?\[?\s*['\"]([^'\"]+)['\"]")
+
+
+class ArgumentError(ValueError):
+    """An argument that cannot be right."""
+
+
+def is_late(value: object) -> bool:
+    """Whether a value is known only at run time: a template, or what another task returns."""
+    if isinstance(value, str):
+        return "{{" in value or "{%" in value
+    return hasattr(value, "resolve") and hasattr(value, "iter_references")  # an XComArg
+
+
+def check_arguments(
+    *,
+    script: Any,
+    module: Any,
+    steps: Any,
+    epochs: Any,
+    samples: Any,
+    global_batch_size: Any,
+    deadline: Any,
+    deadline_of: Any,
+    downstream_reserve: Any,
+    best_effort: Any,
+    latest_deadline: Any,
+    value: Any,
+    on_reject: Any,
+    on_past_deadline: Any,
+    on_miss: Any,
+    min_workers: Any,
+    max_workers: Any,
+    scaling_curve: Any,
+    env: Any,
+    secret_env: Any,
+    script_args: Any,
+) -> None:
+    """Refuse at DAG parse what can be known then. Raises ArgumentError or DeadlineError."""
+    if (script is None) == (module is None):
+        raise ArgumentError(f"give exactly one of script= and module= (script={script!r}, module={module!r})")
+    if isinstance(script_args, str) and not is_late(script_args):
+        raise ArgumentError(f"script_args={script_args!r} is one string: give a list, one element per argument")
+    _check_length(steps, epochs, samples, global_batch_size)
+    _check_deadlines(deadline, deadline_of, downstream_reserve, best_effort, latest_deadline, on_reject)
+    for name, given, choices in (
+        ("on_reject", on_reject, ON_REJECT),
+        ("on_past_deadline", on_past_deadline, ON_PAST_DEADLINE),
+        ("on_miss", on_miss, ON_MISS),
+    ):
+        if given not in choices:
+            raise ArgumentError(f"{name}={given!r} is none of {', '.join(map(repr, choices))}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        raise ArgumentError(f"value={value!r} must be a number greater than 0")
+    _check_workers(min_workers, max_workers)
+    _check_curve(scaling_curve)
+    _check_env(env, secret_env)
+
+
+def count(name: str, value: Any, given: Any) -> int | None:
+    """Read a rendered count. Raises ArgumentError for anything but a whole number of at least 1."""
+    if given is None:
+        return None
+    present(name, value, given)
+    try:
+        number = int(value) if isinstance(value, str) else value
+    except ValueError:
+        number = None
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        rendered = f" (rendered from {given!r})" if is_late(given) else ""
+        raise ArgumentError(f"{name}={value!r}{rendered} must be a whole number of at least 1")
+    return number
+
+
+def present(name: str, value: Any, given: Any) -> None:
+    """Refuse what a missing XCom renders to: None, or the text ``None``. Raises ArgumentError naming the field."""
+    if given is None or (value is not None and not (isinstance(value, str) and value.strip() == "None")):
+        return
+    if not is_late(given):
+        raise ArgumentError(f"{name}={value!r}: give a value, or leave the argument out")
+    raise ArgumentError(
+        f"{name} rendered to 'None': the upstream task {_upstream(given)} returned nothing for {_source(given)};"
+        " is its return value (XCom) there, and is the key right?"
+    )
+
+
+def rendered_texts(name: str, values: Sequence[Any], given: Any) -> tuple[str, ...]:
+    """Read a rendered list of texts, refusing elements that a missing XCom left empty."""
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise ArgumentError(f"{name}={values!r} must be a list, one element per argument")
+    elements = given if isinstance(given, Sequence) and not isinstance(given, str) else [given] * len(values)
+    for index, (value, element) in enumerate(zip(values, elements, strict=False)):
+        present(f"{name}[{index}]", value, element)
+    return tuple(str(value) for value in values)
+
+
+def secret_reference(name: str, reference: Any) -> tuple[str, str, str | None]:
+    """Split ``conn:<id>.<field>`` into connection id, field and key of the extra. Raises ArgumentError."""
+    match = _SECRET.fullmatch(reference) if isinstance(reference, str) else None
+    if match is None:
+        # The value is not shown: somebody may have written the secret itself.
+        raise ArgumentError(
+            f"secret_env[{name!r}] must name a field of a connection: 'conn:hub.password', or .login, .host,"
+            " .schema, .port, or .extra.<key>; secrets themselves do not belong in a DAG file"
+        )
+    return match["conn_id"], match["field"].split(".", 1)[0], match["key"]
+
+
+def _check_length(steps: Any, epochs: Any, samples: Any, global_batch_size: Any) -> None:
+    if steps is not None and (epochs is not None or samples is not None):
+        raise ArgumentError(
+            f"steps={steps!r} stands beside epochs={epochs!r}, samples={samples!r}: give steps, or epochs and samples"
+        )
+    given = {"steps": steps, "epochs": epochs, "samples": samples, "global_batch_size": global_batch_size}
+    for name, number in given.items():
+        if not is_late(number):
+            count(name, number, number)
+    if global_batch_size is None:
+        raise ArgumentError("global_batch_size=None: give the number of samples of one optimizer step")
+
+
+def _check_deadlines(
+    deadline: Any, deadline_of: Any, reserve: Any, best_effort: Any, latest_deadline: Any, on_reject: Any
+) -> None:
+    if not isinstance(best_effort, bool):
+        raise ArgumentError(f"best_effort={best_effort!r} must be True or False")
+    if deadline_of is not None and (not isinstance(deadline_of, str) or not deadline_of):
+        raise ArgumentError(f"deadline_of={deadline_of!r} must be the id of a downstream task, or {DAG_RUN!r}")
+    if deadline_of is not None and deadline is None:
+        raise ArgumentError(
+            f"deadline_of={deadline_of!r} without deadline=: taking the time from the DAG itself comes in a later"
+            " version; say deadline= too"
+        )
+    if best_effort and deadline is not None:
+        raise ArgumentError(f"best_effort=True beside deadline={deadline!r}: a job has a deadline or is best effort")
+    if not best_effort and deadline is None:
+        raise ArgumentError("neither deadline= nor best_effort=True: say by when, or that it does not matter")
+    if deadline is not None and not is_late(deadline):
+        check_deadline(deadline, "deadline")
+    if (on_reject == "renegotiate") != (latest_deadline is not None):
+        raise ArgumentError(
+            f'on_reject={on_reject!r}, latest_deadline={latest_deadline!r}: on_reject="renegotiate" needs'
+            " latest_deadline=, and nothing else takes it"
+        )
+    if latest_deadline is not None and not is_late(latest_deadline):
+        check_deadline(latest_deadline, "latest_deadline")
+    if not isinstance(reserve, timedelta) or reserve < timedelta(0):
+        raise DeadlineError(f"downstream_reserve={reserve!r} must be a timedelta of 0 or more")
+
+
+def _check_workers(min_workers: Any, max_workers: Any) -> None:
+    for name, number in (("min_workers", min_workers), ("max_workers", max_workers)):
+        if number is None and name == "max_workers":
+            continue
+        _check_power_of_two(name, number)
+    if max_workers is not None and max_workers < min_workers:
+        raise ArgumentError(f"max_workers={max_workers} is less than min_workers={min_workers}")
+
+
+def _check_power_of_two(name: str, number: Any) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1 or number & (number - 1):
+        raise ArgumentError(f"{name}={number!r} must be a power of two: 1, 2, 4, 8, ...")
+
+
+def _check_curve(curve: Any) -> None:
+    if curve is None:
+        return
+    if not isinstance(curve, Mapping) or not curve:
+        raise ArgumentError(f"scaling_curve={curve!r} must map workers to steps/s, like {{1: 2.0, 2: 3.8}}")
+    for workers, speed in curve.items():
+        _check_power_of_two("a key of scaling_curve", workers)
+        if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not speed > 0:
+            raise ArgumentError(f"scaling_curve[{workers}]={speed!r} must be steps/s, greater than 0")
+
+
+def _check_env(env: Any, secret_env: Any) -> None:
+    def check_name(argument: str, name: Any) -> None:
+        if not isinstance(name, str) or not _ENV_NAME.fullmatch(name):
+            raise ArgumentError(f"{argument} names {name!r}, which is no name of an environment variable")
+        if name.startswith(_RESERVED_PREFIX):
+            raise ArgumentError(f"{argument} names {name!r}: variables that begin with {_RESERVED_PREFIX} are ours")
+
+    for argument, mapping in (("env", env), ("secret_env", secret_env)):
+        if mapping is None or is_late(mapping):
+            continue
+        if not isinstance(mapping, Mapping):
+            raise ArgumentError(f"{argument} must map names to values, not be a {type(mapping).__name__}")
+        for name in mapping:
+            check_name(argument, name)
+    for name, reference in (secret_env or {}).items():
+        secret_reference(name, reference)
+        if isinstance(env, Mapping) and name in env:
+            raise ArgumentError(f"{name!r} is in env and in secret_env: say it once")
+
+
+def _upstream(given: Any) -> str:
+    """Name the task that a template or an XComArg reads from, as well as can be told."""
+    operator = getattr(given, "operator", None)
+    if operator is not None:
+        return repr(operator.task_id)
+    match = _PULL.search(given) if isinstance(given, str) else None
+    return repr(match[1]) if match else "it reads from"
+
+
+def _source(given: Any) -> str:
+    return given if isinstance(given, str) else f"XCom {getattr(given, 'key', 'return_value')!r}"

@@ -1,0 +1,197 @@
+"""From what a DAG author writes as a deadline to the moment when the training must end. Pure: no clock, no Airflow.
+
+A deadline is a time of day (``"07:30"``, in the DAG's time zone: its first occurrence after the run is due), a
+duration after the run is due, a datetime, or text of either (a rendered template: ``"HH:MM"`` or ISO 8601).
+
+Daylight saving: a wall-clock time that the clocks skip (02:30 in spring) is moved on by what they skip (03:30); of a
+time that comes twice (02:30 in autumn) the first that lies after the run is due counts.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import datetime, time, timedelta, tzinfo
+from typing import Final, TypeAlias
+
+import pendulum
+from pendulum import DateTime
+
+DeadlineGiven: TypeAlias = "str | time | timedelta | datetime"
+
+DAG_RUN: Final = "dag_run"
+"""Value of ``deadline_of`` that means the whole run."""
+
+_TIME_OF_DAY = re.compile(r"(?P<hour>\d{1,2}):(?P<minute>\d{2})(:(?P<second>\d{2}))?")
+_FORMS = 'a time of day ("07:30"), a timedelta after the run is due, a datetime, or ISO 8601 text'
+
+
+class DeadlineError(ValueError):
+    """A deadline that cannot be understood; the message names the argument, its value and what is wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingDeadline:
+    """When the training must end (``at``), when its target must (``target_at``), and the arithmetic as text."""
+
+    at: DateTime
+    target_at: DateTime
+    arithmetic: str
+
+
+def check_deadline(given: object, argument: str) -> None:
+    """Refuse at DAG parse what can never be a deadline. Templates are looked at when they are rendered."""
+    if isinstance(given, bool) or not isinstance(given, (str, time, timedelta, datetime)):
+        raise DeadlineError(f"{argument}={given!r} is a {type(given).__name__}, not {_FORMS}")
+    if isinstance(given, timedelta) and given <= timedelta(0):
+        raise DeadlineError(f"{argument}={given!r} lies before the run is due: give a positive duration")
+    if isinstance(given, str) and not _is_template(given):
+        resolve(given, run_due=pendulum.datetime(2026, 1, 1), timezone=pendulum.UTC, argument=argument)
+
+
+def resolve(given: DeadlineGiven, *, run_due: datetime, timezone: tzinfo, argument: str = "deadline") -> DateTime:
+    """Turn what was given into a moment, in the DAG's time zone. Raises DeadlineError.
+
+    ``run_due`` is the run's ``run_after``: when Airflow was to start it.
+    """
+    due = pendulum.instance(run_due).in_timezone(_named(timezone))
+    if isinstance(given, timedelta):
+        return due + given
+    if isinstance(given, datetime):
+        return _moment(given, timezone)
+    if isinstance(given, time):
+        return _first_after(due, given.hour, given.minute, given.second)
+    text = given.strip()
+    if match := _TIME_OF_DAY.fullmatch(text):
+        hour, minute, second = (int(match[name] or 0) for name in ("hour", "minute", "second"))
+        if hour > 23 or minute > 59 or second > 59:
+            raise DeadlineError(f"{argument}={given!r} is no time of day: the last of a day is 23:59:59")
+        return _first_after(due, hour, minute, second)
+    try:
+        parsed = datetime.fromisoformat(text)
+    except ValueError:
+        raise DeadlineError(f"{argument}={given!r} is not {_FORMS}") from None
+    if len(text) <= len("2026-01-01"):
+        raise DeadlineError(f"{argument}={given!r} is a day without a time: write {text}T07:30")
+    return _moment(parsed, timezone)
+
+
+def training_deadline(
+    given: DeadlineGiven,
+    *,
+    run_due: datetime,
+    timezone: tzinfo,
+    deadline_of: str | None = None,
+    downstream_reserve: timedelta = timedelta(0),
+    now: datetime,
+    argument: str = "deadline",
+) -> TrainingDeadline:
+    """Compute when the training itself must end, and explain it. Raises DeadlineError.
+
+    With ``deadline_of`` (a downstream task, or ``"dag_run"``) the deadline is that target's, and the training's is
+    ``downstream_reserve`` earlier: what passes from the end of training to the end of the target.
+    """
+    target_at = resolve(given, run_due=run_due, timezone=timezone, argument=argument)
+    at = target_at - downstream_reserve if deadline_of is not None else target_at
+    said = f"{argument}={_short(given)}"
+    due = show(pendulum.instance(run_due).in_timezone(_named(timezone)))
+    if isinstance(given, timedelta):
+        said += f" after the run was due at {due}"
+    elif isinstance(given, time) or (isinstance(given, str) and _TIME_OF_DAY.fullmatch(given.strip())):
+        said += f", its first after the run was due at {due}"
+    rows: list[tuple[str, str, str]] = []
+    if deadline_of is not None:
+        target = "the DAG run" if deadline_of == DAG_RUN else f"task {deadline_of!r}"
+        rows.append((f"{target} must end by", show(target_at), said))
+        reserved = f"downstream_reserve: from the end of training to the end of {target}"
+        rows.append(("minus what comes after", show_duration(downstream_reserve.total_seconds()), reserved))
+        said = ""
+    rows.append(("the training must end by", show(at), said))
+    left_s = at.timestamp() - now.timestamp()
+    rows.append(("which is", f"in {show_duration(left_s)}" if left_s >= 0 else f"{show_duration(-left_s)} ago", ""))
+    wide, broad = (max(len(row[i]) for row in rows) for i in (0, 1))
+    lines = [f"  {a:<{wide}}  {b:<{broad}}{f'  ({c})' if c else ''}".rstrip() for a, b, c in rows]
+    return TrainingDeadline(at=at, target_at=target_at, arithmetic="\n".join(["Deadline:", *lines]))
+
+
+def show(moment: datetime) -> str:
+    """Write a moment for people: weekday, date, time and zone."""
+    return f"{moment:%a %Y-%m-%d %H:%M:%S %Z}".replace(":00 ", " ")
+
+
+def show_at(at_s: float, timezone: tzinfo) -> str:
+    """Write UTC seconds for people, in a time zone."""
+    return show(pendulum.from_timestamp(at_s).in_timezone(_named(timezone)))
+
+
+def show_duration(seconds: float) -> str:
+    """Write a duration for people: its two largest units."""
+    whole = round(abs(seconds))
+    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    parts: list[str] = []
+    for unit, size in units:
+        count, whole = divmod(whole, size)
+        if count:
+            parts.append(f"{count} {unit}")
+        elif parts:
+            break
+        if len(parts) == 2:
+            break
+    return ("-" if seconds < 0 and parts else "") + (" ".join(parts) or "0 s")
+
+
+def zone_name(timezone: tzinfo) -> str:
+    """Write a time zone as text that ``zone_from`` reads: its name, or its offset in seconds."""
+    zone = _named(timezone)
+    return zone.name if isinstance(zone, pendulum.Timezone) else str(zone.offset)
+
+
+def zone_from(name: str) -> pendulum.Timezone | pendulum.FixedTimezone:
+    """Read what ``zone_name`` wrote."""
+    return pendulum.FixedTimezone(int(name)) if name.lstrip("-").isdigit() else pendulum.Timezone(name)
+
+
+def _first_after(due: DateTime, hour: int, minute: int, second: int) -> DateTime:
+    """Find the first moment after ``due`` at which the wall clock of its time zone shows this time."""
+    for days in range(3):
+        day = due.date().add(days=days)
+        both = [
+            pendulum.datetime(day.year, day.month, day.day, hour, minute, second, tz=due.timezone, fold=fold)
+            for fold in (0, 1)
+        ]
+        # A skipped time gives two different readings, neither of which the clock shows; the later one moves it on.
+        skipped = (both[0].hour, both[0].minute) != (hour, minute)
+        for moment in both[1:] if skipped else both:
+            if moment > due:
+                return moment
+    raise DeadlineError(f"no {hour:02}:{minute:02} within three days after {due}")  # no time zone has such a hole
+
+
+def _moment(given: datetime, timezone: tzinfo) -> DateTime:
+    zone = _named(timezone)
+    if given.tzinfo is None:
+        return pendulum.instance(given, tz=zone)
+    return pendulum.instance(given).in_timezone(zone)
+
+
+def _named(timezone: tzinfo) -> pendulum.Timezone | pendulum.FixedTimezone:
+    """Make a pendulum time zone of any."""
+    if isinstance(timezone, (pendulum.Timezone, pendulum.FixedTimezone)):
+        return timezone
+    name = getattr(timezone, "key", None)
+    if name is not None:
+        return pendulum.Timezone(str(name))
+    offset = timezone.utcoffset(None)
+    if offset is None:
+        raise DeadlineError(f"time zone {timezone!r} has no name and no fixed offset")
+    return pendulum.FixedTimezone(int(offset.total_seconds()))
+
+
+def _is_template(text: str) -> bool:
+    return "{{" in text or "{%" in text
+
+
+def _short(given: DeadlineGiven) -> str:
+    if isinstance(given, timedelta):
+        return show_duration(given.total_seconds())
+    return repr(given) if isinstance(given, str) else str(given)

@@ -1,0 +1,137 @@
+"""Finds the service that a connection names, and makes clients for it, in workers (sync) and triggerers (async)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from airflow.sdk import BaseHook, Connection
+from airflow.sdk.exceptions import AirflowException, AirflowNotFoundException
+
+from elasticflow_airflow.client import (
+    AsyncElasticFlowClient,
+    ElasticFlowClient,
+    ElasticFlowError,
+    Endpoint,
+    ensure_service,
+)
+from elasticflow_airflow.client.embedded import embedded_endpoint
+from elasticflow_airflow.settings import AirflowSettings, embedded_state_dir
+
+_DEFAULT_PORT = 8765
+
+
+class ElasticFlowHook(BaseHook):
+    """Connection to an elasticflow service (connection type ``elasticflow``).
+
+    Host, port and scheme name a served service, the password is its token; ``unix:///path`` as host names a socket.
+    Extra: ``namespace``, ``verify`` (true, false or a CA bundle), ``timeout_s``, ``state_dir``. Without the *default*
+    connection, or with an empty host, the embedded service of this machine is used, and started when needed; a
+    missing connection of another name is an error.
+    """
+
+    conn_name_attr = "elasticflow_conn_id"
+    default_conn_name = "elasticflow_default"
+    conn_type = "elasticflow"
+    hook_name = "ElasticFlow"
+
+    def __init__(self, elasticflow_conn_id: str = default_conn_name, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.elasticflow_conn_id = elasticflow_conn_id
+        self._connection: Connection | None = None
+        self._resolved = False
+
+    def get_conn(self) -> ElasticFlowClient:
+        """Make a client, starting the embedded service if that is the one."""
+        return self.client()
+
+    def client(self, *, retry_for_s: float = 60.0, timeout_s: float | None = None) -> ElasticFlowClient:
+        """Make a blocking client; the caller closes it. Arguments as of ElasticFlowClient."""
+        return ElasticFlowClient(self.endpoint(), retry_for_s=retry_for_s, timeout_s=timeout_s or self._timeout_s)
+
+    async def async_client(self, *, retry_for_s: float = 60.0) -> AsyncElasticFlowClient:
+        """Make an async client without blocking the event loop; the caller closes it."""
+        await self._aresolve()
+        return AsyncElasticFlowClient(self._locate(), retry_for_s=retry_for_s, timeout_s=self._timeout_s)
+
+    def endpoint(self, *, start: bool = True) -> Endpoint:
+        """Where the service is. ``start`` starts the embedded one if nobody answers there."""
+        self._resolve()
+        endpoint = self._locate()
+        if start and endpoint.embedded_state_dir is not None:
+            return ensure_service(endpoint.embedded_state_dir)
+        return endpoint
+
+    @property
+    def namespace(self) -> str:
+        """Namespace of this Airflow's jobs: the connection's, else the configuration's."""
+        self._resolve()
+        return str(self._extra.get("namespace") or AirflowSettings.read().namespace)
+
+    def test_connection(self) -> tuple[bool, str]:
+        """Say whether the service answers, for the button in Airflow's connection form."""
+        try:
+            with self.client(retry_for_s=0.0) as client:
+                health = client.health()
+        except (ElasticFlowError, AirflowException) as error:
+            return False, str(error)
+        free = sum(slot.job_id is None and slot.busy is None for slot in health.slots)
+        problems = f"; problems: {'; '.join(health.problems)}" if health.problems else ""
+        return True, (
+            f"elasticflow {health.version} ({health.engine} engine), {free} of {len(health.slots)} slots free{problems}"
+        )
+
+    @property
+    def _extra(self) -> dict[str, Any]:
+        return {} if self._connection is None else dict(self._connection.extra_dejson)
+
+    @property
+    def _timeout_s(self) -> float:
+        return float(self._extra.get("timeout_s") or 10.0)
+
+    def _resolve(self) -> None:
+        if self._resolved:
+            return
+        try:
+            self._connection = self.get_connection(self.elasticflow_conn_id)
+        except AirflowNotFoundException as error:
+            self._refuse_missing(error)
+        self._resolved = True
+
+    async def _aresolve(self) -> None:
+        if self._resolved:
+            return
+        try:
+            self._connection = await self.aget_connection(self.elasticflow_conn_id)
+        except AirflowNotFoundException as error:
+            self._refuse_missing(error)
+        self._resolved = True
+
+    def _refuse_missing(self, error: Exception) -> None:
+        if self.elasticflow_conn_id != self.default_conn_name:
+            raise AirflowNotFoundException(
+                f"elasticflow_conn_id={self.elasticflow_conn_id!r} is not defined: add a connection of type"
+                f" 'elasticflow' with that id, or leave the argument out to use {self.default_conn_name!r}, or where"
+                " that is missing too, the embedded service of this machine"
+            ) from error
+
+    def _locate(self) -> Endpoint:
+        connection, extra = self._connection, self._extra
+        if connection is None or not connection.host:
+            return embedded_endpoint(Path(extra["state_dir"]) if extra.get("state_dir") else embedded_state_dir())
+        token = connection.password or None
+        if "://" in connection.host:
+            return Endpoint.from_url(connection.host, token=token, verify=_verify(extra.get("verify")))
+        scheme = connection.schema or "http"
+        url = f"{scheme}://{connection.host}:{connection.port or _DEFAULT_PORT}"
+        return Endpoint.from_url(url, token=token, verify=_verify(extra.get("verify")))
+
+
+def _verify(value: Any) -> bool | str:
+    """Read the connection's ``verify``: absent means True; text is a switch or the path of a CA bundle."""
+    if value is None or value == "":
+        return True
+    if isinstance(value, bool):
+        return value
+    text = str(value)
+    return {"true": True, "false": False}.get(text.lower(), text)

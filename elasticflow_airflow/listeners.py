@@ -1,0 +1,36 @@
+"""Tells the service how an elastic task ended, once Airflow itself has recorded it.
+
+A success is acknowledged here and never in ``execute()``: a task killed between the acknowledgement and Airflow's own
+record would train twice. A task that failed for good takes its job with it: Airflow calls no ``on_kill`` then.
+Runs in the task's process (and in the process of ``dag.test()``).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from airflow.listeners import hookimpl
+
+log = logging.getLogger(__name__)
+
+
+@hookimpl  # type: ignore[untyped-decorator, unused-ignore]  # pluggy's marker carries no types in every version
+def on_task_instance_success(previous_state: Any, task_instance: Any) -> None:  # noqa: ARG001 - pluggy goes by name
+    """Acknowledge the job of an elastic task, so that the next submit trains anew."""
+    job = _owned_job(task_instance)
+    if job is not None:
+        log.info("%s", job.acknowledge())
+
+
+@hookimpl  # type: ignore[untyped-decorator, unused-ignore]  # as above
+def on_task_instance_failed(previous_state: Any, task_instance: Any, error: Any) -> None:  # noqa: ARG001 - as above
+    """Cancel what a task that will not be tried again leaves running."""
+    job = _owned_job(task_instance)
+    if job is not None and str(getattr(task_instance, "state", "")) == "failed":
+        log.info("%s", job.cancel("the Airflow task failed and will not be tried again"))
+
+
+def _owned_job(task_instance: Any) -> Any:
+    """Return the OwnedJob of an elastic task; None for any other task (the API server calls with its own rows)."""
+    return getattr(getattr(task_instance, "task", None), "elasticflow_job", None)

@@ -1,0 +1,285 @@
+"""Turns a rendered elastic task into what is submitted: identity, code, length, deadline and secrets.
+
+Reads Airflow's context and connections, and the script's folder; talks to no service.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta, tzinfo
+from pathlib import Path
+from typing import Any, Protocol
+
+import pendulum
+from airflow.sdk import BaseHook
+from airflow.sdk.exceptions import AirflowNotFoundException
+from airflow.sdk.log import mask_secret
+from pydantic import SecretStr, ValidationError
+
+from elasticflow_airflow.arguments import ArgumentError, count, present, rendered_texts, secret_reference
+from elasticflow_airflow.client import Snapshot, SnapshotError, snapshot_module, snapshot_script
+from elasticflow_airflow.deadlines import DAG_RUN, training_deadline
+from elasticflow_airflow.leases import LEASE_S, ORPHAN_S
+from elasticflow_airflow.settings import AirflowSettings
+from elasticflow_airflow.task_memory import TaskMemory
+from elasticflow_airflow.wire import JobIdentity, JobSubmission
+
+
+class ElasticTask(Protocol):
+    """The rendered arguments of an elastic task, as the operator holds them."""
+
+    task_id: str
+    script: Any
+    module: Any
+    script_args: Any
+    env: Any
+    secret_env: Any
+    working_dir: Any
+    python: Any
+    steps: Any
+    epochs: Any
+    samples: Any
+    global_batch_size: Any
+    deadline: Any
+    deadline_of: str | None
+    downstream_reserve: timedelta
+    best_effort: bool
+    value: float
+    on_reject: str
+    latest_deadline: Any
+    on_past_deadline: str
+    on_miss: str
+    init_from: Any
+    min_workers: int
+    max_workers: int | None
+    scaling_curve: Mapping[int, float] | None
+    progress_regex: str | None
+    progress_file: str | None
+
+    def get_flat_relative_ids(self, *, upstream: bool = False) -> set[str]:
+        """Return the ids of all tasks downstream."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What to submit, the code to upload, and what the task's log should say about both."""
+
+    submission: JobSubmission
+    snapshot: Snapshot
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What the context says about the run, as far as a submission needs it."""
+
+    identity: JobIdentity
+    run_due: pendulum.DateTime
+    timezone: tzinfo
+    dag_folder: Path
+    bundle_root: Path | None
+    attempt: int
+    is_dag_test: bool
+    replays: bool
+    """A backfill, or a task or run that was cleared: its deadline may be long past, and nobody waits for it."""
+
+
+def run_facts(context: Mapping[str, Any], *, namespace: str, retries: int) -> RunFacts:
+    """Read the facts from Airflow's context."""
+    task_instance, dag_run, dag = context["ti"], context["dag_run"], context["dag"]
+    bundle = getattr(task_instance, "bundle_instance", None)
+    due = dag_run.run_after or dag_run.start_date
+    # A clear raises max_tries above what the task asks for; a clear of the whole run is counted too.
+    cleared = getattr(task_instance, "max_tries", 0) > retries or bool(getattr(dag_run, "clear_number", 0))
+    return RunFacts(
+        identity=JobIdentity(
+            namespace=namespace,
+            dag_id=task_instance.dag_id,
+            run_id=task_instance.run_id,
+            task_id=task_instance.task_id,
+            map_index=-1 if task_instance.map_index is None else task_instance.map_index,
+        ),
+        run_due=pendulum.instance(due),
+        timezone=dag.timezone,
+        dag_folder=Path(dag.folder).absolute(),
+        bundle_root=Path(bundle.path).absolute() if bundle is not None else None,
+        attempt=task_instance.try_number,
+        is_dag_test=is_dag_test(context),
+        replays=_text(dag_run.run_type) == "backfill" or cleared,
+    )
+
+
+def is_dag_test(context: Mapping[str, Any]) -> bool:
+    """Whether this runs under ``dag.test()``: one process, one task at a time, nobody else to wait."""
+    return getattr(context["dag_run"], "triggering_user_name", None) == "dag_test"
+
+
+def prepare(
+    task: ElasticTask, given: Mapping[str, Any], facts: RunFacts, memory: TaskMemory, settings: AirflowSettings
+) -> Prepared:
+    """Check the rendered arguments and make the submission of them. ``given`` holds them as the DAG file says them.
+
+    Raises ArgumentError, DeadlineError or SnapshotError; nothing has been sent then.
+    """
+    for name in ("script", "module", "working_dir", "python", "init_from", "deadline", "latest_deadline"):
+        present(name, getattr(task, name), given[name])
+    check_downstream(task.deadline_of, set(task.get_flat_relative_ids(upstream=False)), task.task_id)
+    steps, epochs, samples, batch = (
+        count(name, getattr(task, name), given[name]) for name in ("steps", "epochs", "samples", "global_batch_size")
+    )
+    notes: list[str] = []
+    deadline_at, latest_at = (
+        _deadline(task, argument, facts, memory, notes) for argument in ("deadline", "latest_deadline")
+    )
+    snapshot = take_snapshot(task.script, task.module, facts, settings.snapshot_max_bytes)
+    notes.append(f"code: {snapshot.root} ({len(snapshot.files)} files, {len(snapshot.tar) / 1024:.0f} KiB)")
+    if snapshot.ignored:
+        names = ", ".join(snapshot.ignored[:8]) + (", ..." if len(snapshot.ignored) > 8 else "")
+        notes.append(f"left out of the code by ignore files: {names}")
+    lease_s, orphan_s = (LEASE_S, ORPHAN_S) if facts.is_dag_test else (settings.lease_s, settings.orphan_s)
+    message = {
+        "identity": facts.identity,
+        "command": {
+            "snapshot": snapshot.sha256,
+            "script": snapshot.entry if task.script is not None else None,
+            "module": task.module,
+            "args": rendered_texts("script_args", task.script_args, given["script_args"]),
+            "python": task.python,
+            "working_dir": find_working_dir(task.working_dir, facts),
+            "env": _rendered_env(task.env, given["env"]),
+        },
+        "length": {"steps": steps, "epochs": None if steps is not None else epochs or 1, "samples": samples},
+        "global_batch_size": batch,
+        "deadline_at": deadline_at,
+        "best_effort": task.best_effort,
+        "value": task.value,
+        "on_reject": task.on_reject,
+        "latest_deadline_at": latest_at,
+        "on_miss": task.on_miss,
+        "init_from": task.init_from,
+        "min_workers": task.min_workers,
+        "max_workers": task.max_workers,
+        "scaling_curve": None if task.scaling_curve is None else dict(task.scaling_curve),
+        "progress_regex": task.progress_regex,
+        "progress_file": task.progress_file,
+        "lease_s": lease_s,
+        "orphan_s": orphan_s,
+        "labels": {"try_number": str(facts.attempt), "dag_test": str(facts.is_dag_test).lower()},
+    }
+    try:
+        submission = JobSubmission.model_validate(message)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors())
+        raise ArgumentError(f"task {task.task_id!r} cannot be submitted: {wrong}") from error
+    # Only now: an error above quotes what it was given.
+    secrets = {name: SecretStr(value) for name, value in resolve_secrets(task.secret_env).items()}
+    return Prepared(
+        submission=submission.model_copy(update={"secret_env": secrets}), snapshot=snapshot, notes=tuple(notes)
+    )
+
+
+def find_script(script: str, facts: RunFacts) -> Path:
+    """Find a script: absolute, or relative to the DAG file's folder or the bundle's root. Raises ArgumentError."""
+    path = Path(script).expanduser()
+    tried = [path] if path.is_absolute() else [facts.dag_folder / path]
+    if not path.is_absolute() and facts.bundle_root not in (None, facts.dag_folder):
+        assert facts.bundle_root is not None  # just asked
+        tried.append(facts.bundle_root / path)
+    for candidate in tried:
+        if candidate.is_file():
+            return candidate
+    raise ArgumentError(
+        f"script={script!r} is not there: looked for {', '.join(map(str, tried))}; give a path relative to the DAG"
+        " file, or an absolute one"
+    )
+
+
+def take_snapshot(script: str | None, module: str | None, facts: RunFacts, max_bytes: int) -> Snapshot:
+    """Snapshot the code of a task. Raises ArgumentError when it is not there, SnapshotError when it is too large."""
+    if script is not None:
+        return snapshot_script(find_script(script, facts), max_bytes=max_bytes)
+    assert module is not None  # checked at DAG parse: one of the two
+    try:
+        return snapshot_module(module, max_bytes=max_bytes)
+    except SnapshotError as error:
+        if error.error == "script_missing":
+            raise ArgumentError(f"module={module!r}: {error}") from error
+        raise
+
+
+def find_working_dir(working_dir: str | None, facts: RunFacts) -> str | None:
+    """Make a working directory absolute; a relative one counts from the DAG file's folder."""
+    if working_dir is None:
+        return None
+    path = Path(working_dir).expanduser()
+    return str(path if path.is_absolute() else facts.dag_folder / path)
+
+
+def _deadline(task: ElasticTask, argument: str, facts: RunFacts, memory: TaskMemory, notes: list[str]) -> float | None:
+    """Compute one of the two deadlines (UTC seconds), once per run: a retry or a clear does not move it."""
+    given = getattr(task, argument)
+    if given is None:
+        return None
+    reserve_s = task.downstream_reserve.total_seconds() if task.deadline_of is not None else 0.0
+    key = repr((argument, str(given), task.deadline_of, reserve_s))
+    if key not in memory.deadlines:
+        computed = training_deadline(
+            given,
+            run_due=facts.run_due,
+            timezone=facts.timezone,
+            deadline_of=task.deadline_of,
+            downstream_reserve=task.downstream_reserve,
+            now=pendulum.from_timestamp(time.time()),
+            argument=argument,
+        )
+        memory.deadlines[key] = {"at": computed.at.timestamp(), "arithmetic": computed.arithmetic}
+    notes.append(str(memory.deadlines[key]["arithmetic"]))
+    return float(memory.deadlines[key]["at"])
+
+
+def _rendered_env(env: Any, given: Any) -> dict[str, str]:
+    if env is None:
+        return {}
+    if not isinstance(env, Mapping):
+        raise ArgumentError(f"env rendered to a {type(env).__name__}: it must map names to values")
+    for name, value in env.items():
+        present(f"env[{name!r}]", value, given.get(name) if isinstance(given, Mapping) else given)
+    return {str(name): str(value) for name, value in env.items()}
+
+
+def check_downstream(deadline_of: str | None, downstream: set[str], task_id: str) -> None:
+    """Refuse a ``deadline_of`` that names no downstream task. Raises ArgumentError."""
+    if deadline_of in (None, DAG_RUN) or deadline_of in downstream:
+        return
+    known = ", ".join(sorted(downstream)) or "none"
+    raise ArgumentError(
+        f"deadline_of={deadline_of!r} is no task downstream of {task_id!r} (downstream: {known}); within a task"
+        f" group write the full id, like 'group.publish'; or use {DAG_RUN!r}"
+    )
+
+
+def resolve_secrets(secret_env: Mapping[str, str] | None) -> dict[str, str]:
+    """Read the values that ``secret_env`` names from Airflow's connections, and mask them in logs from now on.
+
+    Raises ArgumentError when a connection or a field of it is not there.
+    """
+    resolved: dict[str, str] = {}
+    for name, reference in (secret_env or {}).items():
+        conn_id, field, key = secret_reference(name, reference)
+        try:
+            connection = BaseHook.get_connection(conn_id)
+        except AirflowNotFoundException as error:
+            raise ArgumentError(f"secret_env[{name!r}]={reference!r}: connection {conn_id!r} is not defined") from error
+        value = connection.extra_dejson.get(key) if key is not None else getattr(connection, field)
+        if value is None or value == "":
+            raise ArgumentError(f"secret_env[{name!r}]={reference!r}: connection {conn_id!r} has no such value")
+        mask_secret(str(value))
+        resolved[name] = str(value)
+    return resolved
+
+
+def _text(value: Any) -> str:
+    return str(getattr(value, "value", value))

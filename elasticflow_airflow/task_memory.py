@@ -1,0 +1,60 @@
+"""What an elastic task remembers between its processes: retries, pokes and clears of one task instance.
+
+Kept in Airflow's task state store, which survives all of these (XComs do not). One key, one small JSON object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from elasticflow_airflow.progress import ProgressMark
+
+_KEY = "elasticflow"
+
+
+class StateStore(Protocol):
+    """The part of Airflow's ``context["task_state_store"]`` that is used."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key."""
+        ...
+
+    def set(self, key: str, value: Any) -> None:
+        """Write the value of a key."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class TaskMemory:
+    """``attempt`` is the try that the claim belongs to: a later try must attach anew, a later poke must not.
+
+    ``deadlines`` maps what was given to the moments computed from it (UTC seconds), so that a retry or a clear does
+    not move a deadline; another deadline in an edited DAG is computed afresh.
+    """
+
+    attempt: int | None = None
+    job_id: str | None = None
+    claim: int = 0
+    since: float = 0.0
+    """When this attempt submitted or attached (UTC seconds)."""
+    away_since: float | None = None
+    deadlines: dict[str, dict[str, Any]] = field(default_factory=dict)
+    mark: ProgressMark = field(default_factory=ProgressMark)
+
+    @classmethod
+    def load(cls, store: StateStore) -> TaskMemory:
+        """Read what was remembered; a fresh memory when there is nothing, or another version's."""
+        raw = store.get(_KEY)
+        if not isinstance(raw, dict):
+            return cls()
+        known = {name: raw[name] for name in cls.__dataclass_fields__ if name in raw}
+        mark = known.pop("mark", {})
+        try:
+            return cls(**known, mark=ProgressMark(**mark))
+        except TypeError:
+            return cls()
+
+    def save(self, store: StateStore) -> None:
+        """Write it down."""
+        store.set(_KEY, asdict(self))

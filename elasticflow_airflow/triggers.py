@@ -1,0 +1,144 @@
+"""Waits for a job in the triggerer: renews its lease, logs its progress, cancels it when a user kills the task."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from airflow.triggers.base import BaseTrigger, TriggerEvent
+
+from elasticflow_airflow.client import (
+    AsyncElasticFlowClient,
+    ElasticFlowError,
+    JobNotFound,
+    ServiceUnavailable,
+    StaleClaim,
+)
+from elasticflow_airflow.client.embedded import embedded_endpoint
+from elasticflow_airflow.deadlines import zone_from
+from elasticflow_airflow.hooks import ElasticFlowHook
+from elasticflow_airflow.progress import ProgressMark, report
+from elasticflow_airflow.wire import JobStatus
+
+_LINE_EVERY_S = 60.0
+_KILL_WITHIN_S = 10.0
+
+
+class ElasticFlowJobTrigger(BaseTrigger):
+    """Fires once the job has ended: ``{"job_id", "claim", "outcome"}``.
+
+    ``outcome`` is ``"ended"``, or ``"stale"`` (a newer attempt has taken the job over), ``"gone"`` (the service does
+    not know it) or ``"away"`` (nobody answered for ``service_away_s``). ``claim`` is shown with every call, so a
+    trigger of an older attempt changes nothing. ``state_dir`` names the embedded service that the worker used.
+    Times in seconds. ``min_deferral_s`` delays a quick end: see ``[elasticflow] min_deferral_s``.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        claim: int,
+        elasticflow_conn_id: str = ElasticFlowHook.default_conn_name,
+        state_dir: str | None = None,
+        timezone: str = "UTC",
+        poll_interval_s: float = 5.0,
+        min_deferral_s: float = 15.0,
+        service_away_s: float = 3600.0,
+        last_event_id: int = 0,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # Airflow has no types here
+        self.job_id = job_id
+        self.claim = claim
+        self.elasticflow_conn_id = elasticflow_conn_id
+        self.state_dir = state_dir
+        self.timezone = timezone
+        self.poll_interval_s = poll_interval_s
+        self.min_deferral_s = min_deferral_s
+        self.service_away_s = service_away_s
+        self.last_event_id = last_event_id
+
+    def serialize(self) -> tuple[str, dict[str, Any]]:
+        """Name this class and its arguments, all plain JSON."""
+        return (
+            "elasticflow_airflow.triggers.ElasticFlowJobTrigger",
+            {
+                "job_id": self.job_id,
+                "claim": self.claim,
+                "elasticflow_conn_id": self.elasticflow_conn_id,
+                "state_dir": self.state_dir,
+                "timezone": self.timezone,
+                "poll_interval_s": self.poll_interval_s,
+                "min_deferral_s": self.min_deferral_s,
+                "service_away_s": self.service_away_s,
+                "last_event_id": self.last_event_id,
+            },
+        )
+
+    async def run(self) -> AsyncIterator[TriggerEvent]:
+        """Wait until the job has ended, then fire once."""
+        started = time.monotonic()
+        client = await self._client(retry_for_s=min(30.0, self.service_away_s))
+        try:
+            outcome = await self._wait(client)
+        finally:
+            await client.aclose()
+        await asyncio.sleep(max(0.0, self.min_deferral_s - (time.monotonic() - started)))
+        event = {"job_id": self.job_id, "claim": self.claim, "outcome": outcome}
+        yield TriggerEvent(event)  # type: ignore[no-untyped-call]  # Airflow has no types here
+
+    async def on_kill(self) -> None:
+        """Cancel the job: a user marked the deferred task, or cleared it. A newer attempt's job stays."""
+        client = await self._client(retry_for_s=_KILL_WITHIN_S)
+        try:
+            await client.cancel(self.job_id, self.claim, "the deferred Airflow task was killed")
+            self.log.info("job %s cancelled, because the task was killed", self.job_id)
+        except StaleClaim:
+            self.log.info("job %s belongs to a newer attempt by now: not cancelled", self.job_id)
+        except ElasticFlowError as error:
+            self.log.warning("job %s could not be cancelled (%s); its lease will end it", self.job_id, error)
+        finally:
+            await client.aclose()
+
+    # No cleanup(): it also runs when the triggerer restarts, and a restart must not touch the job.
+
+    async def _client(self, *, retry_for_s: float) -> AsyncElasticFlowClient:
+        if self.state_dir is not None:
+            return AsyncElasticFlowClient(embedded_endpoint(Path(self.state_dir)), retry_for_s=retry_for_s)
+        return await ElasticFlowHook(self.elasticflow_conn_id).async_client(retry_for_s=retry_for_s)
+
+    async def _wait(self, client: AsyncElasticFlowClient) -> str:
+        mark = ProgressMark(event_id=self.last_event_id)
+        last_answer = time.monotonic()
+        while True:
+            try:
+                status = await client.renew(self.job_id, self.claim, "the Airflow task waits")
+                mark = await self._say(client, status, mark)
+            except StaleClaim as error:
+                self.log.warning("%s", error)
+                return "stale"
+            except JobNotFound as error:
+                self.log.error("%s", error)
+                return "gone"
+            except ServiceUnavailable as error:
+                away_s = time.monotonic() - last_answer
+                if away_s > self.service_away_s:
+                    self.log.error("%s; it has been away for %.0f s", error, away_s)
+                    return "away"
+                self.log.warning("%s; waiting for it to come back", error)
+            else:
+                last_answer = time.monotonic()
+                if status.state.terminal:
+                    return "ended"
+            await asyncio.sleep(self.poll_interval_s)
+
+    async def _say(self, client: AsyncElasticFlowClient, status: JobStatus, mark: ProgressMark) -> ProgressMark:
+        events = await client.events(self.job_id, mark.event_id) if status.last_event_id > mark.event_id else []
+        lines, mark = report(
+            status, events, mark, timezone=zone_from(self.timezone), now=time.time(), every_s=_LINE_EVERY_S
+        )
+        for line in lines:
+            self.log.info("%s", line)
+        return replace(mark, event_id=max(mark.event_id, status.last_event_id)) if events else mark

@@ -1,0 +1,97 @@
+"""Watches a job from a worker: looks at it again and again, and writes its progress to the task's log.
+
+Every look renews the job's lease. A service that is away for a while is waited for: the job trains on without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import tzinfo
+from typing import Any, Protocol
+
+from elasticflow_airflow.client import ElasticFlowClient, ServiceUnavailable
+from elasticflow_airflow.progress import report
+from elasticflow_airflow.settings import AirflowSettings
+from elasticflow_airflow.task_memory import TaskMemory
+from elasticflow_airflow.wire import JobStatus
+
+_LINE_EVERY_S = 15.0
+_SLICE_S = 0.5
+"""A signal handler cannot end ``time.sleep``; short slices let the loop see that the task was killed."""
+
+
+class Logger(Protocol):
+    """The part of a task's logger that is used (Airflow's is no logging.Logger)."""
+
+    def info(self, message: str, *args: Any) -> Any:
+        """Say what happens."""
+        ...
+
+    def warning(self, message: str, *args: Any) -> Any:
+        """Say what somebody should look at."""
+        ...
+
+
+class JobWatch:
+    """Looks at the job of ``memory``; ``memory`` learns what was said, and since when the service is away."""
+
+    def __init__(
+        self,
+        client: ElasticFlowClient,
+        memory: TaskMemory,
+        *,
+        timezone: tzinfo,
+        log: Logger,
+        settings: AirflowSettings,
+    ) -> None:
+        self._client = client
+        self._memory = memory
+        self._timezone = timezone
+        self._log = log
+        self._settings = settings
+
+    def say(self, status: JobStatus) -> None:
+        """Log what is new: each event with its reason, and now and then a line of progress."""
+        mark = self._memory.mark
+        events = self._client.events(status.job_id, mark.event_id) if status.last_event_id > mark.event_id else []
+        lines, mark = report(status, events, mark, timezone=self._timezone, now=time.time(), every_s=_LINE_EVERY_S)
+        for line in lines:
+            self._log.info("%s", line)
+        self._memory.mark = replace(mark, event_id=max([mark.event_id, *(e.event_id for e in events)]))
+
+    def look(self) -> JobStatus | None:
+        """Renew the lease and say what is new; None while the service is away, for up to ``service_away_s``.
+
+        Raises StaleClaim, JobNotFound, and ServiceUnavailable when it has been away for too long.
+        """
+        memory = self._memory
+        try:
+            status = self._client.renew(str(memory.job_id), memory.claim, "the Airflow task waits")
+            self.say(status)
+        except ServiceUnavailable as error:
+            now = time.time()
+            memory.away_since = memory.away_since or now
+            if now - memory.away_since > self._settings.service_away_s:
+                raise
+            self._log.warning("%s; waiting for it to come back", error)
+            return None
+        memory.away_since = None
+        return status
+
+    def wait(self, limit_s: float | None, killed: Callable[[], bool]) -> JobStatus | None:
+        """Look until the job has ended, ``limit_s`` seconds have passed, or the task is killed; the last look."""
+        end = None if limit_s is None else time.monotonic() + limit_s
+        status: JobStatus | None = None
+        while not killed():
+            status = self.look()
+            if status is not None and status.state.terminal:
+                return status
+            left_s = self._settings.poll_interval_s if end is None else end - time.monotonic()
+            if left_s <= 0:
+                return status
+            pause_until = time.monotonic() + min(left_s, self._settings.poll_interval_s)
+            while not killed() and (rest_s := pause_until - time.monotonic()) > 0:
+                time.sleep(min(rest_s, _SLICE_S))
+        return status

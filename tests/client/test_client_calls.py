@@ -1,0 +1,217 @@
+"""Both clients send what the API wants and turn every answer into a value or an error that says what to do."""
+
+from __future__ import annotations
+
+import inspect
+import json
+
+import httpx
+import pytest
+
+from elasticflow_airflow.client import (
+    AsyncElasticFlowClient,
+    ElasticFlowClient,
+    Endpoint,
+    IncompatibleService,
+    InvalidSubmission,
+    JobNotFound,
+    ServiceFault,
+    ServiceUnavailable,
+    StaleClaim,
+    Unauthorized,
+    snapshot_folder,
+)
+from elasticflow_airflow.wire import AmendRequest, Event, LogPiece, Problem
+
+ENDPOINT = Endpoint(base_url="http://service:8765", token="s3cret")
+
+
+class Service:
+    """Answers from a list, and remembers what it was asked."""
+
+    def __init__(self, *answers: httpx.Response | Exception) -> None:
+        self.answers = list(answers)
+        self.requests: list[httpx.Request] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return httpx.Response(answer.status_code, content=answer.content)
+
+
+def ok(value) -> httpx.Response:
+    return httpx.Response(200, content=value.model_dump_json())
+
+
+def problem(status: int, error: str, message: str, hint: str = "") -> httpx.Response:
+    return httpx.Response(status, content=Problem(error=error, message=message, hint=hint).model_dump_json())
+
+
+def client(service: Service, **options) -> ElasticFlowClient:
+    return ElasticFlowClient(ENDPOINT, transport=httpx.MockTransport(service), **options)
+
+
+def async_client(service: Service, **options) -> AsyncElasticFlowClient:
+    return AsyncElasticFlowClient(ENDPOINT, transport=httpx.MockTransport(service), **options)
+
+
+def test_submit_reveals_secrets_only_in_the_body(attachment, submission):
+    service = Service(ok(attachment))
+    assert client(service).submit(submission) == attachment
+    request = service.requests[0]
+    assert (request.method, request.url.path) == ("PUT", f"/v1/jobs/{submission.identity.job_id}")
+    assert request.headers["authorization"] == "Bearer s3cret"
+    assert json.loads(request.content)["secret_env"] == {"TOKEN": "hunter2"}
+    assert "hunter2" not in repr(submission)
+    assert "s3cret" not in repr(ENDPOINT)
+
+
+def test_every_call_goes_where_the_api_says(make_status, attachment):
+    job = make_status()
+    piece = LogPiece(text="hello", start_offset=0, next_offset=5, end_of_file=False)
+    cases = [
+        (ok(job), lambda c: c.status("a/b"), "GET", b"/v1/jobs/a%2Fb"),
+        (ok(attachment), lambda c: c.attach("j", lease_s=5.0), "POST", b"/v1/jobs/j/attach"),
+        (ok(job), lambda c: c.cancel("j", 3, "why"), "POST", b"/v1/jobs/j/cancel"),
+        (ok(job), lambda c: c.acknowledge("j", 3), "POST", b"/v1/jobs/j/acknowledge"),
+        (ok(job), lambda c: c.renew("j", 3), "POST", b"/v1/jobs/j/lease"),
+        (httpx.Response(200, json=[]), lambda c: c.events("j", after=7), "GET", b"/v1/jobs/j/events?after=7&limit=500"),
+        (httpx.Response(200, json=[]), lambda c: c.list_jobs(live=True), "GET", b"/v1/jobs?live=true"),
+        (
+            ok(piece),
+            lambda c: c.read_log("j", "g1-r0", 4, 10, 2),
+            "GET",
+            b"/v1/jobs/j/logs/g1-r0?offset=4&limit=10&incarnation=2",
+        ),
+    ]
+    for answer, call, method, target in cases:
+        service = Service(answer)
+        call(client(service))
+        assert (service.requests[0].method, service.requests[0].url.raw_path) == (method, target)
+
+
+def test_snapshot_is_sent_once(tmp_path):
+    (tmp_path / "train.py").write_text("pass")
+    snapshot = snapshot_folder(tmp_path)
+    absent = Service(problem(404, "snapshot_not_found", "no such snapshot"), httpx.Response(204))
+    assert client(absent).upload_snapshot(snapshot) is True
+    assert [r.method for r in absent.requests] == ["GET", "PUT"]
+    assert absent.requests[1].content == snapshot.tar
+    present = Service(httpx.Response(204))
+    assert client(present).upload_snapshot(snapshot) is False
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [
+        (problem(404, "job_not_found", "no job 'j'"), JobNotFound, "no job 'j'"),
+        (problem(409, "stale_claim", "claim 1 is stale"), StaleClaim, "claim 1 is stale"),
+        (problem(422, "invalid", "steps must be at least 1"), InvalidSubmission, "steps must be"),
+        (problem(413, "too_large", "too large", "put data elsewhere"), InvalidSubmission, "put data elsewhere"),
+        (httpx.Response(401), Unauthorized, "password of the Airflow connection"),
+        (problem(500, "fault", "disk full"), ServiceFault, "disk full"),
+        (httpx.Response(404, text="<html>nginx</html>"), IncompatibleService, "nginx"),
+        (httpx.Response(200, json={"surprise": 1}), IncompatibleService, "same version"),
+        (httpx.Response(200, text="hello"), IncompatibleService, "same version"),
+    ],
+)
+async def test_errors_say_what_to_do(answer, error, words):
+    with pytest.raises(error, match=words):
+        client(Service(answer)).status("j")
+    with pytest.raises(error, match=words):
+        await async_client(Service(answer)).status("j")
+
+
+async def test_calls_go_on_while_the_service_is_away(make_status):
+    away = [httpx.ConnectError("refused"), httpx.Response(503), httpx.RemoteProtocolError("reset")]
+    told: list[str] = []
+    service = Service(*away, ok(make_status()))
+    assert client(service, on_away=told.append).status("j").job_id == make_status().job_id
+    assert len(service.requests) == 4
+    assert len(told) == 1
+    assert "refused" in told[0]
+    service = Service(*away, ok(make_status()))
+    await async_client(service).status("j")
+    assert len(service.requests) == 4
+
+
+async def test_calls_give_up_in_time():
+    service = Service(httpx.ConnectError("refused"))
+    with pytest.raises(ServiceUnavailable, match=r"does not answer: refused .*elasticflow serve"):
+        client(service, retry_for_s=0).status("j")
+    assert len(service.requests) == 1
+    with pytest.raises(ServiceUnavailable):
+        await async_client(service, retry_for_s=0).status("j")
+
+
+def test_amend_answers(make_status):
+    answer = {
+        "accepted": False,
+        "reason": "too early",
+        "earliest_deadline_at": 5.0,
+        "job": json.loads(make_status().model_dump_json()),
+    }
+    service = Service(httpx.Response(200, json=answer))
+    got = client(service).amend("j", AmendRequest(claim=1, deadline_at=4.0))
+    assert (got.accepted, got.earliest_deadline_at) == (False, 5.0)
+    assert service.requests[0].method == "PATCH"
+
+
+async def test_event_stream_goes_on_after_a_break():
+    def line(number: int) -> str:
+        event = Event(event_id=number, job_id="j", at=1.0, kind="admitted", reason="fits")
+        return f"id: {number}\nevent: admitted\ndata: {event.model_dump_json()}\n\n"
+
+    first = httpx.Response(200, text=": hello\n\n" + line(1) + line(2))
+    second = httpx.Response(200, text=line(3))
+    service = Service(first, second)
+    seen = []
+    async with async_client(service) as http:
+        async for event in http.stream_events("j"):
+            seen.append(event.event_id)
+            if event.event_id == 3:
+                break
+    assert seen == [1, 2, 3]
+    assert [r.headers["last-event-id"] for r in service.requests] == ["0", "2"]
+
+
+def test_both_clients_have_the_same_calls():
+    def calls(cls: type) -> dict[str, list[str]]:
+        return {
+            name: list(inspect.signature(f).parameters)
+            for name, f in inspect.getmembers(cls, inspect.isfunction)
+            if not name.startswith("_")
+        }
+
+    sync, other = calls(ElasticFlowClient), calls(AsyncElasticFlowClient)
+    sync.pop("close")
+    other.pop("aclose")
+    other.pop("stream_events")
+    assert sync == other
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("unix:///run/e/service.sock", "/run/e/service.sock"),
+        ("https://gpu:8765/", "https://gpu:8765"),
+    ],
+)
+def test_endpoint_from_url(url, text):
+    assert str(Endpoint.from_url(url)).endswith(text)
+
+
+def test_endpoint_refuses_other_addresses():
+    from elasticflow_airflow.client import ElasticFlowError
+
+    for url in ("ftp://x", "gpu-host:8765", "unix://"):
+        with pytest.raises(ElasticFlowError):
+            Endpoint.from_url(url)
+
+
+def test_own_addresses_never_go_through_a_proxy():
+    assert not Endpoint.from_url("http://127.0.0.1:1").trust_env
+    assert not Endpoint.from_url("unix:///x").trust_env
+    assert Endpoint.from_url("http://gpu:1").trust_env
