@@ -162,7 +162,8 @@ def _first_after(due: DateTime, hour: int, minute: int, second: int) -> DateTime
         # A skipped time gives two different readings, neither of which the clock shows; the later one moves it on.
         skipped = (both[0].hour, both[0].minute) != (hour, minute)
         for moment in both[1:] if skipped else both:
-            if moment > due:
+            # Datetimes of one zone compare by the wall clock, which a doubled hour repeats.
+            if moment.timestamp() > due.timestamp():
                 return moment
     raise DeadlineError(f"no {hour:02}:{minute:02} within three days after {due}")  # no time zone has such a hole
 

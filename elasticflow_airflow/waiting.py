@@ -25,11 +25,11 @@ _SLICE_S = 0.5
 class Logger(Protocol):
     """The part of a task's logger that is used (Airflow's is no logging.Logger)."""
 
-    def info(self, message: str, *args: Any) -> Any:
+    def info(self, event: Any, *args: Any, **kw: Any) -> Any:
         """Say what happens."""
         ...
 
-    def warning(self, message: str, *args: Any) -> Any:
+    def warning(self, event: Any, *args: Any, **kw: Any) -> Any:
         """Say what somebody should look at."""
         ...
 

@@ -1,0 +1,147 @@
+"""A private Airflow home for this folder's tests, made before anything imports Airflow."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HOME = Path(tempfile.mkdtemp(prefix="ef-air-"))
+atexit.register(shutil.rmtree, HOME, ignore_errors=True)
+(HOME / "dags").mkdir()
+(HOME / "plugins").mkdir()
+for name in [n for n in os.environ if n.startswith(("AIRFLOW__ELASTICFLOW", "AIRFLOW_CONN_", "ELASTICFLOW_"))]:
+    del os.environ[name]
+os.environ.update(
+    {
+        "AIRFLOW_HOME": str(HOME),
+        "AIRFLOW__CORE__DAGS_FOLDER": str(HOME / "dags"),
+        "AIRFLOW__CORE__PLUGINS_FOLDER": str(HOME / "plugins"),
+        "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
+        "AIRFLOW__CORE__UNIT_TEST_MODE": "True",
+        "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{HOME}/airflow.db",
+        "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
+    }
+)
+
+
+@pytest.fixture(scope="session")
+def airflow_home() -> Path:
+    return HOME
+
+
+@pytest.fixture
+def make_status():
+    """Make the status of a job, running unless said otherwise."""
+    from elasticflow_airflow.wire import JobIdentity, JobStatus, State, Verdict
+
+    identity = JobIdentity(dag_id="daily", run_id="run1", task_id="train")
+
+    def make(state: State = State.RUNNING, **changes: Any) -> JobStatus:
+        values: dict[str, Any] = {
+            "job_id": identity.job_id,
+            "identity": identity,
+            "incarnation": 1,
+            "generation": 1,
+            "state": state,
+            "verdict": Verdict(decision="admitted", reason="fits"),
+            "claim": 1,
+            "submitted_at": time.time(),
+            "deadline_at": time.time() + 3600,
+            "best_effort": False,
+            "value": 1.0,
+        }
+        return JobStatus(**{**values, **changes})
+
+    return make
+
+
+class ScriptedService:
+    """The service's API with one job whose statuses are scripted; remembers every request.
+
+    ``statuses`` are what renewals find, the last one for ever; ``away`` requests are answered by a refused connection.
+    """
+
+    def __init__(self, make_status: Any) -> None:
+        self.make_status = make_status
+        self.statuses: list[Any] = [make_status()]
+        self.events: list[Any] = []
+        self.claim = 0
+        self.away = 0
+        self.known: Any = None
+        """What a GET finds before anything was submitted; None: no such job."""
+        self.calls: list[tuple[str, str, dict[str, Any]]] = []
+        self.on_call: Any = None
+
+    def did(self, verb: str) -> list[dict[str, Any]]:
+        """Bodies of the calls of a kind: submit, lease, cancel, acknowledge, status."""
+        return [body for _, name, body in self.calls if name == verb]
+
+    def __call__(self, request: Any) -> Any:
+        import json
+
+        import httpx
+
+        from elasticflow_airflow.wire import Attachment, Problem
+
+        if self.away:
+            self.away -= 1
+            raise httpx.ConnectError("refused")
+        body = json.loads(request.content) if request.content[:1] == b"{" else {}
+        last = request.url.path.rsplit("/", 1)[-1]
+        verb = {"PUT": "submit", "GET": "status"}.get(request.method, last)
+        verb = last if last == "events" else "snapshot" if "/snapshots/" in request.url.path else verb
+        self.calls.append((request.method, verb, body))
+        if self.on_call is not None:
+            self.on_call(verb)
+        if verb == "snapshot":
+            return httpx.Response(404 if request.method == "GET" else 204)
+        if verb == "events":
+            after = int(request.url.params["after"])
+            return httpx.Response(200, content=json.dumps([e.model_dump() for e in self.events if e.event_id > after]))
+        if verb == "submit":
+            self.claim += 1
+            job = self.statuses[0]
+            self.known = job
+            answer = Attachment(job=job, claim=self.claim, created=self.claim == 1)
+            return httpx.Response(201, content=answer.model_dump_json())
+        if body.get("claim", self.claim) < self.claim:
+            stale = Problem(error="stale_claim", message=f"claim {body['claim']} is stale")
+            return httpx.Response(409, content=stale.model_dump_json())
+        if verb == "status" and self.known is None:
+            return httpx.Response(404, content=Problem(error="job_not_found", message="no job").model_dump_json())
+        if verb == "lease" and len(self.statuses) > 1:
+            self.statuses.pop(0)
+        return httpx.Response(200, content=self.statuses[0].model_dump_json())
+
+
+@pytest.fixture
+def service(make_status, monkeypatch):
+    """Every client of this test talks to a ScriptedService."""
+    import httpx
+
+    from elasticflow_airflow import hooks
+    from elasticflow_airflow.client import Endpoint
+
+    scripted = ScriptedService(make_status)
+    open_client, open_async_client = Endpoint.open_client, Endpoint.open_async_client
+    mock = httpx.MockTransport(scripted)
+    monkeypatch.setattr(Endpoint, "open_client", lambda self, timeout_s, _=None: open_client(self, timeout_s, mock))
+    monkeypatch.setattr(
+        Endpoint, "open_async_client", lambda self, timeout_s, _=None: open_async_client(self, timeout_s, mock)
+    )
+    endpoint = Endpoint(base_url="http://127.0.0.1:1")
+    monkeypatch.setattr(hooks.ElasticFlowHook, "endpoint", lambda self, start=True: endpoint)
+    monkeypatch.setattr(hooks.ElasticFlowHook, "namespace", "default")
+
+    async def async_client(self, *, retry_for_s=60.0):
+        return hooks.AsyncElasticFlowClient(endpoint, retry_for_s=retry_for_s)
+
+    monkeypatch.setattr(hooks.ElasticFlowHook, "async_client", async_client)
+    return scripted

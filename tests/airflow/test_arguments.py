@@ -1,0 +1,115 @@
+"""Every mistake that can be known at DAG parse is refused there, naming the argument, its value and the remedy."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from elasticflow_airflow.arguments import ArgumentError, count, present, rendered_texts, secret_reference
+from elasticflow_airflow.operators import ElasticTrainOperator
+
+GOOD = {"task_id": "train", "script": "train.py", "steps": 10, "global_batch_size": 8, "best_effort": True}
+DEADLINE = {**GOOD, "best_effort": False, "deadline": "07:30"}
+
+
+def make(**arguments):
+    return ElasticTrainOperator(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({**GOOD, "best_effort": False}, "neither deadline= nor best_effort=True"),
+        ({**GOOD, "deadline": "07:30"}, "best_effort=True beside deadline='07:30'"),
+        ({**GOOD, "deadline_of": "publish"}, "comes in a later version"),
+        ({**GOOD, "epochs": 2}, "steps=10 stands beside epochs=2"),
+        ({**GOOD, "samples": 20}, "steps=10 stands beside .*samples=20"),
+        ({**GOOD, "module": "a.b"}, "exactly one of script= and module="),
+        ({**GOOD, "script": None}, "exactly one of script= and module="),
+        ({**GOOD, "steps": 0}, "steps=0 must be a whole number of at least 1"),
+        ({**GOOD, "steps": 2.5}, "steps=2.5 must be a whole number"),
+        ({**GOOD, "global_batch_size": 0}, "global_batch_size=0"),
+        ({**GOOD, "global_batch_size": None}, "global_batch_size=None"),
+        ({**GOOD, "min_workers": 3}, "min_workers=3 must be a power of two"),
+        ({**GOOD, "max_workers": 6}, "max_workers=6 must be a power of two"),
+        ({**GOOD, "min_workers": 4, "max_workers": 2}, "max_workers=2 is less than min_workers=4"),
+        ({**GOOD, "scaling_curve": {3: 1.0}}, "a key of scaling_curve=3"),
+        ({**GOOD, "scaling_curve": {2: 0.0}}, r"scaling_curve\[2\]=0.0"),
+        ({**GOOD, "scaling_curve": {}}, "must map workers to steps/s"),
+        ({**GOOD, "on_reject": "explode"}, "on_reject='explode' is none of 'fail'"),
+        ({**GOOD, "on_miss": "shrug"}, "on_miss='shrug' is none of"),
+        ({**GOOD, "on_past_deadline": "no"}, "on_past_deadline='no' is none of"),
+        ({**GOOD, "on_reject": "renegotiate"}, "needs latest_deadline="),
+        ({**DEADLINE, "latest_deadline": "09:00"}, "nothing else takes it"),
+        ({**GOOD, "value": 0}, "value=0 must be"),
+        ({**GOOD, "env": {"A-B": "1"}}, "env names 'A-B'"),
+        ({**GOOD, "env": {"ELASTICFLOW_SESSION": "1"}}, "are ours"),
+        ({**GOOD, "env": ["A"]}, "env must map names"),
+        ({**GOOD, "secret_env": {"TOKEN": "hunter2"}}, "secrets themselves do not belong in a DAG file"),
+        ({**GOOD, "secret_env": {"TOKEN": "conn:hub"}}, "'conn:hub.password'"),
+        ({**GOOD, "env": {"A": "1"}, "secret_env": {"A": "conn:hub.password"}}, "say it once"),
+        ({**GOOD, "script_args": "--data x"}, "give a list"),
+        ({**DEADLINE, "deadline": "half past"}, "deadline='half past' is not"),
+        ({**DEADLINE, "deadline": 7}, "deadline=7 is a int"),
+        ({**DEADLINE, "downstream_reserve": timedelta(-1)}, "downstream_reserve="),
+        ({**DEADLINE, "deadline_of": 3}, "deadline_of=3"),
+    ],
+)
+def test_refused_at_parse(arguments, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        make(**arguments)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_accepted():
+    make(**GOOD)
+    make(**DEADLINE, deadline_of="publish", secret_env={"A": "conn:my.hub.extra.api.key", "B": "conn:hub.login"})
+    make(**{**DEADLINE, "deadline": "{{ params.by }}", "steps": "{{ params.steps }}"})
+    late = make(
+        task_id="t",
+        module="a.b",
+        epochs=2,
+        samples="{{ ti.xcom_pull('x') }}",
+        global_batch_size=1,
+        deadline=timedelta(hours=1),
+        on_reject="renegotiate",
+        latest_deadline=timedelta(hours=2),
+    )
+    assert late.deferrable is True
+    assert "secret_env" not in late.template_fields
+    assert secret_reference("A", "conn:my.hub.extra.api.key") == ("my.hub", "extra", "api.key")
+
+
+def test_output_of_another_task_is_left_for_run_time():
+    from airflow.providers.standard.operators.empty import EmptyOperator
+    from airflow.sdk import DAG
+
+    with DAG("d", schedule=None):
+        upstream = EmptyOperator(task_id="extract")
+        task = make(**{**GOOD, "steps": None, "samples": upstream.output["rows"]})
+    assert task.upstream_task_ids == {"extract"}
+    with pytest.raises(ArgumentError, match="samples rendered to 'None': the upstream task 'extract' returned nothing"):
+        count("samples", None, upstream.output["rows"])
+
+
+def test_missing_xcom_is_named():
+    given = "{{ ti.xcom_pull(task_ids='extract')['rows'] }}"
+    with pytest.raises(ArgumentError, match="samples rendered to 'None': the upstream task 'extract' returned nothing"):
+        count("samples", "None", given)
+    with pytest.raises(ArgumentError, match=r"script_args\[1\] rendered to 'None': the upstream task 'x'"):
+        rendered_texts("script_args", ["--n", "None"], ["--n", "{{ ti.xcom_pull('x') }}"])
+    assert rendered_texts("script_args", ["--n", 3], ["--n", 3]) == ("--n", "3")
+    present("init_from", None, None)
+
+
+@pytest.mark.parametrize("value", ["12.5", "", "-1", "many", 0, True])
+def test_counts_that_are_none(value):
+    with pytest.raises(ArgumentError, match="samples=.*whole number"):
+        count("samples", value, "{{ params.n }}")
+
+
+def test_counts():
+    assert count("samples", " 12 ", "{{ params.n }}") == 12
+    assert count("samples", 12, 12) == 12
+    assert count("samples", None, None) is None

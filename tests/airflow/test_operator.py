@@ -1,0 +1,318 @@
+"""The operator in front of a scripted service: what it submits, how it waits, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pendulum
+import pytest
+from airflow.sdk import DAG
+from airflow.sdk.bases.operator import ExecutorSafeguard
+from airflow.sdk.exceptions import (
+    AirflowException,
+    AirflowFailException,
+    AirflowRescheduleException,
+    TaskDeferralTimeout,
+    TaskDeferred,
+)
+
+from elasticflow_airflow import listeners
+from elasticflow_airflow.leases import keeper
+from elasticflow_airflow.operators import ElasticTrainOperator
+from elasticflow_airflow.wire import Event, JobResult, State, Verdict
+
+
+class Store(dict):
+    def set(self, key, value):
+        self[key] = value
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(ExecutorSafeguard, "test_mode", True)
+    monkeypatch.setenv("AIRFLOW__ELASTICFLOW__POLL_INTERVAL_S", "0.01")
+    monkeypatch.setenv("AIRFLOW__ELASTICFLOW__INLINE_WAIT_S", "0")
+    yield
+    for job in keeper().kept():
+        keeper().forget(job.job_id)
+
+
+@pytest.fixture
+def make_task(tmp_path):
+    (tmp_path / "train.py").write_text("print('hello')")
+
+    def make(**changes):
+        arguments = {"steps": 10, "global_batch_size": 8, "deadline": timedelta(hours=1), **changes}
+        with DAG("daily", schedule=None) as dag:
+            dag.fileloc = str(tmp_path / "dag.py")
+            return ElasticTrainOperator(task_id="train", script="train.py", **arguments)
+
+    return make
+
+
+def context_of(task, store=None, *, dag_test=False, try_number=1, run_after=None, run_type="scheduled", max_tries=0):
+    dag_run = SimpleNamespace(
+        run_after=run_after or pendulum.now("UTC"),
+        run_type=run_type,
+        triggering_user_name="dag_test" if dag_test else None,
+        clear_number=0,
+    )
+    ti = SimpleNamespace(
+        dag_id="daily", run_id="run1", task_id="train", map_index=-1, try_number=try_number, max_tries=max_tries
+    )
+    return {
+        "ti": ti,
+        "dag_run": dag_run,
+        "dag": task.dag,
+        "task_state_store": Store() if store is None else store,
+    }
+
+
+def success(make_status, **changes):
+    result = JobResult(steps=10, final_loss=0.25, met=True, slack_s=60.0, finished_at=time.time(), checkpoint_path="/c")
+    return make_status(State.SUCCEEDED, step=10, result=result, **changes)
+
+
+def test_submits_what_was_asked_and_returns_a_small_result(service, make_status, make_task):
+    service.statuses = [success(make_status)]
+    task = make_task(script_args=["--n", 3], env={"A": "1"}, scaling_curve={1: 2.0}, value=2)
+    got = task.execute(context_of(task))
+    body = service.did("submit")[0]
+    assert body["command"]["args"] == ["--n", "3"]
+    assert body["command"]["script"] == "train.py"
+    assert body["command"]["env"] == {"A": "1"}
+    assert body["length"] == {"steps": 10, "epochs": None, "samples": None}
+    assert body["scaling_curve"] == {"1": 2.0}
+    assert (body["lease_s"], body["orphan_s"]) == (600.0, 3600.0)
+    assert abs(body["deadline_at"] - time.time() - 3600) < 60
+    assert set(got) == {
+        "job_id", "verdict", "deadline", "finished_at", "slack_s", "met", "steps", "final_loss", "checkpoint_path",
+        "gpu_seconds", "rescales", "metrics",
+    }  # fmt: skip
+    assert (got["steps"], got["final_loss"], got["met"], got["verdict"]) == (10, 0.25, True, "admitted")
+    assert not service.did("acknowledge")
+
+
+def test_success_is_acknowledged_by_the_listener_only(service, make_status, make_task):
+    service.statuses = [success(make_status)]
+    task = make_task()
+    task.execute(context_of(task))
+    listeners.on_task_instance_success(previous_state=None, task_instance=SimpleNamespace(task=task))
+    assert [body["claim"] for body in service.did("acknowledge")] == [1]
+    listeners.on_task_instance_success(previous_state=None, task_instance=SimpleNamespace(task=None))
+    listeners.on_task_instance_success(previous_state=None, task_instance=SimpleNamespace())
+    assert len(service.did("acknowledge")) == 1
+
+
+@pytest.mark.parametrize(("state", "cancels"), [("failed", 1), ("up_for_retry", 0)])
+def test_a_task_that_failed_for_good_takes_its_job_with_it(service, make_status, make_task, state, cancels):
+    service.statuses = [success(make_status)]
+    task = make_task()
+    task.execute(context_of(task))
+    ti = SimpleNamespace(task=task, state=state)
+    listeners.on_task_instance_failed(previous_state=None, task_instance=ti, error=None)
+    assert len(service.did("cancel")) == cancels
+
+
+def test_defers_with_all_that_the_trigger_needs(service, make_task):
+    task = make_task(execution_timeout=timedelta(hours=2))
+    store = Store()
+    with pytest.raises(TaskDeferred) as deferred:
+        task.execute(context_of(task, store))
+    trigger = deferred.value.trigger
+    assert (trigger.claim, trigger.min_deferral_s) == (1, 15.0)
+    assert deferred.value.timeout == timedelta(hours=2)
+    assert store["elasticflow"]["claim"] == 1
+
+
+def test_goes_on_from_the_event_alone(service, make_status, make_task):
+    task = make_task()
+    service.known = service.statuses[0] = success(make_status)
+    service.claim = 4
+    event = {"job_id": "j", "claim": 4, "outcome": "ended"}
+    assert task.execute_complete(context_of(task), event)["steps"] == 10
+    assert task.elasticflow_job.claim == 4
+    with pytest.raises(AirflowFailException, match="a newer attempt"):
+        task.execute_complete(context_of(task), {**event, "outcome": "stale"})
+    with pytest.raises(AirflowException, match="did not answer for 1 h"):
+        task.execute_complete(context_of(task), {**event, "outcome": "away"})
+
+
+def test_a_deferral_that_timed_out_cancels_the_job(service, make_task):
+    task = make_task(execution_timeout=timedelta(hours=2))
+    context = context_of(task)
+    with pytest.raises(TaskDeferred):
+        task.execute(context)
+    with pytest.raises(TaskDeferralTimeout):
+        task.resume_execution("__fail__", {"error": "Trigger timeout"}, context)
+    assert len(service.did("cancel")) == 1
+
+
+def test_dag_test_pokes_with_one_claim_and_a_short_lease(service, make_status, make_task, caplog):
+    service.events = [Event(event_id=3, job_id="j", at=1.0, kind="admitted", reason="fits")]
+    service.statuses = [
+        make_status(State.ADMITTED, last_event_id=3),
+        make_status(step=2, last_event_id=3),
+        success(make_status, last_event_id=3),
+    ]
+    task, store = make_task(), Store()
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            with pytest.raises(AirflowRescheduleException):
+                task.execute(context_of(task, store, dag_test=True))
+        assert len(keeper().kept()) == 1
+        assert task.execute(context_of(task, store, dag_test=True))["steps"] == 10
+    assert keeper().kept() == []
+    assert len(service.did("submit")) == 1
+    assert (service.did("submit")[0]["lease_s"], service.did("submit")[0]["orphan_s"]) == (60.0, 300.0)
+    said = [r.getMessage() for r in caplog.records]
+    assert said.count("event 3 · admitted: fits") == 1
+
+
+def test_a_retry_attaches_again_and_keeps_its_deadline(service, make_task):
+    task, store = make_task(retries=1), Store()
+    due = pendulum.now("UTC")
+    for try_number in (1, 2):
+        with pytest.raises(TaskDeferred):
+            task.execute(context_of(task, store, try_number=try_number, run_after=due))
+    first, second = service.did("submit")
+    assert first["deadline_at"] == second["deadline_at"]
+    assert store["elasticflow"]["claim"] == 2
+
+
+def test_blocking_waits_and_renews(service, make_status, make_task):
+    service.statuses = [make_status(), make_status(step=1), make_status(step=2), success(make_status)]
+    task = make_task(deferrable=False)
+    assert task.execute(context_of(task))["steps"] == 10
+    assert len(service.did("lease")) == 3
+
+
+def test_blocking_outlasts_a_service_that_is_away(service, make_status, make_task):
+    service.statuses = [make_status(), success(make_status)]
+    task = make_task(deferrable=False)
+
+    def leave(verb):
+        service.away, service.on_call = (2, None) if verb == "submit" else (0, leave)
+
+    service.on_call = leave
+    assert task.execute(context_of(task))["steps"] == 10
+
+
+def test_a_killed_task_never_ends_as_a_success(service, make_status, make_task):
+    """SIGTERM only calls on_kill: execute() goes on, and must not return even though the job succeeds meanwhile."""
+    service.statuses = [make_status(), success(make_status)]
+    task = make_task(deferrable=False)
+    service.on_call = lambda verb: threading.Thread(target=task.on_kill).run() if verb == "lease" else None
+    with pytest.raises(AirflowException, match="killed"):
+        task.execute(context_of(task))
+    assert len(service.did("cancel")) == 1
+
+
+def test_rejection_fails_without_retry_and_says_what_would_do(service, make_status, make_task):
+    now = time.time()
+    verdict = Verdict(
+        decision="rejected",
+        reason="needs 4 slots of 2",
+        deadline_at=now + 60,
+        earliest_deadline_at=now + 660,
+        event_id=9,
+    )
+    service.statuses = [make_status(State.REJECTED, verdict=verdict)]
+    task = make_task()
+    with pytest.raises(AirflowFailException, match="needs 4 slots of 2") as failed:
+        task.execute(context_of(task))
+    text = str(failed.value)
+    assert "earliest feasible deadline" in text
+    assert "(in 11 min" in text or "(in 10 min" in text
+    assert "on_reject='best_effort'" in text
+    assert "event 9" in text
+
+
+def test_failure_shows_what_the_service_says(service, make_status, make_task):
+    service.statuses = [make_status(State.FAILED, step=4, failure="rank 1 exited with 1:\nZeroDivisionError: x")]
+    task = make_task()
+    with pytest.raises(AirflowException, match="ZeroDivisionError") as failed:
+        task.execute(context_of(task))
+    assert not isinstance(failed.value, AirflowFailException)  # may be tried again, from the last checkpoint
+
+
+def test_cancelled_from_outside_fails_for_good(service, make_status, make_task):
+    service.statuses = [make_status(State.CANCELLED, state_reason="cancelled by ops")]
+    task = make_task()
+    with pytest.raises(AirflowFailException, match="cancelled by ops"):
+        task.execute(context_of(task))
+
+
+@pytest.mark.parametrize(
+    ("run_type", "max_tries", "policy", "best_effort"),
+    [
+        ("backfill", 0, "auto", True),
+        ("scheduled", 1, "auto", True),  # cleared: max_tries above the task's own retries
+        ("scheduled", 0, "best_effort", True),
+        ("scheduled", 0, "auto", False),
+        ("backfill", 0, "fail", False),
+    ],
+)
+def test_a_deadline_that_has_passed(service, make_status, make_task, run_type, max_tries, policy, best_effort):
+    task = make_task(on_past_deadline=policy)
+    due = pendulum.now("UTC").subtract(days=3)
+    context = context_of(task, run_after=due, run_type=run_type, max_tries=max_tries)
+    if best_effort:
+        with pytest.raises(TaskDeferred):
+            task.execute(context)
+        assert service.did("submit")[0]["best_effort"] is True
+        assert service.did("submit")[0]["deadline_at"] is None
+        assert not service.did("cancel")
+    else:
+        with pytest.raises(AirflowFailException, match="passed 2 d 23 h before the job was submitted"):
+            task.execute(context)
+        assert len(service.did("cancel")) == 1
+
+
+def test_a_late_retry_still_attaches_to_its_live_job(service, make_status, make_task):
+    service.known = make_status()
+    task = make_task(retries=1)
+    due = pendulum.now("UTC").subtract(hours=2)
+    with pytest.raises(TaskDeferred):
+        task.execute(context_of(task, run_after=due, try_number=2, max_tries=1))
+    assert service.did("submit")[0]["best_effort"] is False
+    assert not service.did("cancel")
+
+
+def test_mistakes_known_only_at_run_time_are_said_before_any_submit(service, make_task):
+    cases = [
+        ({"steps": "{{ ti.xcom_pull('extract') }}"}, {"steps": "None"}, "steps rendered to 'None'.*'extract'"),
+        ({"steps": "{{ x }}"}, {"steps": "12.5"}, "steps='12.5'"),
+        ({"env": {"A": "{{ ti.xcom_pull('e') }}"}}, {"env": {"A": "None"}}, r"env\['A'\] rendered to 'None'"),
+        ({"deadline": "{{ x }}"}, {"deadline": "later"}, "deadline='later'"),
+        ({}, {"script": "gone.py"}, "script='gone.py' is not there: looked for"),
+        ({"deadline_of": "publish"}, {}, "deadline_of='publish' is no task downstream"),
+    ]
+    for arguments, rendered, words in cases:
+        task = make_task(**arguments)
+        for name, value in rendered.items():
+            setattr(task, name, value)
+        with pytest.raises(AirflowFailException, match=words):
+            task.execute(context_of(task))
+    assert service.calls == []
+
+
+def test_secrets_come_from_connections_and_are_not_shown(service, make_status, make_task, monkeypatch, caplog):
+    monkeypatch.setenv(
+        "AIRFLOW_CONN_HUB", '{"conn_type": "http", "password": "hunter22", "extra": {"api.key": "k3yk3yk3y"}}'
+    )
+    service.statuses = [success(make_status)]
+    secret_env = {"TOKEN": "conn:hub.password", "KEY": "conn:hub.extra.api.key"}
+    task = make_task(secret_env=secret_env)
+    with caplog.at_level(logging.DEBUG):
+        task.execute(context_of(task))
+    assert service.did("submit")[0]["secret_env"] == {"TOKEN": "hunter22", "KEY": "k3yk3yk3y"}
+    assert "hunter22" not in caplog.text
+    for reference, words in (("conn:nope.password", "'nope' is not defined"), ("conn:hub.login", "no such value")):
+        task = make_task(secret_env={"A": reference})
+        with pytest.raises(AirflowFailException, match=words):
+            task.execute(context_of(task))

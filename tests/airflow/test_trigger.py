@@ -1,0 +1,75 @@
+"""The trigger: waits, renews, says what happens, cancels only when a user kills, and survives its own service."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from elasticflow_airflow.triggers import ElasticFlowJobTrigger
+from elasticflow_airflow.wire import Event, State
+
+
+def trigger(**changes):
+    arguments = {"job_id": "j", "claim": 1, "poll_interval_s": 0.01, "min_deferral_s": 0.0}
+    return ElasticFlowJobTrigger(**{**arguments, **changes})
+
+
+async def fired(waiting) -> dict:
+    event = await anext(waiting.run())
+    return event.payload
+
+
+def test_serializes_to_plain_json():
+    path, arguments = trigger(state_dir="/x", last_event_id=7).serialize()
+    assert path == "elasticflow_airflow.triggers.ElasticFlowJobTrigger"
+    again = ElasticFlowJobTrigger(**json.loads(json.dumps(arguments)))
+    assert again.serialize() == (path, arguments)
+
+
+async def test_fires_when_the_job_has_ended(service, make_status, caplog):
+    service.claim = 1
+    service.events = [Event(event_id=5, job_id="j", at=1.0, kind="resized", reason="2 to 4 workers: a slot came free")]
+    service.statuses = [
+        make_status(),
+        make_status(step=3, last_event_id=5, loss=0.5, workers=4, steps_per_s=2.0),
+        make_status(State.SUCCEEDED, step=9, last_event_id=5),
+    ]
+    with caplog.at_level(logging.INFO):
+        assert await fired(trigger()) == {"job_id": "j", "claim": 1, "outcome": "ended"}
+    said = [r.getMessage() for r in caplog.records]
+    assert said.count("event 5 · resized: 2 to 4 workers: a slot came free") == 1
+    assert any("step 3 · loss 0.5 · 4 workers · 2 steps/s" in line for line in said)
+    assert all(body["claim"] == 1 for body in service.did("lease"))
+    assert not service.did("cancel")
+
+
+async def test_waits_for_a_service_that_is_away(service, make_status, monkeypatch):
+    service.claim, service.away = 1, 3
+    service.statuses = [make_status(State.SUCCEEDED)]
+    assert (await fired(trigger()))["outcome"] == "ended"
+
+
+async def test_gives_up_on_a_service_that_stays_away(service):
+    service.away = 10**6
+    assert (await fired(trigger(service_away_s=0.0)))["outcome"] == "away"
+
+
+async def test_a_newer_attempt_ends_it(service):
+    service.claim = 2
+    assert (await fired(trigger()))["outcome"] == "stale"
+    await trigger().on_kill()  # and its kill changes nothing
+    assert len(service.did("cancel")) == 1  # answered by 409
+
+
+@pytest.mark.parametrize("away", [0, 1])
+async def test_a_killed_task_cancels_its_job(service, away):
+    service.claim, service.away = 1, away
+    await trigger().on_kill()
+    assert [body["claim"] for body in service.did("cancel")] == [1]
+
+
+async def test_cleanup_never_touches_the_job(service):
+    await trigger().cleanup()
+    assert service.calls == []
