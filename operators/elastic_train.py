@@ -349,7 +349,7 @@ class ElasticTrainOperator(BaseOperator):
         return self.elasticflow_job
 
     def _reschedule(self, memory: TaskMemory) -> NoReturn:
-        self.log.info("job %s goes on; looking again in %g s", memory.job_id, _DAG_TEST_POKE_S)
+        self.log.debug("job %s goes on; looking again in %g s", memory.job_id, _DAG_TEST_POKE_S)
         poke_at = pendulum.now("UTC").add(seconds=_DAG_TEST_POKE_S)
         raise AirflowRescheduleException(poke_at)  # type: ignore[no-untyped-call]  # Airflow has no types here
 

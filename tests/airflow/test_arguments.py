@@ -105,7 +105,7 @@ def test_missing_xcom_is_named():
 
 @pytest.mark.parametrize("value", ["12.5", "", "-1", "many", 0, True])
 def test_counts_that_are_none(value):
-    with pytest.raises(ArgumentError, match="samples=.*whole number"):
+    with pytest.raises(ArgumentError, match=r"samples=.*whole number"):
         count("samples", value, "{{ params.n }}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import pytest
 
@@ -28,7 +27,7 @@ def test_serializes_to_plain_json():
     assert again.serialize() == (path, arguments)
 
 
-async def test_fires_when_the_job_has_ended(service, make_status, caplog):
+async def test_fires_when_the_job_has_ended(service, make_status, capsys):
     service.claim = 1
     service.events = [Event(event_id=5, job_id="j", at=1.0, kind="resized", reason="2 to 4 workers: a slot came free")]
     service.statuses = [
@@ -36,11 +35,10 @@ async def test_fires_when_the_job_has_ended(service, make_status, caplog):
         make_status(step=3, last_event_id=5, loss=0.5, workers=4, steps_per_s=2.0),
         make_status(State.SUCCEEDED, step=9, last_event_id=5),
     ]
-    with caplog.at_level(logging.INFO):
-        assert await fired(trigger()) == {"job_id": "j", "claim": 1, "outcome": "ended"}
-    said = [r.getMessage() for r in caplog.records]
+    assert await fired(trigger()) == {"job_id": "j", "claim": 1, "outcome": "ended"}
+    said = capsys.readouterr().out
     assert said.count("event 5 · resized: 2 to 4 workers: a slot came free") == 1
-    assert any("step 3 · loss 0.5 · 4 workers · 2 steps/s" in line for line in said)
+    assert "step 3 · loss 0.5 · 4 workers · 2 steps/s" in said
     assert all(body["claim"] == 1 for body in service.did("lease"))
     assert not service.did("cancel")
 
