@@ -34,7 +34,11 @@ from elasticflow_airflow.runtime.protocol import (
 
 BACKEND = "elasticflow"
 DEFAULT_TIMEOUT_S = 600
+GOODBYE_LIMIT_S = 3.0
 _POLL_S = 0.02
+_ALL_AT_EXIT_KEY = "torchelastic/agent/terminal_state/last_member"
+"""Set by the last agent that comes to torchrun's exit barrier (torch.distributed.elastic.utils.store.barrier)."""
+_GONE_KEY = "elasticflow/gone"
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +67,8 @@ class PlanRendezvous(RendezvousHandler):
         self._timeout_s = timeout_s
         self._closed = False
         self._store: TCPStore | None = None
+        self._agents: PrefixStore | None = None
+        self._rank = self._world_size = 0
 
     def get_backend(self) -> str:
         """Name of this backend."""
@@ -90,8 +96,9 @@ class PlanRendezvous(RendezvousHandler):
         else:
             address, port = self._wait_for_address(path, plan, deadline_s)
             self._store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
-        store = PrefixStore(f"agents/g{plan.generation:06d}", self._store)
-        return RendezvousInfo(store, rank, len(plan.members), RendezvousStoreInfo(address, port))
+        self._agents = PrefixStore(f"agents/g{plan.generation:06d}", self._store)
+        self._rank, self._world_size = rank, len(plan.members)
+        return RendezvousInfo(self._agents, rank, self._world_size, RendezvousStoreInfo(address, port))
 
     def is_closed(self) -> bool:
         """Whether set_closed was called here."""
@@ -110,8 +117,17 @@ class PlanRendezvous(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Let go; the store ends with the agent of rank 0, after torchrun's exit barrier."""
+        """Let go. Rank 0, whose agent holds the store, stays until the others have come through the exit barrier.
+
+        Torchrun's own barrier lets rank 0 go first now and then: the others then log a broken connection.
+        """
         self._closed = True
+        if self._agents is None or not self._agents.check([_ALL_AT_EXIT_KEY]):
+            return True  # Not all came to the exit barrier: something failed, nobody waits for anybody.
+        self._agents.add(_GONE_KEY, 1)
+        deadline_s = time.monotonic() + GOODBYE_LIMIT_S
+        while self._rank == 0 and time.monotonic() < deadline_s and self._agents.add(_GONE_KEY, 0) < self._world_size:
+            time.sleep(_POLL_S)
         return True
 
     def _wait_for_plan(self, deadline_s: float) -> Membership:

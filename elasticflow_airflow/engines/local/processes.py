@@ -88,6 +88,6 @@ def _where(position: int, value: int) -> list[ProcessId]:
 def _stat(pid: int) -> list[str] | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
         return None
     return text[text.rindex(")") + 2 :].split()

@@ -1,0 +1,293 @@
+"""Benches on which the engine contract is tried: a fake engine in modelled time, the local engine with real torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticflow_airflow.engines.fake import FakeBehaviour, FakeEngine, fake_nodes
+from elasticflow_airflow.engines.local import LocalEngine, detect_nodes
+from elasticflow_airflow.engines.local.folder import SupervisorFolder
+from elasticflow_airflow.engines.local.processes import ProcessId
+from elasticflow_airflow.engines.port import Engine, GangObservation, GangSpec, GangState
+from elasticflow_airflow.runtime.protocol import Report, SessionConfig
+from elasticflow_airflow.scheduler_core.values import Slot
+
+TRAIN = """
+import os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from elasticflow_airflow.runtime.protocol import (
+    GENERATION_ENV, SESSION_ENV, WORKER_ENV, Membership, Report, ReportKind, SessionConfig, append_report, report_path)
+
+session = SessionConfig.read(Path(os.environ[SESSION_ENV]))
+worker, generation = os.environ[WORKER_ENV], int(os.environ[GENERATION_ENV])
+folder = Path(session.incarnation_dir)
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+
+def say(kind, step, **data):
+    report = Report(kind=kind, generation=generation, worker_id=worker, rank=rank, step=step, data=data)
+    append_report(report_path(folder, generation, worker), report)
+
+saved = folder / "saved-step"
+step = int(saved.read_text()) if saved.exists() else 0
+say(ReportKind.STARTED, step)
+print("training from step", step, "with", world, "workers", flush=True)
+while step < session.steps:
+    leaving = Membership.read(folder).rank_of(worker) is None
+    votes = torch.tensor([1.0, float(leaving)])
+    dist.all_reduce(votes)
+    assert votes[0] == world
+    step += 1
+    time.sleep(0.02)
+    if rank == 0 and step % 5 == 0:
+        say(ReportKind.PROGRESS, step)
+        print("step", step, flush=True)
+    if votes[1] > 0:
+        if rank == 0:
+            saved.write_text(str(step))
+        say(ReportKind.STOPPED, step)
+        sys.exit(0)
+if rank == 0:
+    say(ReportKind.FINISHED, step)
+"""
+
+
+def wait_until(condition: Callable[[], Any], what: str, limit_s: float = 60.0) -> Any:
+    """Wait for something to be true; fails the test after a limit."""
+    end_s = time.monotonic() + limit_s
+    while time.monotonic() < end_s:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"waited {limit_s} s in vain: {what}")
+
+
+def processes_of(state_dir: Path) -> list[str]:
+    """Command lines of all processes that belong to a state directory, by arguments or environment."""
+    needle = str(state_dir).encode()
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        try:
+            command = Path(f"/proc/{name}/cmdline").read_bytes()
+            environ = Path(f"/proc/{name}/environ").read_bytes()
+        except (FileNotFoundError, PermissionError, ProcessLookupError):
+            continue
+        if needle in command or needle in environ:
+            found.append(f"{name}: {command.replace(bytes(1), b' ').decode(errors='replace')}")
+    return found
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """An engine, a way to let time pass, and ways to do harm."""
+
+    engine: Engine
+    base: Path
+    nodes: tuple[str, ...]
+    reports: dict[tuple[str, int], list[Report]] = field(default_factory=dict)
+
+    def spec(self, generation: int = 1, workers: int = 1, job_id: str = "job", **changes: Any) -> GangSpec:
+        folder = self.base / "state" / "jobs" / job_id / f"i{changes.get('incarnation', 1):06d}"
+        session = SessionConfig(
+            job_id=job_id,
+            incarnation=changes.get("incarnation", 1),
+            incarnation_dir=str(folder),
+            code_dir=str(self.base / "code"),
+            **{"script": "train.py", "steps": 100_000, **changes.pop("session", {})},
+        )
+        values: dict[str, Any] = {
+            "job_id": job_id,
+            "incarnation": 1,
+            "generation": generation,
+            "cleared_generation": 0,
+            "placement": tuple(Slot(self.nodes[0], index) for index in range(workers)),
+            "session": session,
+            "python": sys.executable,
+            "env": {},
+            "grace_s": 10.0,
+        }
+        return GangSpec(**{**values, **changes})
+
+    def look(self, job_id: str = "job") -> dict[int, GangObservation]:
+        """Observe once; reports are collected by generation."""
+        found = {}
+        for gang in self.engine.observe():
+            self.reports.setdefault((gang.job_id, gang.generation), []).extend(gang.reports)
+            if gang.job_id == job_id:
+                found[gang.generation] = gang
+        return found
+
+    def pass_time(self) -> None:
+        raise AssertionError("a bench says how time passes")
+
+    def wait(
+        self, condition: Callable[[dict[int, GangObservation]], Any], what: str, job_id: str = "job"
+    ) -> dict[int, GangObservation]:
+        """Observe until a condition holds."""
+        end_s = time.monotonic() + 90.0
+        while time.monotonic() < end_s:
+            gangs = self.look(job_id)
+            if condition(gangs):
+                return gangs
+            self.pass_time()
+        raise AssertionError(f"waited in vain: {what}; last seen: {gangs}")
+
+    def wait_state(self, generation: int, state: GangState, job_id: str = "job") -> GangObservation:
+        gangs = self.wait(
+            lambda gangs: generation in gangs and gangs[generation].state in (state, GangState.ENDED),
+            f"generation {generation} {state}",
+            job_id,
+        )
+        assert gangs[generation].state is state, gangs[generation]
+        return gangs[generation]
+
+    def kinds(self, generation: int, job_id: str = "job") -> list[str]:
+        return [report.kind.value for report in self.reports.get((job_id, generation), [])]
+
+    def restart(self) -> None:
+        """The service is killed and started again."""
+        raise AssertionError("a bench says how")
+
+    def kill_worker(self, rank: int) -> None:
+        raise AssertionError("a bench says how")
+
+    def lose(self) -> None:
+        raise AssertionError("a bench says how")
+
+    def hold_slot(self, index: int) -> None:
+        """Another service takes a slot."""
+        raise AssertionError("a bench says how")
+
+    def left_behind(self) -> list[str]:
+        """Processes that should be gone by now; waits a moment for those on their last lines."""
+        return []
+
+
+@dataclass(kw_only=True)
+class FakeBench(Bench):
+    now_s: list[float]
+
+    def pass_time(self) -> None:
+        self.now_s[0] += 0.25
+
+    def restart(self) -> None:
+        assert isinstance(self.engine, FakeEngine)
+        self.engine = self.engine.restarted()
+        self.reports.clear()
+
+    def kill_worker(self, rank: int) -> None:
+        assert isinstance(self.engine, FakeEngine)
+        self.engine.fail_worker("job", rank)
+
+    def lose(self) -> None:
+        assert isinstance(self.engine, FakeEngine)
+        self.engine.lose("job")
+
+    def hold_slot(self, index: int) -> None:
+        assert isinstance(self.engine, FakeEngine)
+        self.engine.set_busy(self.nodes[0], index, "job other of the service in /elsewhere")
+
+
+@dataclass(kw_only=True)
+class LocalBench(Bench):
+    others: list[LocalEngine] = field(default_factory=list)
+
+    def pass_time(self) -> None:
+        time.sleep(0.05)
+
+    def make(self, state: str = "state", **options: Any) -> LocalEngine:
+        nodes = detect_nodes(virtual_nodes="2x2", environ={"CUDA_VISIBLE_DEVICES": ""})
+        return LocalEngine(self.base / state, nodes, self.base / "locks", **options)
+
+    def restart(self) -> None:
+        self.engine.close()
+        self.engine = self.make()
+        self.reports.clear()
+
+    def folder(self, generation: int = 1, node: int = 0, job_id: str = "job") -> SupervisorFolder:
+        incarnation_dir = self.base / "state" / "jobs" / job_id / "i000001"
+        return SupervisorFolder.of(incarnation_dir, generation, self.nodes[node])
+
+    def worker_process(self, rank: int, what: str = "trainer") -> ProcessId:
+        status = self.folder().read_status()
+        assert status is not None
+        process = getattr(status.workers[f"g000001-r{rank:03d}"], what)
+        assert isinstance(process, ProcessId)
+        return process
+
+    def kill_worker(self, rank: int) -> None:
+        self.worker_process(rank).kill()
+
+    def lose(self) -> None:
+        status = self.folder().read_status()
+        assert status is not None
+        assert status.supervisor is not None
+        status.supervisor.kill()
+
+    def hold_slot(self, index: int) -> None:
+        other = self.make("elsewhere")
+        self.others.append(other)
+        spec = self.spec(job_id="other", placement=(Slot(self.nodes[0], index),))
+        folder = self.base / "elsewhere" / "jobs" / "other" / "i000001"
+        other.apply(replace(spec, session=replace(spec.session, incarnation_dir=str(folder))))
+        wait_until(lambda: other.observe()[0].workers[0].slot and self.engine.inventory()[0].busy, "slot held")
+
+    def left_behind(self) -> list[str]:
+        end_s = time.monotonic() + 5.0
+        while (found := processes_of(self.base)) and time.monotonic() < end_s:
+            time.sleep(0.05)
+        return found
+
+    def end(self) -> None:
+        for engine in (self.engine, *self.others):
+            for job_id in ("job", "other", *{gang.job_id for gang in engine.observe()}):
+                engine.stop(job_id, 0.1, "the test is over")
+        wait_until(lambda: not self.left_behind(), f"processes left behind: {self.left_behind()}", 30)
+        for engine in (self.engine, *self.others):
+            engine.close()
+
+
+@pytest.fixture
+def code_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "train.py").write_text(TRAIN)
+    return folder
+
+
+@pytest.fixture
+def fake_bench(tmp_path: Path) -> FakeBench:
+    now_s = [1000.0]
+    engine = FakeEngine(fake_nodes(2, 2), clock=lambda: now_s[0], behaviour=FakeBehaviour(startup_s=0.5))
+    return FakeBench(engine=engine, base=tmp_path, nodes=("node0", "node1"), now_s=now_s)
+
+
+@pytest.fixture
+def local_bench(tmp_path: Path, code_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBench]:
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    bench = LocalBench(engine=FakeEngine(), base=tmp_path, nodes=("local0", "local1"))
+    bench.engine = bench.make()
+    yield bench
+    bench.end()
+
+
+@pytest.fixture(params=["fake", "local"])
+def bench(request: pytest.FixtureRequest) -> Bench:
+    """The same contract for every engine."""
+    found = request.getfixturevalue(f"{request.param}_bench")
+    assert isinstance(found, Bench)
+    return found
+
+
