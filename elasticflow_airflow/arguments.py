@@ -18,7 +18,10 @@ ON_PAST_DEADLINE: Final = ("auto", "fail", "best_effort")
 ON_MISS: Final = ("finish", "fail", "use_last_checkpoint")
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_RESERVED_PREFIX: Final = "ELASTICFLOW_"
+_RESERVED: Final = frozenset(
+    f"ELASTICFLOW_{name}" for name in ("SESSION", "WORKER", "GENERATION", "TRAINER_FILE", "CORES", "PARENT_PID")
+)
+"""Variables by which the runtime finds itself."""
 _SECRET = re.compile(r"conn:(?P<conn_id>.+?)\.(?P<field>password|login|host|schema|port|extra\.(?P<key>.+))")
 _PULL = re.compile(r"xcom_pull\(\s*(?:task_ids\s*=\s*)?\[?\s*['\"]([^'\"]+)['\"]")
 
@@ -199,8 +202,8 @@ def _check_env(env: Any, secret_env: Any) -> None:
     def check_name(argument: str, name: Any) -> None:
         if not isinstance(name, str) or not _ENV_NAME.fullmatch(name):
             raise ArgumentError(f"{argument} names {name!r}, which is no name of an environment variable")
-        if name.startswith(_RESERVED_PREFIX):
-            raise ArgumentError(f"{argument} names {name!r}: variables that begin with {_RESERVED_PREFIX} are ours")
+        if name in _RESERVED:
+            raise ArgumentError(f"{argument} names {name!r}, which the service itself sets for each worker")
 
     for argument, mapping in (("env", env), ("secret_env", secret_env)):
         if mapping is None or is_late(mapping):

@@ -18,7 +18,7 @@ from elasticflow_airflow.client import (
 from elasticflow_airflow.client.embedded import embedded_endpoint
 from elasticflow_airflow.settings import AirflowSettings, embedded_state_dir
 
-_DEFAULT_PORT = 8765
+_DEFAULT_PORT = 8321
 
 
 class ElasticFlowHook(BaseHook):

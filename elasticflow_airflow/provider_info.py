@@ -30,7 +30,7 @@ def get_provider_info() -> dict[str, Any]:
                     "relabeling": {"password": "API token", "schema": "Scheme"},
                     "placeholders": {
                         "host": "gpu-host, or empty: the embedded service of this machine",
-                        "port": "8765",
+                        "port": "8321",
                         "schema": "http or https",
                     },
                 },

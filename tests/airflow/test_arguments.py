@@ -44,7 +44,7 @@ def make(**arguments):
         ({**DEADLINE, "latest_deadline": "09:00"}, "nothing else takes it"),
         ({**GOOD, "value": 0}, "value=0 must be"),
         ({**GOOD, "env": {"A-B": "1"}}, "env names 'A-B'"),
-        ({**GOOD, "env": {"ELASTICFLOW_SESSION": "1"}}, "are ours"),
+        ({**GOOD, "env": {"ELASTICFLOW_SESSION": "1"}}, "which the service itself sets"),
         ({**GOOD, "env": ["A"]}, "env must map names"),
         ({**GOOD, "secret_env": {"TOKEN": "hunter2"}}, "secrets themselves do not belong in a DAG file"),
         ({**GOOD, "secret_env": {"TOKEN": "conn:hub"}}, "'conn:hub.password'"),

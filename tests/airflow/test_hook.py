@@ -1,0 +1,101 @@
+"""Which service a connection names, sync and async; and that only the default one may be missing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from airflow.sdk import Connection
+from airflow.sdk.exceptions import AirflowNotFoundException
+
+from elasticflow_airflow.hooks import ElasticFlowHook
+from elasticflow_airflow.settings import embedded_state_dir
+
+
+@pytest.fixture
+def define(monkeypatch):
+    def make(conn_id: str = "gpu", **fields):
+        monkeypatch.setenv(f"AIRFLOW_CONN_{conn_id.upper()}", json.dumps({"conn_type": "elasticflow", **fields}))
+        return ElasticFlowHook(conn_id)
+
+    return make
+
+
+def test_served(define):
+    hook = define(host="gpu-host", password="t0ken", extra={"namespace": "team-a", "timeout_s": 3})
+    endpoint = hook.endpoint()
+    assert endpoint.base_url == "http://gpu-host:8321"
+    assert endpoint.token == "t0ken"
+    assert hook.namespace == "team-a"
+    assert endpoint.embedded_state_dir is None
+
+
+@pytest.mark.parametrize(
+    ("extra", "verify"),
+    [({}, True), ({"verify": "false"}, False), ({"verify": False}, False), ({"verify": "/ca.pem"}, "/ca.pem")],
+)
+def test_tls(define, extra, verify):
+    endpoint = define(host="gpu-host", schema="https", port=443, extra=extra).endpoint()
+    assert endpoint.base_url == "https://gpu-host:443"
+    assert endpoint.verify == verify
+
+
+def test_socket(define):
+    endpoint = define(host="unix:///run/ef/service.sock").endpoint()
+    assert str(endpoint.socket_path) == "/run/ef/service.sock"
+    assert endpoint.embedded_state_dir is None  # not ours to start
+
+
+def test_missing_default_means_embedded():
+    hook = ElasticFlowHook()
+    endpoint = hook.endpoint(start=False)
+    assert endpoint.embedded_state_dir == embedded_state_dir()
+    assert hook.namespace == "default"
+
+
+def test_empty_host_means_embedded_with_its_own_folder(define, tmp_path):
+    endpoint = define(extra={"state_dir": str(tmp_path)}).endpoint(start=False)
+    assert endpoint.embedded_state_dir == tmp_path
+
+
+def test_another_missing_connection_is_an_error():
+    with pytest.raises(AirflowNotFoundException, match="elasticflow_conn_id='prod' is not defined: add a connection"):
+        ElasticFlowHook("prod").endpoint()
+
+
+async def test_async_finds_the_same(define, monkeypatch):
+    hook = define(host="gpu-host", port=99)
+
+    async def aget(conn_id):
+        return Connection(conn_id=conn_id, conn_type="elasticflow", host="gpu-host", port=99)
+
+    monkeypatch.setattr(ElasticFlowHook, "aget_connection", staticmethod(aget))
+    client = await hook.async_client()
+    assert client.endpoint == ElasticFlowHook("gpu").endpoint()
+    await client.aclose()
+
+
+async def test_async_missing(monkeypatch):
+    async def aget(conn_id):
+        raise AirflowNotFoundException(conn_id)
+
+    monkeypatch.setattr(ElasticFlowHook, "aget_connection", staticmethod(aget))
+    with pytest.raises(AirflowNotFoundException, match="'prod' is not defined"):
+        await ElasticFlowHook("prod").async_client()
+    client = await ElasticFlowHook().async_client()
+    assert client.endpoint.embedded_state_dir == embedded_state_dir()
+    await client.aclose()
+
+
+def test_state_dir_is_configured(monkeypatch):
+    monkeypatch.setenv("AIRFLOW__ELASTICFLOW__STATE_DIR", "/srv/ef")
+    assert str(embedded_state_dir()) == "/srv/ef"
+
+
+def test_test_connection_says_what_is_wrong(define):
+    ok, message = define(host="127.0.0.1", port=1).test_connection()
+    assert not ok
+    assert "does not answer" in message
+    ok, message = ElasticFlowHook("prod").test_connection()
+    assert not ok
+    assert "not defined" in message

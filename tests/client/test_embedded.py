@@ -1,0 +1,124 @@
+"""Finding and starting the embedded service: once, detached, with an error that quotes its log."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elasticflow_airflow.client import ElasticFlowClient, EmbeddedStartError, embedded, ensure_service
+from elasticflow_airflow.client.embedded import default_state_dir
+
+SETTINGS = {"ELASTICFLOW_ENGINE": "fake"}
+
+
+@pytest.fixture
+def state_dir():
+    """A short path (sockets), whose service is gone at the end."""
+    with tempfile.TemporaryDirectory(prefix="ef-") as folder:
+        yield Path(folder) / "s"
+        for process in services(Path(folder)):
+            process.kill()
+            process.wait(10)
+
+
+def services(folder: Path) -> list[psutil.Process]:
+    return [p for p in psutil.process_iter(["cmdline"]) if any(str(folder) in a for a in p.info["cmdline"] or ())]
+
+
+def wait_until(condition, limit_s: float = 20.0):
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.02)
+    raise AssertionError("did not happen in time")
+
+
+def test_default_place(monkeypatch):
+    monkeypatch.delenv("ELASTICFLOW_STATE_DIR", raising=False)
+    monkeypatch.delenv("AIRFLOW_HOME", raising=False)
+    assert default_state_dir() == Path.home() / ".elasticflow"
+    monkeypatch.setenv("AIRFLOW_HOME", "/a")
+    assert default_state_dir() == Path("/a/elasticflow")
+    monkeypatch.setenv("ELASTICFLOW_STATE_DIR", "/b")
+    assert default_state_dir() == Path("/b")
+
+
+def test_socket_path_that_is_too_long(tmp_path):
+    with pytest.raises(EmbeddedStartError, match=r"bytes, and a Unix socket takes at most 107 .*ELASTICFLOW_STATE_DIR"):
+        ensure_service(tmp_path / ("x" * 100))
+
+
+def test_state_dir_that_cannot_be(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EmbeddedStartError, match=r"cannot be used: .*state_dir in airflow.cfg"):
+        ensure_service(tmp_path / "file" / "s")
+
+
+def test_a_service_that_does_not_start_is_quoted(state_dir, tmp_path, monkeypatch):
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho 'no such luck' >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(embedded.sys, "executable", str(broken))
+    with pytest.raises(EmbeddedStartError, match=r"did not answer .* within 1 s .*no such luck"):
+        ensure_service(state_dir, limit_s=1.0)
+
+
+def test_secrets_of_airflow_are_not_passed_on(state_dir, tmp_path, monkeypatch):
+    spy = tmp_path / "python"
+    spy.write_text("#!/bin/sh\nenv >&2\n")
+    spy.chmod(0o755)
+    monkeypatch.setattr(embedded.sys, "executable", str(spy))
+    monkeypatch.setenv("AIRFLOW__DATABASE__SQL_ALCHEMY_CONN", "postgresql://u:pw@db/airflow")
+    monkeypatch.setenv("AIRFLOW_CONN_HUB", "http://:pw@hub")
+    monkeypatch.setenv("ELASTICFLOW_SLOTS", "2")
+    with pytest.raises(EmbeddedStartError) as failed:
+        ensure_service(state_dir, {"ELASTICFLOW_ENGINE": "fake"}, limit_s=0.6)
+    assert "ELASTICFLOW_SLOTS=2" in str(failed.value)
+    assert "ELASTICFLOW_ENGINE=fake" in str(failed.value)
+    assert "pw" not in str(failed.value)
+
+
+def test_one_service_whoever_asks_first(state_dir):
+    with ThreadPoolExecutor(6) as pool:
+        endpoints = list(pool.map(lambda _: ensure_service(state_dir, SETTINGS), range(6)))
+    assert len(set(endpoints)) == 1
+    with ElasticFlowClient(endpoints[0]) as client:
+        pid = client.health().pid
+    assert json.loads((state_dir / "service.json").read_text())["pid"] == pid
+    wait_until(lambda: [p.pid for p in services(state_dir)] == [pid])
+    assert stat.S_IMODE(state_dir.stat().st_mode) == 0o700
+
+
+def test_it_outlives_who_started_it_and_a_client_starts_it_again(state_dir):
+    program = (
+        "import sys; from pathlib import Path; from elasticflow_airflow.client import ensure_service;"
+        "ensure_service(Path(sys.argv[1]))"
+    )
+    environment = {**os.environ, **SETTINGS}
+    subprocess.run(
+        [sys.executable, "-c", program, str(state_dir)], check=True, timeout=60, env=environment, start_new_session=True
+    )
+    endpoint = embedded.embedded_endpoint(state_dir)
+    with ElasticFlowClient(endpoint, retry_for_s=0) as client:
+        first = client.health().pid
+    os.environ.update(SETTINGS)
+    try:
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: first not in [p.pid for p in services(state_dir) if p.status() != psutil.STATUS_ZOMBIE])
+        with ElasticFlowClient(endpoint) as client:
+            assert client.health().pid != first
+    finally:
+        for name in SETTINGS:
+            del os.environ[name]
