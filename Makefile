@@ -1,0 +1,60 @@
+# Everything a newcomer needs: `make demo` and `make test`. Both install what they need into .venv, once.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SLOW := slow or airflow or postgres or browser or ray
+
+# Byte code is cached on purpose: importing torch and Airflow without it takes three times as long.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help
+help: ## show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+$(STAMP): requirements/lock.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Say which with: make PYTHON=python3.12")'
+	@echo "Installing the locked requirements into $(VENV) (a few minutes the first time) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar off -r requirements/lock.txt
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+.PHONY: install
+install: $(STAMP) ## install into .venv
+
+.PHONY: demo
+demo: $(STAMP) ## fine-tune BERT under deadlines: a DAG, two days, on this machine
+	@$(BIN)/python dags/demo.py
+
+.PHONY: test
+test: $(STAMP) ## the fast tests
+	$(BIN)/pytest -m "not ($(SLOW) or soak or gpu)" $(PYTEST_ARGS)
+
+.PHONY: system
+system: $(STAMP) ## the slow tests: PostgreSQL, real Airflow components, many kills
+	$(BIN)/pytest -m "($(SLOW)) and not soak and not gpu" --timeout=1200 $(PYTEST_ARGS)
+
+.PHONY: soak
+soak: $(STAMP) ## the tests that take many minutes
+	$(BIN)/pytest -m soak --timeout=7200 $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: $(STAMP) ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.PHONY: bench
+bench: $(STAMP) ## print the benchmarks
+	@set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file; done
+
+.PHONY: lock
+lock: $(STAMP) ## resolve the requirements anew
+	@$(BIN)/python requirements/lock.py
+
+.PHONY: clean
+clean: ## remove the environment, caches and the demo's output
+	rm -rf $(VENV) .cache build dist demo-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
