@@ -17,7 +17,7 @@ class Slot(NamedTuple):
     """One place where one worker can run: a GPU, or a share of CPU cores, of a node."""
 
     node_id: str
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index(), which nobody needs of a slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +163,15 @@ class Plan:
     promised_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Slots that a job's stored plan holds from ``start_s`` until ``end_s`` (its tail included)."""
+
+    start_s: float
+    end_s: float
+    placement: Placement
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
     """All that the scheduler remembers of one live job: enough to restore it after a crash.
@@ -182,3 +191,19 @@ class JobState:
     measured: Mapping[int, float] = field(default_factory=dict)
     at_risk: bool = False
     ever_started: bool = False
+    starting: bool = False
+    """Whether ``no_progress_until_s`` ends a start-up (which a change of slots would make it pay again)."""
+    number: int = 0
+    """Order of arrival."""
+    promise: int = 0
+    """Order of the promises."""
+    waiting_since_s: float = 0.0
+    """Since when it has had no slots, while it has none."""
+    parked_from: Phase | None = None
+    """The phase to go back to when its owner is back."""
+    failed_sizes: tuple[int, ...] = ()
+    """Sizes that profiling could not measure."""
+    profile_until_s: float | None = None
+    """Until when the size that is being profiled may take."""
+    reserved: tuple[Reservation, ...] = ()
+    """The stored plan on its very slots: the proof of its promise. Without it a restore has to find a proof anew."""

@@ -1,0 +1,208 @@
+"""Admission control: one newcomer at a time, admitted only with a joint plan that proves every promise.
+
+ElasticFlow, ASPLOS 2023, section 4.1. A job that is at risk already does not veto newcomers. When filling in deadline
+order fails, other placements in time and other orders are tried; a rejection offers the earliest deadline that this
+same procedure admits at this moment.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from elasticflow_airflow.scheduler_core.allocation import share_later, share_now
+from elasticflow_airflow.scheduler_core.draft import Draft
+from elasticflow_airflow.scheduler_core.explain import duration, moment, workers
+from elasticflow_airflow.scheduler_core.jobs import LiveJob
+from elasticflow_airflow.scheduler_core.planner import Planner
+from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
+from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Work
+
+
+@dataclass(slots=True)
+class Verdict:
+    """The outcome: a draft that includes the newcomer (``anew``: only promises are in it), or why not."""
+
+    draft: Draft | None
+    anew: bool
+    reason: str
+    earliest_deadline_s: float | None
+
+
+class Admission:
+    """Admission of one newcomer beside the jobs of a planner."""
+
+    def __init__(self, planner: Planner, newcomer: LiveJob) -> None:
+        self.planner = planner
+        self.job = newcomer
+        self.stored = planner.stored()
+        self.stored.drop(newcomer.job_id)
+        self.base_known = False
+        self.base: Draft | None = None
+
+    def decide(self) -> Verdict:
+        """Try everything for the newcomer's own deadline."""
+        config, now = self.planner.config, self.planner.now
+        work = self.job.work(self.planner.layout, config)
+        deadline = self.job.job.deadline_s
+        if deadline is None:
+            raise ValueError(f"job {self.job.job_id!r} has no deadline; only a deadline needs admission")
+        problem = self._impossible(work)
+        if problem is not None:
+            return Verdict(None, False, problem, None)
+        found = self._try(work, deadline - config.deadline_margin_s, config.rescue_orders)
+        if found is not None:
+            draft, anew = found
+            return Verdict(draft, anew, self._why_admitted(draft), deadline)
+        return Verdict(None, False, self._why_not(work, deadline), self._earliest(work))
+
+    def _impossible(self, work: Work) -> str | None:
+        job = self.job.job
+        if not work.sizes:
+            largest = self.planner.layout.largest(self.planner.layout.usable_at(self.planner.now))
+            known = sorted(job.curve.steps_per_s) if job.curve is not None else []
+            return (
+                f"no usable number of workers: it needs at least {job.min_workers}"
+                + (f" and at most {job.max_workers}" if job.max_workers else "")
+                + f", its speed is known at {known}, and the largest block of the cluster is {largest} slots"
+            )
+        if work.remaining == INFINITY:
+            return (
+                "the number of steps is not known, so no deadline can be promised; give steps=, or epochs= and samples="
+            )
+        return None
+
+    def _base_draft(self) -> Draft | None:
+        """The other promises planned afresh, when they alone can be."""
+        if not self.base_known:
+            self.base_known = True
+            self.base = self.planner.fresh()
+            if self.base is not None:
+                self.base.drop(self.job.job_id)
+        return self.base
+
+    def _try(self, work: Work, limit: float, rescue: int) -> tuple[Draft, bool] | None:
+        newcomer = replace(work, limit_s=limit)
+        if self.planner.now + self._least(work) > limit + TOLERANCE_S:
+            return None
+        course = share_now(self.stored, newcomer, limit)
+        if course is not None:
+            return self._with(self.stored, course), False
+        draft = self.planner.fresh(newcomer)
+        if draft is not None:
+            return draft, True
+        course = share_later(self.stored, newcomer, limit)
+        if course is not None:
+            return self._with(self.stored, course), False
+        base = self._base_draft()
+        if base is not None:
+            course = share_later(base, newcomer, limit)
+            if course is not None:
+                return self._with(base, course), True
+        if rescue:
+            draft = self.planner.fresh(newcomer, rescue=rescue)
+            if draft is not None:
+                return draft, True
+        return None
+
+    def _with(self, draft: Draft, course: Course) -> Draft:
+        twin = draft.copy()
+        twin.put(self.job.job_id, course)
+        return twin
+
+    def _least(self, work: Work) -> float:
+        """Seconds to the promise with all the cluster to itself."""
+        now = self.planner.now
+        best = INFINITY
+        for size in work.sizes:
+            if size == work.size:
+                best = min(best, work.since_s - now + work.remaining / work.speeds[size])
+            best = min(best, work.cost_of_change(now) + work.left_at(now) / work.speeds[size])
+        return best + work.tail_s
+
+    def _earliest(self, work: Work) -> float | None:
+        """The earliest deadline that would be admitted now, by bisection between hopeless and surely possible."""
+        config, now = self.planner.config, self.planner.now
+        certain = INFINITY
+        for draft in (self.stored, self._base_draft()):
+            if draft is not None:
+                course = share_later(draft, replace(work, limit_s=INFINITY), INFINITY)
+                if course is not None:
+                    certain = min(certain, course.promised_s)
+        if certain == INFINITY:
+            return None
+        asked = self.job.job.deadline_s
+        low = max(now + self._least(work), (asked - config.deadline_margin_s) if asked is not None else now)
+        high = certain
+        for _ in range(config.offer_probes):
+            if high - low <= max(1.0, 0.01 * (high - now)):
+                break
+            middle = (low + high) / 2
+            if self._try(work, middle, 0) is not None:
+                high = middle
+            else:
+                low = middle
+        for limit in (high, certain):
+            offer = limit + config.deadline_margin_s + config.offer_margin_s
+            for rounded in (float(math.ceil(offer)), offer):
+                if self._try(work, rounded - config.deadline_margin_s, 0) is not None:
+                    return rounded
+        return None
+
+    def _why_admitted(self, draft: Draft) -> str:
+        course = draft.courses[self.job.job_id]
+        first = course.holdings[0]
+        start = "now" if first.start_s <= self.planner.now + TOLERANCE_S else f"at {moment(first.start_s)}"
+        deadline = self.job.job.deadline_s or 0.0
+        return (
+            f"the plan begins {start} with {workers(first.mask.bit_count())} and is done at "
+            f"{moment(course.promised_s)}, {duration(deadline - course.promised_s)} before the deadline "
+            f"{moment(deadline)}"
+        )
+
+    def _why_not(self, work: Work, deadline: float) -> str:
+        """Name the capacity that is missing and when."""
+        now = self.planner.now
+        limit = deadline - self.planner.config.deadline_margin_s
+        costs = f"start-up {duration(work.startup_s)} and tail {duration(work.tail_s)} included"
+        if limit <= now:
+            return f"the deadline {moment(deadline)} is past: it is {moment(now)} now"
+        window = limit - now
+        enough = None
+        for size in work.sizes:
+            cost = max(0.0, work.since_s - now) if size == work.size else work.cost_of_change(now)
+            needed = cost + work.left_at(now) / work.speeds[size] + work.tail_s
+            if needed <= window + TOLERANCE_S:
+                enough = (size, needed)
+                break
+        if enough is None:
+            size = work.sizes[-1]
+            return (
+                f"hopeless even with the cluster to itself: {workers(size)}, its fastest size here, need "
+                f"{duration(self._least(work))} ({costs}), and {duration(window)} are left before {moment(deadline)}"
+            )
+        size, needed = enough
+        base = self._base_draft() or self.stored
+        worst, free = self._scarcest(base, size, limit)
+        slots = self.planner.layout.usable_at(now).bit_count()
+        others = sum(1 for job in self.planner.jobs if job.promised)
+        between = f"between {moment(worst[0])} and {moment(worst[1])}"
+        have = f"at most {workers(free)} at a time" if free else "none"
+        return (
+            f"needs {workers(size)} for {duration(needed)} ({costs}) before {moment(deadline)}; beside the "
+            f"{others} promised jobs, of the cluster's {slots} slots {have} can be had {between}"
+        )
+
+    def _scarcest(self, draft: Draft, size: int, limit: float) -> tuple[tuple[float, float], int]:
+        """Find the stretch before ``limit`` in which least is free beside the promises."""
+        now = self.planner.now
+        free = FreeCapacity(self.planner.layout, now)
+        promised = {job.job_id for job in self.planner.jobs if job.promised}
+        for job_id, course in draft.courses.items():
+            if job_id in promised:
+                for start, end, mask in course.holdings:
+                    free.reserve(max(start, now), end, mask.bit_count())
+        sizes = tuple(1 << level for level in range(size.bit_length()))
+        runs = free.placeable(sizes, now, limit)
+        start, end, least = min(runs, key=lambda run: (run[2], run[0] - run[1]))
+        return (start, end), least

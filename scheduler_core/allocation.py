@@ -1,0 +1,219 @@
+"""Allocation beside what is booked: a newcomer's share, best effort, profiling windows, and elastic growth.
+
+Growth is ElasticFlow's Algorithm 2 (ASPLOS 2023, section 4.2) by marginal return, GPU-seconds saved per extra GPU, with
+the pause in it: a job grows only into slots that nobody has reserved, for as long as nobody has, and only if it pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.draft import Draft
+from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding, Work, course_of
+
+_PIECES = 6
+"""How many stretches of free slots a job without a promise is planned over; later ones are found when they come."""
+
+
+def share_now(draft: Draft, work: Work, limit: float) -> Course | None:
+    """Find the smallest size that begins now, in free slots, and keeps the limit without changing again."""
+    now, layout = draft.now, draft.layout
+    left, cost = work.left_at(now), work.cost_of_change(now)
+    for size in work.sizes:
+        if size == work.size:
+            end = work.since_s + work.remaining / work.speeds[size] + work.tail_s
+            if end <= limit + TOLERANCE_S and draft.book.free_until(work.mask, now) >= end:
+                return course_of(work, [Holding(now, max(end, now + TOLERANCE_S), work.mask)], now)
+        end = now + cost + left / work.speeds[size] + work.tail_s
+        if end > limit + TOLERANCE_S / 2:
+            continue
+        free = draft.book.free_over(now, end)
+        block = (work.mask and layout.enclosing(free, work.mask, size)) or layout.find(free, size)
+        if block:
+            return course_of(work, [Holding(now, end, block)], now)
+    return None
+
+
+def share_later(draft: Draft, work: Work, limit: float) -> Course | None:
+    """Find the earliest end, at one size throughout, beginning now or whenever slots become free; None: not by limit."""
+    now, layout, book = draft.now, draft.layout, draft.book
+    left = work.left_at(now)
+    best: Course | None = None
+    limit = limit + TOLERANCE_S / 2
+    fastest = work.speeds[work.sizes[-1]] if work.sizes else 0.0
+    if fastest <= 0.0:
+        return None
+    for i, start in enumerate(book.times):
+        start = max(start, now)
+        cost = work.cost_of_change(now) if start == now else work.startup_s
+        if start + cost + left / fastest + work.tail_s > min(limit, best.promised_s if best else limit):
+            break
+        free, k = book.everything, i
+        for size in reversed(work.sizes):
+            end = start + cost + left / work.speeds[size] + work.tail_s
+            if end > limit or (best and end >= best.promised_s):
+                break
+            while k < len(book.times) and book.times[k] < end:
+                free &= ~book.taken[k]
+                k += 1
+            block = layout.find(free, size)
+            if block:
+                course = course_of(work, [Holding(start, end, block)], now)
+                if best is None or course.promised_s < best.promised_s:
+                    best = course
+                break
+            if free.bit_count() < work.sizes[0]:
+                break
+    return best
+
+
+def window(draft: Draft, mask: int, size: int, seconds: float) -> Holding | None:
+    """Slots for ``size`` workers that are free from now on for so long; those of ``mask`` if possible."""
+    free = draft.book.free_over(draft.now, draft.now + seconds)
+    if mask and mask.bit_count() == size and mask & ~free == 0:
+        block = mask
+    else:
+        block = (mask and draft.layout.enclosing(free, mask, size)) or draft.layout.find(free, size)
+    return Holding(draft.now, draft.now + seconds, block) if block else None
+
+
+def while_free(draft: Draft, work: Work, size: int) -> Course | None:
+    """Hold ``size`` slots wherever and as long as nobody has reserved them; None if there is none now or later."""
+    now, book = draft.now, draft.book
+    pieces: list[Holding] = []
+    index, course = 0, None
+    while len(pieces) < _PIECES and index < len(book.times):
+        start = max(book.times[index], now)
+        own = work.mask if start == now and work.size == size else 0
+        block, until = _longest(draft, size, index, own)
+        if block == 0 or (block != own and until - start <= 2.0 * work.startup_s):
+            index += 1
+            continue
+        pieces.append(Holding(start, until, block))
+        course = course_of(work, pieces, now)
+        if course.finish_s < INFINITY or until == INFINITY:
+            return course
+        while index < len(book.times) and book.times[index] < until:
+            index += 1
+    return course
+
+
+def _longest(draft: Draft, size: int, index: int, own: int) -> tuple[int, float]:
+    """Which free block stays free the longest from segment ``index`` on, and until when; ``own`` if it is free."""
+    book, layout = draft.book, draft.layout
+    free = book.everything & ~book.taken[index]
+    if own and own & ~free == 0:
+        return own, book.free_until(own, max(book.times[index], draft.now))
+    block = layout.find(free, size)
+    if not block:
+        return 0, 0.0
+    for k in range(index + 1, len(book.times)):
+        free &= ~book.taken[k]
+        if block & ~free:
+            other = layout.find(free, size)
+            if not other:
+                return block, book.times[k]
+            block = other
+    return block, INFINITY
+
+
+def as_soon_as_possible(draft: Draft, work: Work) -> Course | None:
+    """Find the earliest end in free slots, for a job whose deadline is lost."""
+    options = [share_later(draft, work, INFINITY)] + [while_free(draft, work, size) for size in work.sizes]
+    found = [course for course in options if course is not None]
+    return min(found, key=lambda course: course.promised_s, default=None)
+
+
+def grow(draft: Draft, works: Iterable[Work], config: SchedulerConfig) -> None:
+    """Give free slots to those who save most GPU-seconds with each, until nobody's growth pays."""
+    options: dict[str, tuple[float, Course]] = {}
+    pending: list[Work] = []
+    for work in works:
+        course = draft.courses.get(work.job_id)
+        if course is not None and course.finish_s < INFINITY:
+            pending.append(work)
+    by_id = {work.job_id: work for work in pending}
+    while True:
+        for work in pending:
+            option = _option(draft, work, config)
+            if option is None:
+                options.pop(work.job_id, None)
+            else:
+                options[work.job_id] = option
+        if not options:
+            return
+        winner = max(options, key=lambda job_id: (options[job_id][0], job_id))
+        _, course = options.pop(winner)
+        before = draft.drop(winner)
+        if all(
+            holding.mask & ~draft.book.free_over(holding.start_s, holding.end_s) == 0 for holding in course.holdings
+        ):
+            draft.put(winner, course)
+        elif before is not None:
+            draft.put(winner, before)
+        pending = [by_id[winner]]
+
+
+def _option(draft: Draft, work: Work, config: SchedulerConfig) -> tuple[float, Course] | None:
+    """Find the best larger size for one job: (GPU-seconds saved per extra slot, course)."""
+    now, layout = draft.now, draft.layout
+    present = draft.courses[work.job_id]
+    mask = draft.mask_now(work.job_id)
+    size = mask.bit_count()
+    larger = [s for s in work.sizes if s > size]
+    if not larger:
+        return None
+    free_now = draft.book.everything & ~draft.book.taken[0] | mask
+    candidates = larger[:1] + ([work.size] if work.size in larger[1:] else [])
+    candidates = [s for s in candidates if layout.find(free_now, s)]
+    if not candidates:
+        return None
+    draft.drop(work.job_id)
+    best: tuple[float, Course] | None = None
+    for target in candidates:
+        course = _at_size(draft, work, target, mask, present)
+        if course is None:
+            continue
+        saved = present.finish_s - course.finish_s
+        stays = course.holdings[0].mask == work.mask
+        least = 0.0 if stays or size == 0 else config.min_saving_pauses * work.pause_s
+        if saved <= TOLERANCE_S or saved < max(least, config.min_saving_s if size else 0.0):
+            continue
+        if size:
+            spent = size * (present.finish_s - now) - target * (course.finish_s - now)
+            rate = spent / (target - size)
+        else:
+            rate = INFINITY
+        if best is None or rate > best[0]:
+            best = (rate, course)
+    draft.put(work.job_id, present)
+    return best
+
+
+def _at_size(draft: Draft, work: Work, size: int, mask: int, present: Course) -> Course | None:
+    """Hold ``size`` slots from now to the end, or until somebody needs them and then go on as planned."""
+    now, layout, book = draft.now, draft.layout, draft.book
+    speed = work.speeds[size]
+    if work.size == size:
+        end = work.since_s + work.remaining / speed + work.tail_s
+        if book.free_until(work.mask, now) >= end:
+            return course_of(work, [Holding(now, max(end, now + TOLERANCE_S), work.mask)], now)
+    end = now + work.cost_of_change(now) + work.left_at(now) / speed + work.tail_s
+    free = book.free_over(now, end)
+    block = (mask and layout.enclosing(free, mask, size)) or layout.find(free, size)
+    if block:
+        return course_of(work, [Holding(now, end, block)], now)
+    free = book.everything & ~book.taken[0]
+    if work.size == size and work.mask & ~free == 0:
+        block = work.mask
+    else:
+        block = (mask and layout.enclosing(free, mask, size)) or layout.find(free, size)
+    if not block:
+        return None
+    until = book.free_until(block, now)
+    later = [
+        Holding(max(start, until), stop, held) for start, stop, held in present.holdings if stop > until + TOLERANCE_S
+    ]
+    course = course_of(work, [Holding(now, until, block), *later], now)
+    return course if course.finish_s < INFINITY else None

@@ -1,0 +1,278 @@
+"""The scheduler's memory: nodes, live jobs, stored courses; keeps them true as time passes and adopts drafts.
+
+Turns an adopted draft into decisions. What to plan is decided elsewhere (:mod:`planner`, :mod:`scheduler`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.decisions import (
+    AtRisk,
+    Decision,
+    OnTrack,
+    Purpose,
+    Resize,
+    Suspend,
+    WakeMeAt,
+)
+from elasticflow_airflow.scheduler_core.draft import Draft, mask_at
+from elasticflow_airflow.scheduler_core.explain import change, duration, moment
+from elasticflow_airflow.scheduler_core.jobs import LiveJob, ProfilingRun
+from elasticflow_airflow.scheduler_core.placement import Layout
+from elasticflow_airflow.scheduler_core.planner import Planner
+from elasticflow_airflow.scheduler_core.profiling import wait_limit, window_s
+from elasticflow_airflow.scheduler_core.timeline import Bookings
+from elasticflow_airflow.scheduler_core.values import Node, Phase, Placement
+from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding, course_of
+
+_SLACK_S = 1e-3
+"""Ends that move by less than this leave the booked slots as they are."""
+
+
+class Board:
+    """Everything the scheduler remembers."""
+
+    def __init__(self, config: SchedulerConfig, nodes: Iterable[Node]) -> None:
+        self.config = config
+        self.nodes = {node.node_id: node for node in nodes}
+        self.jobs: dict[str, LiveJob] = {}
+        self.layout = Layout(self.nodes.values())
+        self.broken = False
+        """Stored courses no longer prove their promises: everything must be planned afresh."""
+        self.late: set[str] = set()
+        """Jobs whose stored course must be computed again from what really is."""
+
+    def planner(self, now: float) -> Planner:
+        """A planner over the present jobs."""
+        return Planner(self.config, self.layout, list(self.jobs.values()), now)
+
+    # -- the cluster ---------------------------------------------------------------------------------------------
+
+    def change_nodes(self, nodes: Iterable[Node]) -> None:
+        """Take over a new set of nodes; stored courses move to the new addresses, or break."""
+        old = self.layout
+        self.nodes = {node.node_id: node for node in nodes}
+        groups = []
+        for job in self.jobs.values():
+            ids = list(dict.fromkeys(slot.node_id for slot in sorted(job.placement.slots)))
+            if len(ids) > 1:
+                groups.append(ids)
+        self.layout = layout = Layout(self.nodes.values(), groups)
+        for job in self.jobs.values():
+            job.mask = layout.mask_of(job.placement)
+            job.changed()
+            if job.course is None:
+                continue
+            holdings = []
+            for start, end, mask in job.course.holdings:
+                slots = [old.slots[i] for i in range(mask.bit_length()) if mask >> i & 1]
+                moved = layout.mask_of(Placement(tuple(slots)))
+                if moved.bit_count() != len(slots) or moved & ~layout.usable_at(end - TOLERANCE_S):
+                    self._break(job)
+                    break
+                holdings.append(Holding(start, end, moved))
+            else:
+                job.course = Course(tuple(holdings), job.course.finish_s, job.course.promised_s)
+
+    def _break(self, job: LiveJob) -> None:
+        job.course = None
+        if job.promised:
+            self.broken = True
+
+    # -- time passes ---------------------------------------------------------------------------------------------
+
+    def refresh(self, now: float) -> None:
+        """Make stored courses true again: drop what is over, follow what came later or otherwise than planned."""
+        for job in self.jobs.values():
+            course = job.course
+            if course is None:
+                continue
+            holdings = course.holdings
+            if holdings and holdings[0].end_s <= now + TOLERANCE_S:
+                holdings = tuple(h for h in holdings if h.end_s > now + TOLERANCE_S)
+                course = job.course = Course(holdings, course.finish_s, course.promised_s)
+            if not holdings:
+                self._ran_out(job, course, now)
+                continue
+            first = holdings[0]
+            behind = first.start_s < now - TOLERANCE_S and first.mask != job.mask
+            if behind or job.job_id in self.late:
+                self.late.discard(job.job_id)
+                self._follow(job, holdings, now)
+        self.late.clear()
+
+    def _ran_out(self, job: LiveJob, course: Course, now: float) -> None:
+        """Nothing is booked any more: the job is overdue and keeps its slots for a while, or has to be planned."""
+        if job.mask and course.finish_s < INFINITY and job.phase is Phase.ADMITTED:
+            held = Holding(now, now + self.config.overdue_s, job.mask)
+            job.course = Course((held,), min(course.finish_s, now), min(course.promised_s, now))
+        else:
+            self._break(job)
+
+    def _follow(self, job: LiveJob, holdings: tuple[Holding, ...], now: float) -> None:
+        """Compute a course again from the job's real state; book longer if it needs longer and nobody minds."""
+        work = job.work(self.layout, self.config)
+        before = job.course
+        last = holdings[-1]
+        open_end = [*holdings[:-1], Holding(last.start_s, INFINITY, last.mask)]
+        course = course_of(work, open_end, now)
+        if course.finish_s == INFINITY:
+            job.course = Course(holdings, INFINITY, INFINITY)
+            if job.promised:
+                self._break(job)
+            return
+        need = course.promised_s
+        if len(course.holdings) == len(holdings) and abs(need - last.end_s) <= _SLACK_S:
+            job.course = Course(holdings, course.finish_s, course.promised_s)
+        elif len(course.holdings) < len(holdings) or need < last.end_s:
+            if before is None or self._matters(before, course, now) or len(course.holdings) < len(holdings):
+                job.course = course if course.holdings[-1].end_s > now + TOLERANCE_S else before
+                if job.course is not None:
+                    job.course = Course(job.course.holdings, course.finish_s, course.promised_s)
+            else:
+                job.course = Course(holdings, course.finish_s, course.promised_s)
+        else:
+            others = Bookings.of(
+                self.layout,
+                now,
+                (h for o in self.jobs.values() if o is not job and o.course is not None for h in o.course.holdings),
+            )
+            if others.free_until(last.mask, max(last.end_s, now)) >= need:
+                job.course = course
+            elif need - last.end_s <= self.config.deviation_s and before is not None:
+                job.course = Course(holdings, course.finish_s, course.promised_s)
+            else:
+                self._break(job)
+                return
+        deadline = job.job.deadline_s
+        if job.promised and deadline is not None and course.promised_s > deadline + TOLERANCE_S and not job.at_risk:
+            self.broken = True
+
+    def _matters(self, before: Course, after: Course, now: float) -> bool:
+        moved = abs(before.finish_s - after.finish_s)
+        left = max(0.0, before.finish_s - now) if before.finish_s < INFINITY else INFINITY
+        return moved > self.config.deviation_s and moved > self.config.deviation_fraction * left
+
+    # -- adopting ------------------------------------------------------------------------------------------------
+
+    def adopt(self, draft: Draft, now: float, out: list[Decision], why: str) -> None:
+        """Store the courses of ``draft`` and order what they say for now."""
+        for job in self.jobs.values():
+            job.course = draft.courses.get(job.job_id)
+            if draft.shares is not None:
+                job.share = draft.shares.get(job.job_id, 0)
+        if draft.shares is not None:
+            self.broken = False
+        self._judge(now, out)
+        self._order(now, out, why)
+
+    def _judge(self, now: float, out: list[Decision]) -> None:
+        """Say who is at risk, and who is no longer."""
+        for job in self.jobs.values():
+            deadline = job.job.deadline_s
+            if not job.promised or deadline is None:
+                continue
+            course = job.course
+            projected = course.promised_s if course is not None and course.holdings else INFINITY
+            if course is not None and projected <= now:
+                projected = max(projected, now) if now > projected + self.config.overdue_s else projected
+            fits = projected <= deadline + TOLERANCE_S
+            if fits and job.at_risk:
+                job.at_risk = False
+                out.append(OnTrack(job.job_id, deadline, projected))
+            elif not fits and not job.at_risk:
+                job.at_risk = True
+                if projected < INFINITY:
+                    what = f"projected {moment(projected)}, {duration(projected - deadline)} after the deadline"
+                else:
+                    what = f"no slots can be had for it; the deadline is {moment(deadline)}"
+                out.append(
+                    AtRisk(
+                        job.job_id, deadline, projected, f"no longer fits: {what}; it is finished as soon as possible"
+                    )
+                )
+
+    def _order(self, now: float, out: list[Decision], why: str) -> None:
+        """Resize and suspend so that every job holds what its course says for now."""
+        wanted: list[tuple[int, int, LiveJob, int]] = []
+        for job in self.jobs.values():
+            if job.phase is Phase.PARKED or job.phase is Phase.WAITING:
+                target = 0
+            else:
+                target = mask_at(job.course, now)
+            if target != job.mask:
+                wanted.append((target.bit_count() - job.mask.bit_count(), job.number, job, target))
+        wanted.sort(key=lambda item: item[:2])
+        changing = {job.job_id for _, _, job, _ in wanted}
+        staying = 0
+        for job in self.jobs.values():
+            if job.job_id not in changing:
+                staying |= job.mask
+        while True:  # whoever must wait for an overdue gang keeps its slots, which may make others wait
+            held = [item for item in wanted if item[3] & staying]
+            if not held:
+                break
+            for item in held:
+                wanted.remove(item)
+                staying |= item[2].mask
+                self.late.add(item[2].job_id)
+        for _, _, job, target in wanted:
+            if target == 0:
+                out.append(Suspend(job.job_id, f"gives up its slots: {why}"))
+        for _, _, job, target in wanted:
+            if target:
+                self._resize(job, target, now, out, why)
+            else:
+                job.hold(self.layout, self.config, 0, now)
+                job.profiling = None
+
+    def _resize(self, job: LiveJob, target: int, now: float, out: list[Decision], why: str) -> None:
+        work = job.work(self.layout, self.config)
+        before, after = job.mask.bit_count(), target.bit_count()
+        cost = work.cost_of_change(now)
+        end = job.course.finish_s if job.course is not None else INFINITY
+        saved = None
+        if 0 < before < after and work.speed(before) > 0.0:
+            saved = max(now, work.since_s) + work.left_at(now) / work.speed(before) - end
+        purpose = Purpose.PROFILE if job.phase is Phase.PROFILING else Purpose.TRAIN
+        job.hold(self.layout, self.config, target, now)
+        if purpose is Purpose.PROFILE:
+            job.profiling = ProfilingRun(after, now + window_s(job, self.config))
+            reason = f"measures its speed with {after} on slots that no promise needs"
+        else:
+            reason = change(before, after, cost_s=cost, saved_s=saved, end_s=end, why=why)
+        out.append(Resize(job.job_id, job.placement, purpose, reason))
+
+    # -- when to look again --------------------------------------------------------------------------------------
+
+    def wake(self, now: float) -> list[Decision]:
+        """The next time at which the plan itself asks for something."""
+        times: list[float] = []
+        for job in self.jobs.values():
+            course = job.course
+            if course is not None:
+                held = mask_at(course, now)
+                for start, end, _ in course.holdings:
+                    if start > now + TOLERANCE_S:
+                        times.append(start)
+                        break
+                    if end > now + TOLERANCE_S and end < INFINITY:
+                        done = course.finish_s < INFINITY and end >= course.promised_s - TOLERANCE_S
+                        times.append(end + self.config.overdue_s if done and course.promised_s > now else end)
+                if held != job.mask and job.job_id in self.late:
+                    times.append(now + 1.0)
+            if job.phase is Phase.PROFILING:
+                if job.profiling is not None:
+                    times.append(job.profiling.until_s)
+                elif not job.measured and (limit := wait_limit(job, self.config)) is not None:
+                    times.append(limit)
+            elif job.phase is Phase.WAITING and job.job.deadline_s is not None:
+                least = job.work(self.layout, self.config).least_time_s()
+                if least < INFINITY:
+                    times.append(job.job.deadline_s - least)
+            elif job.competes and job.best_effort and not job.mask:
+                times.append(job.waiting_since_s + self.config.ageing_s)
+        later = [t for t in times if t > now + TOLERANCE_S]
+        return [WakeMeAt(min(later))] if later else []

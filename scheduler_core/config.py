@@ -1,0 +1,69 @@
+"""What can be tuned in the scheduler, each with its unit and its default. Knows nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Settings of one :class:`~elasticflow_airflow.scheduler_core.scheduler.Scheduler`.
+
+    The defaults promise to the last second, which is right for a simulator with exact curves. A service that drives
+    real processes sets the margins.
+    """
+
+    speed_error: float = 0.0
+    """Fraction by which measured speeds may be too high: plans use ``speed * (1 - speed_error)``."""
+    deadline_margin_s: float = 0.0
+    """New promises and new plans end this much before the deadline (delays of wake-ups, of the engine)."""
+    offer_margin_s: float = 0.0
+    """Added to the earliest feasible deadline that a rejection offers, so that a resubmit a moment later is admitted."""
+    offer_probes: int = 6
+    """How often bisection tries a deadline with the full admission; more is more exact and slower."""
+    rescue_orders: int = 6
+    """How many other orders of filling are tried before a rejection."""
+    proof_rounds: int = 4
+    """How often the filling is repeated with the pauses of the migrations that placing it turned out to need."""
+
+    min_saving_pauses: float = 0.5
+    """A job grows only when it then ends earlier by this many of its pauses, the pause itself already paid."""
+    min_saving_s: float = 0.0
+    """... and by at least this many seconds."""
+    patience_pauses: float = 4.0
+    """Who must wait longer than this many pauses for a first worker makes others give up what exceeds their share."""
+    ageing_s: float = 1800.0
+    """A best-effort job that waited so long takes turns with running ones, and its next turn is kept free of
+    newcomers with deadlines; also the length of such a turn."""
+
+    profile_budget_s: float = 60.0
+    """How long one size may run while its speed is measured, from the first step."""
+    profile_startup_s: float = 60.0
+    """How long a gang that is profiled may take to its first step (longer if the job's known start-up is longer)."""
+    profile_wait_fraction: float = 0.25
+    """A job waits for slots to be profiled on for at most this fraction of the time to its deadline."""
+    profile_min_gain: float = 0.02
+    """Profiling stops at a size whose speed is not this much (fraction) above the size before."""
+
+    deviation_s: float = 1.0
+    """A report that moves a job's end by less than this, and by less than ``deviation_fraction`` of what is left, does
+    not make a new plan."""
+    deviation_fraction: float = 0.02
+    speed_smoothing: float = 0.5
+    """Weight of a newly reported speed against the curve (0: ignore, 1: believe at once)."""
+    overdue_s: float = 5.0
+    """A job that should have ended but has not said so keeps its slots; it is looked at again after this time."""
+
+    def __post_init__(self) -> None:
+        for name in ("speed_error", "speed_smoothing", "profile_wait_fraction"):
+            value = getattr(self, name)
+            if not 0.0 <= value <= 1.0:
+                raise ValueError(f"{name} is {value!r}; it is a fraction between 0 and 1")
+        if self.speed_error == 1.0:
+            raise ValueError("speed_error is 1.0, which would leave no speed to plan with; use less")
+        for name in ("deadline_margin_s", "offer_margin_s", "min_saving_pauses", "min_saving_s", "patience_pauses"):
+            if getattr(self, name) < 0.0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it cannot be negative")
+        for name in ("ageing_s", "profile_budget_s", "overdue_s"):
+            if getattr(self, name) <= 0.0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be above 0")

@@ -1,0 +1,108 @@
+"""Minimum satisfactory share by progressive filling (ElasticFlow, ASPLOS 2023, section 4.1, Algorithm 1).
+
+Jobs are taken one after another; each gets the smallest level that finishes it in time in what the ones before it left
+free. Unlike the paper's, the filling pays for every start-up, change of size and tail, and needs no concave curve.
+Works on counts per block size; where the gangs stand is decided by :mod:`~elasticflow_airflow.scheduler_core.rolling`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
+from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Work
+
+
+class Share(NamedTuple):
+    """A stretch of a job's minimum satisfactory share: ``size`` slots from ``start_s`` until ``end_s``."""
+
+    start_s: float
+    end_s: float
+    size: int
+
+
+def fill(
+    free: FreeCapacity, works: Iterable[Work], now: float, extra_pauses: Mapping[str, int]
+) -> tuple[dict[str, list[Share]], str | None]:
+    """Fill in the given order; the shares so far and the id of the first job that did not fit (None: all did).
+
+    ``extra_pauses`` are migrations that a job must be able to afford. ``free`` is used up.
+    """
+    shares: dict[str, list[Share]] = {}
+    for work in works:
+        share = minimum_share(free, work, now, extra_pauses.get(work.job_id, 0) * work.pause_s)
+        if share is None:
+            return shares, work.job_id
+        for start, end, size in share:
+            free.reserve(start, end, size)
+        shares[work.job_id] = share
+    return shares, None
+
+
+def minimum_share(free: FreeCapacity, work: Work, now: float, extra_s: float = 0.0) -> list[Share] | None:
+    """Find the smallest level at which the job ends by its limit, or None. Does not reserve."""
+    limit = work.limit_s + TOLERANCE_S / 2
+    left = work.left_at(now)
+    cost = work.cost_of_change(now)
+    for level in work.sizes:
+        if level == work.size:
+            finish = work.since_s + extra_s + work.remaining / work.speeds[level]
+        else:
+            finish = now + cost + extra_s + left / work.speeds[level]
+        end = finish + work.tail_s
+        if end > limit:
+            continue
+        if end <= now:
+            return [Share(now, now + TOLERANCE_S, level)]
+        if free.fits(now, end, level):
+            return [Share(now, end, level)]
+        share = _follow(free, work, now, level, extra_s, limit)
+        if share is not None:
+            return share
+    return None
+
+
+def _follow(free: FreeCapacity, work: Work, now: float, level: int, extra_s: float, limit: float) -> list[Share] | None:
+    """Hold ``min(level, what fits)`` at every moment, changing only where a change repays its pause."""
+    if limit == INFINITY:
+        limit = max(free.times[-1], now) + work.least_time_s() * len(work.sizes) * 4 + 1e6
+    sizes = tuple(s for s in work.sizes if s <= level)
+    runs = free.placeable(sizes, now, limit)
+    shares: list[Share] = []
+    left, size, ready, starting = work.left_at(now), work.size, work.since_s, work.starting
+    owed = extra_s
+    for start, end, fit in runs:
+        if fit == 0:
+            size = 0
+            continue
+        target = fit
+        if (
+            size
+            and size < fit
+            and work.speed(fit) * max(0.0, end - start - work.pause_s)
+            <= work.speed(size) * (end - max(start, min(ready, end)))
+        ):
+            target = size
+        if target != size:
+            interrupted = starting and ready > start + TOLERANCE_S
+            cost = work.startup_s if size == 0 or interrupted else work.pause_s
+            starting = size == 0 or interrupted
+            ready, size = start + cost, target
+        begin = max(start, ready)
+        speed = work.speed(size)
+        if shares and shares[-1].end_s == start and shares[-1].size == size:
+            shares[-1] = Share(shares[-1].start_s, end, size)
+        else:
+            shares.append(Share(start, end, size))
+        if begin >= end:
+            continue
+        paid = min(owed, end - begin)
+        owed -= paid
+        begin += paid
+        finish = begin + left / speed
+        if owed == 0.0 and finish + work.tail_s <= end:
+            shares[-1] = Share(shares[-1].start_s, finish + work.tail_s, size)
+            return shares
+        left = max(0.0, left - speed * (end - begin))
+    return None

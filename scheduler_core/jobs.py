@@ -1,0 +1,156 @@
+"""What the scheduler remembers of one live job, and how it becomes :class:`Work` for the planner. No decisions here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.placement import Layout
+from elasticflow_airflow.scheduler_core.values import Job, JobState, Phase, Placement, Reservation
+from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Work
+
+
+@dataclass(slots=True)
+class ProfilingRun:
+    """The size being measured: until when it may take, and whether its gang has started."""
+
+    size: int
+    until_s: float
+
+
+@dataclass(slots=True)
+class LiveJob:
+    """One job between its submission and its end. ``number`` counts arrivals, ``promise`` promises."""
+
+    job: Job
+    phase: Phase
+    best_effort: bool
+    number: int
+    remaining: float | None
+    as_of_s: float
+    waiting_since_s: float
+    placement: Placement = field(default_factory=Placement)
+    mask: int = 0
+    ready_s: float = 0.0
+    starting: bool = False
+    started: bool = False
+    """Whether the present gang has said that it makes steps."""
+    ever_started: bool = False
+    at_risk: bool = False
+    measured: dict[int, float] = field(default_factory=dict)
+    failed_sizes: set[int] = field(default_factory=set)
+    profiling: ProfilingRun | None = None
+    promise: int = 0
+    course: Course | None = None
+    share: int = 0
+    """Slots now of its minimum satisfactory share when everything was last planned afresh (0: not known)."""
+    running_since_s: float = 0.0
+    said_waiting: str = ""
+    parked_from: Phase | None = None
+    _work: Work | None = None
+
+    @property
+    def job_id(self) -> str:
+        """Id of the job."""
+        return self.job.job_id
+
+    @property
+    def promised(self) -> bool:
+        """Whether its deadline is promised (even if at risk)."""
+        return self.phase is Phase.ADMITTED and not self.best_effort
+
+    @property
+    def competes(self) -> bool:
+        """Whether it may hold slots as an admitted job."""
+        return self.phase is Phase.ADMITTED
+
+    def changed(self) -> None:
+        """Forget what was derived from the fields."""
+        self._work = None
+
+    def sizes(self, largest: int, config: SchedulerConfig) -> dict[int, float]:
+        """Usable sizes on this cluster with their planned speeds; speed 0 where nothing is known."""
+        most = min(self.job.max_workers or largest, largest)
+        if self.job.curve is not None:
+            factor = 1.0 - config.speed_error
+            return {n: speed * factor for n, speed in self.job.curve.usable(self.job.min_workers, most).items()}
+        if self.phase is Phase.PROFILING:
+            return {n: speed for n, speed in self.measured.items() if n <= largest}
+        smallest = 1 << max(0, self.job.min_workers - 1).bit_length()
+        return {smallest: 0.0} if smallest <= most else {}
+
+    def work(self, layout: Layout, config: SchedulerConfig) -> Work:
+        """The planner's view; the same object until something changes."""
+        if self._work is None:
+            speeds = self.sizes(1 << (layout.levels - 1), config)
+            size = self.mask.bit_count()
+            costs = self.job.costs
+            limit = INFINITY if self.best_effort or self.job.deadline_s is None else self.job.deadline_s
+            work = Work(
+                job_id=self.job.job_id,
+                remaining=INFINITY if self.remaining is None else self.remaining,
+                since_s=max(self.as_of_s, self.ready_s),
+                mask=self.mask,
+                size=size,
+                speed_now=0.0,
+                starting=self.starting,
+                sizes=tuple(speeds),
+                speeds=speeds,
+                startup_s=costs.startup_s,
+                pause_s=costs.pause_s,
+                tail_s=costs.tail_s,
+                limit_s=limit,
+            )
+            if size:
+                object.__setattr__(work, "speed_now", work.speed(size))
+            self._work = work
+        return self._work
+
+    def settle(self, layout: Layout, config: SchedulerConfig, now: float) -> None:
+        """Bring ``remaining`` forward to ``now`` along the curve."""
+        if self.remaining is not None:
+            self.remaining = self.work(layout, config).left_at(now)
+        self.as_of_s = now
+        self._work = None
+
+    def hold(self, layout: Layout, config: SchedulerConfig, mask: int, now: float) -> None:
+        """Take exactly the slots of ``mask`` from ``now`` on, paying for the change."""
+        cost = self.work(layout, config).cost_of_change(now)
+        begins = self.mask == 0 or (self.starting and self.ready_s > now + TOLERANCE_S)
+        self.settle(layout, config, now)
+        self.placement = layout.placement_of(mask, self.placement)
+        if self.mask == 0 and mask:
+            self.running_since_s = now
+        if mask == 0:
+            self.waiting_since_s = now
+        self.mask = mask
+        self.starting = begins and mask != 0
+        self.started = False
+        self.ready_s = now + cost if mask else now
+        self._work = None
+
+    def state(self, layout: Layout) -> JobState:
+        """All of it as a value, for a store."""
+        holdings = self.course.holdings if self.course is not None else ()
+        return JobState(
+            job=self.job,
+            phase=self.phase,
+            best_effort=self.best_effort,
+            remaining_steps=self.remaining,
+            as_of_s=self.as_of_s,
+            placement=self.placement,
+            no_progress_until_s=self.ready_s,
+            measured=dict(self.measured),
+            at_risk=self.at_risk,
+            ever_started=self.ever_started,
+            starting=self.starting,
+            number=self.number,
+            promise=self.promise,
+            waiting_since_s=self.waiting_since_s,
+            parked_from=self.parked_from,
+            failed_sizes=tuple(sorted(self.failed_sizes)),
+            profile_until_s=self.profiling.until_s if self.profiling else None,
+            reserved=tuple(
+                Reservation(h.start_s, h.end_s, layout.placement_of(h.mask, self.placement)) for h in holdings
+            ),
+        )

@@ -1,0 +1,254 @@
+"""Plans for all jobs together: keep what is stored, or plan afresh; then give what is left to those without a promise.
+
+*The plan is the proof*: a draft is adopted only when every promised job that was fine keeps its limit in it, every
+start-up, pause, migration and tail paid. Stored courses stay valid as long as reality follows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from elasticflow_airflow.scheduler_core.allocation import as_soon_as_possible, grow, while_free, window
+from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.draft import Draft, mask_at
+from elasticflow_airflow.scheduler_core.jobs import LiveJob
+from elasticflow_airflow.scheduler_core.placement import Layout
+from elasticflow_airflow.scheduler_core.profiling import next_size, window_s
+from elasticflow_airflow.scheduler_core.proof import deadline_order, prove, rescue_orders
+from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
+from elasticflow_airflow.scheduler_core.values import Phase
+from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding, Work
+
+
+class Planner:
+    """Plans over one layout of the cluster at one moment. Reads jobs, never changes them."""
+
+    def __init__(self, config: SchedulerConfig, layout: Layout, jobs: Sequence[LiveJob], now: float) -> None:
+        self.config = config
+        self.layout = layout
+        self.jobs = jobs
+        self.now = now
+        self._free: FreeCapacity | None = None
+        self._base: Draft | None = None
+        self._base_known = False
+
+    @property
+    def free(self) -> FreeCapacity:
+        """Capacity without any job."""
+        if self._free is None:
+            self._free = FreeCapacity(self.layout, self.now)
+        return self._free
+
+    def work(self, job: LiveJob) -> Work:
+        """A job as work; one that should have ended holds its slots a little longer."""
+        work = job.work(self.layout, self.config)
+        course = job.course
+        if job.mask and course is not None and course.promised_s <= self.now:
+            size = job.mask.bit_count()
+            end = course.holdings[-1].end_s if course.holdings else self.now + self.config.overdue_s
+            rest = max(end, self.now + 2 * TOLERANCE_S) - work.tail_s
+            return replace(
+                work, remaining=0.0, since_s=rest, sizes=(size,), speeds={size: 1.0}, speed_now=1.0, limit_s=INFINITY
+            )
+        return work
+
+    def bound(self, job: LiveJob, work: Work) -> Work:
+        """Limit an admitted job's plan by its deadline less the margin, if it still can keep that."""
+        margin = self.config.deadline_margin_s
+        if margin == 0.0 or work.limit_s == INFINITY:
+            return work
+        planned = job.course.promised_s if job.course is not None else INFINITY
+        return replace(work, limit_s=max(work.limit_s - margin, min(work.limit_s, planned)))
+
+    def promised(self) -> list[Work]:
+        """Jobs whose promise must be kept by any plan."""
+        return [self.bound(job, self.work(job)) for job in self.jobs if job.promised and not job.at_risk]
+
+    def held(self) -> int:
+        """All slots that jobs hold now."""
+        mask = 0
+        for job in self.jobs:
+            mask |= job.mask
+        return mask
+
+    def stored(self) -> Draft:
+        """The stored courses."""
+        return Draft(self.layout, self.now, {job.job_id: job.course for job in self.jobs if job.course is not None})
+
+    def fresh(self, newcomer: Work | None = None, *, rescue: int = 0) -> Draft | None:
+        """Plan all promises anew (and the newcomer's); None when no order that was tried proves them all."""
+        if newcomer is None and self._base_known and rescue == 0:
+            return self._base.copy() if self._base is not None else None
+        works = self.promised()
+        if newcomer is not None:
+            works.append(newcomer)
+        draft = self._proven(deadline_order(works))
+        if newcomer is None and not self._base_known:
+            self._base, self._base_known = (draft.copy() if draft is not None else None), True
+        if draft is None and rescue:
+            for order in rescue_orders(works, self.now, rescue):
+                draft = self._proven(order)
+                if draft is not None:
+                    break
+        return draft
+
+    def _proven(self, ordered: list[Work]) -> Draft | None:
+        courses, _ = prove(self.layout, self.free, ordered, self.now, self.held(), self.config.proof_rounds)
+        if courses is None:
+            return None
+        return self._draft(courses)
+
+    def _draft(self, courses: dict[str, Course]) -> Draft:
+        draft = Draft(self.layout, self.now, courses)
+        draft.shares = {job_id: mask_at(course, self.now).bit_count() for job_id, course in courses.items()}
+        return draft
+
+    def salvage(self) -> Draft:
+        """Keep as many promises as can be kept, the older promise first; the others are left out of the draft.
+
+        Drops, each time somebody does not fit, the newest promise among those filled so far (Moore and Hodgson's
+        rule with the promise's age in place of the length), and at the end tries the dropped ones again.
+        """
+        age = {job.job_id: job.promise for job in self.jobs}
+        works = self.promised()
+        dropped: list[Work] = []
+        courses: dict[str, Course] | None = {}
+        while works:
+            ordered = deadline_order(works)
+            courses, late = prove(self.layout, self.free, ordered, self.now, self.held(), self.config.proof_rounds)
+            if courses is not None:
+                break
+            until = next((i for i, work in enumerate(ordered) if work.job_id == late), len(ordered) - 1)
+            victim = max(ordered[: until + 1], key=lambda work: age.get(work.job_id, 0))
+            works.remove(victim)
+            dropped.append(victim)
+            courses = {}
+        for work in sorted(dropped, key=lambda work: age.get(work.job_id, 0))[:16]:
+            again, _ = prove(
+                self.layout,
+                self.free,
+                deadline_order([*works, work]),
+                self.now,
+                self.held(),
+                self.config.proof_rounds,
+            )
+            if again is not None:
+                works.append(work)
+                courses = again
+        return self._draft(courses or {})
+
+    def complete(self, draft: Draft) -> Draft:
+        """Plan those without a (keepable) promise into what is left, then let jobs grow. Changes and returns ``draft``.
+
+        ``anew``: nothing but promises is in the draft yet. Otherwise courses that exist are kept.
+        """
+        for job in self._in_need(draft):
+            draft.drop(job.job_id)
+            course = self._place(draft, job)
+            if course is not None:
+                draft.put(job.job_id, course)
+        grow(draft, (self.work(job) for job in self.jobs if job.competes), self.config)
+        return draft
+
+    def _in_need(self, draft: Draft) -> list[LiveJob]:
+        """Jobs that want a course: at risk first, then profiling, then best effort by turn."""
+        risk: list[LiveJob] = []
+        profiling: list[LiveJob] = []
+        best_effort: list[LiveJob] = []
+        for job in self.jobs:
+            course = draft.courses.get(job.job_id)
+            if job.phase is Phase.PROFILING:
+                profiling.append(job)
+            elif not job.competes:
+                continue
+            elif course is None or not course.holdings or (job.best_effort and not mask_at(course, self.now)):
+                (best_effort if job.best_effort else risk).append(job)
+        risk.sort(key=lambda job: job.promise)
+        profiling.sort(key=lambda job: (job.mask == 0, job.number))
+        best_effort.sort(key=self._turn)
+        return risk + profiling + best_effort
+
+    def _turn(self, job: LiveJob) -> tuple[int, float, int]:
+        """Whose turn it is: who waited long, before who runs, before who waits, before who ran long."""
+        waited = self.now - job.waiting_since_s
+        if job.mask == 0:
+            return (0 if waited >= self.config.ageing_s else 2, job.waiting_since_s, job.number)
+        ran = self.now - job.running_since_s
+        return (3 if ran >= self.config.ageing_s and self._somebody_aged() else 1, job.running_since_s, job.number)
+
+    def _somebody_aged(self) -> bool:
+        return any(
+            job.competes and job.best_effort and not job.mask and self.now - job.waiting_since_s >= self.config.ageing_s
+            for job in self.jobs
+        )
+
+    def _place(self, draft: Draft, job: LiveJob) -> Course | None:
+        work = self.work(job)
+        if job.phase is Phase.PROFILING:
+            return self._profile(draft, job)
+        if not work.sizes:
+            return None
+        if not job.best_effort:
+            return as_soon_as_possible(draft, work)
+        size = work.sizes[0]
+        if work.size > size and work.size in work.sizes:
+            free = draft.book.everything & ~draft.book.taken[0]
+            part = self.layout.find(work.mask & free, size)
+            if part and not self._hungry(job):
+                kept = while_free(draft, work, work.size)
+                if kept is not None and mask_at(kept, self.now) == work.mask:
+                    return kept
+        return while_free(draft, work, size)
+
+    def _hungry(self, but: LiveJob) -> bool:
+        """Whether anybody else has nothing and wants something."""
+        return any(
+            job is not but and not job.mask and (job.phase is Phase.PROFILING or job.competes) for job in self.jobs
+        )
+
+    def _profile(self, draft: Draft, job: LiveJob) -> Course | None:
+        run = job.profiling
+        if run is not None and job.mask:
+            holding = window(draft, job.mask, run.size, max(run.until_s - self.now, 2 * TOLERANCE_S))
+            if holding is not None and holding.mask == job.mask:
+                return Course((holding,), INFINITY, INFINITY)
+            return None
+        size = next_size(job, 1 << (self.layout.levels - 1))
+        if size is None:
+            return None
+        held = window(draft, job.mask, size, window_s(job, self.config))
+        return Course((held,), INFINITY, INFINITY) if held is not None else None
+
+    def starved(self, draft: Draft) -> int:
+        """How many jobs get nothing soon although they want a first worker."""
+        pauses = max((job.job.costs.pause_s for job in self.jobs if job.mask), default=0.0)
+        patience = self.now + self.config.patience_pauses * pauses + TOLERANCE_S
+        count = 0
+        for job in self.jobs:
+            if job.phase is Phase.PROFILING or job.competes:
+                course = draft.courses.get(job.job_id)
+                if course is None or not course.holdings or course.holdings[0].start_s > patience:
+                    count += 1
+        return count
+
+    def luxury(self, draft: Draft) -> bool:
+        """Whether planning afresh could free slots: somebody holds more than its share, or slots lie idle."""
+        idle = self.layout.usable_at(self.now) & ~draft.book.taken[0]
+        if idle:
+            return True
+        for job in self.jobs:
+            if job.competes:
+                size = draft.mask_now(job.job_id).bit_count()
+                work = job.work(self.layout, self.config)
+                least = work.sizes[0] if job.best_effort and work.sizes else job.share
+                if size > least:
+                    return True
+                if job.best_effort and size and self._somebody_aged():
+                    return True
+        return False
+
+
+def without(courses: Iterable[Holding], now: float) -> tuple[Holding, ...]:
+    """Holdings that are not over."""
+    return tuple(h for h in courses if h.end_s > now + TOLERANCE_S)

@@ -1,0 +1,147 @@
+"""One job as the planner sees it at one moment, and the arithmetic of its progress. Pure; knows no other job.
+
+The only place that says what a start, a change of slots and a tail cost; plans, proofs and projections all use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from elasticflow_airflow.scheduler_core.values import Plan, PlanSegment
+
+INFINITY = float("inf")
+TOLERANCE_S = 1e-5
+"""Times closer than this are the same time: UTC seconds as floats are exact to 2.4e-7 only."""
+
+
+class Holding(NamedTuple):
+    """Hold the slots in ``mask`` from ``start_s`` until ``end_s`` (which covers the tail)."""
+
+    start_s: float
+    end_s: float
+    mask: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is left of a job, how fast it goes at each size, what changing costs.
+
+    ``remaining`` counts at ``since_s``, from when on the gang makes (or will make) steps at ``speed_now``;
+    ``starting`` says that ``since_s`` is the end of a start-up, which a change would make it pay again.
+    """
+
+    job_id: str
+    remaining: float
+    since_s: float
+    mask: int
+    size: int
+    speed_now: float
+    starting: bool
+    sizes: tuple[int, ...]
+    speeds: dict[int, float]
+    startup_s: float
+    pause_s: float
+    tail_s: float
+    limit_s: float
+
+    def left_at(self, now: float) -> float:
+        """Steps left at ``now`` if nothing has changed since ``since_s``."""
+        if self.size == 0 or now <= self.since_s:
+            return self.remaining
+        return max(0.0, self.remaining - self.speed_now * (now - self.since_s))
+
+    def cost_of_change(self, now: float) -> float:
+        """Seconds without progress if the slots change at ``now`` to another non-empty set."""
+        if self.size == 0 or (self.starting and self.since_s > now + TOLERANCE_S):
+            return self.startup_s
+        return self.pause_s
+
+    def speed(self, size: int) -> float:
+        """Planned steps/s with ``size`` workers: the fastest measured size that is not larger (0: none)."""
+        known = self.speeds.get(size)
+        if known is not None:
+            return known
+        return max((self.speeds[s] for s in self.sizes if s <= size), default=0.0)
+
+    def least_time_s(self) -> float:
+        """Seconds from nothing to the result on an empty cluster with the fastest size."""
+        if not self.sizes:
+            return INFINITY
+        return self.startup_s + self.remaining / self.speeds[self.sizes[-1]] + self.tail_s
+
+
+class Course(NamedTuple):
+    """Concrete holdings of one job with the end they lead to. ``finish_s`` is infinite when they do not suffice."""
+
+    holdings: tuple[Holding, ...]
+    finish_s: float
+    promised_s: float
+
+
+class Leg(NamedTuple):
+    """A stretch of one size: no progress before ``ready_s``."""
+
+    start_s: float
+    end_s: float
+    size: int
+    ready_s: float
+
+
+def legs_of(work: Work, holdings: Sequence[Holding], now: float) -> tuple[list[Leg], float]:
+    """Walk through ``holdings``: the legs, every start-up and pause paid, and the time of the last step."""
+    legs: list[Leg] = []
+    mask, ready, starting, left = work.mask, work.since_s, work.starting, work.remaining
+    end_before, first = now, True
+    for begin, end, held in holdings:
+        start = begin if begin > now else now
+        gap = start > end_before + TOLERANCE_S
+        counted = ready
+        if gap or held != mask:
+            if first:
+                left = work.left_at(now)
+            if mask == 0 or gap or (starting and ready > start + TOLERANCE_S):
+                ready, starting = start + work.startup_s, True
+            else:
+                ready, starting = start + work.pause_s, False
+            counted = ready
+        elif not first and start > ready:
+            counted = start
+        size = held.bit_count()
+        legs.append(Leg(start, end, size, ready))
+        speed = work.speed(size)
+        if speed > 0.0 or left <= 0.0:
+            finish = counted + (left / speed if left > 0.0 else 0.0)
+            if finish + work.tail_s <= end + TOLERANCE_S:
+                return legs, finish
+            if end > counted:
+                left = max(0.0, left - speed * (end - counted))
+        mask, end_before, first = held, end, False
+    return legs, INFINITY
+
+
+def course_of(work: Work, holdings: Sequence[Holding], now: float) -> Course:
+    """Cut ``holdings`` to what the job needs and say when it ends."""
+    legs, finish = legs_of(work, holdings, now)
+    if finish == INFINITY:
+        return Course(tuple(holdings), INFINITY, INFINITY)
+    promised = finish + work.tail_s
+    used = list(holdings[: len(legs)])
+    last = used[-1]
+    if promised < last.end_s - TOLERANCE_S:
+        used[-1] = Holding(last.start_s, max(promised, last.start_s), last.mask)
+    return Course(tuple(used), finish, promised)
+
+
+def plan_of(work: Work, course: Course, now: float) -> Plan:
+    """The public form of a course: segments of training up to the last step."""
+    legs, _ = legs_of(work, course.holdings, now)
+    segments: list[PlanSegment] = []
+    for leg in legs:
+        end = min(leg.end_s, course.finish_s)
+        if end <= leg.start_s:
+            continue
+        lost = min(max(0.0, leg.ready_s - leg.start_s), end - leg.start_s)
+        segments.append(PlanSegment(leg.start_s, end, leg.size, lost))
+    return Plan(work.job_id, tuple(segments), course.finish_s, course.promised_s)
