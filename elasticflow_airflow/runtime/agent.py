@@ -6,6 +6,7 @@ standard library only; it runs in the user's training interpreter.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -25,9 +26,16 @@ def main(arguments: list[str]) -> int:
     # The trainer's parent is this process.
     os.environ[PARENT_ENV] = str(os.getpid())
     result_file, torchrun_arguments = Path(arguments[0]), arguments[1:]
+    # Where torchrun copies the first error to; without it, it complains in the worker's log. The trainer gets its own.
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(result_file.with_suffix(".error.json"))
     # Torchrun asks for the full host name at each of its events; without reverse DNS each answer takes 10 s.
     host = socket.gethostname()
     socket.getfqdn = lambda name="": name or host
+
+    if "LOGLEVEL" not in os.environ:
+        # What torchrun says of a failed worker would bury the script's own traceback, and saying it costs 2 s: torch's
+        # log formatter imports half of torch. The supervisor says the same in a line.
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -7,9 +7,12 @@ library only, and torch only when it is there already: threads and cores are set
 
 from __future__ import annotations
 
+import atexit
 import json
+import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -54,6 +57,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def main() -> int:
     """Run the script; returns the exit status."""
     die_with_parent(int(os.environ.pop(PARENT_ENV)))
+    if multiprocessing.parent_process() is not None:
+        _be_as_if_new()
     pin_to_cores(os.environ.get(CORES_ENV, ""))
     trainer_file = os.environ.pop(TRAINER_FILE_ENV, None)
     if trainer_file:
@@ -69,11 +74,37 @@ def main() -> int:
         if leaving.code is None or isinstance(leaving.code, int):
             return leaving.code or 0
         sys.stderr.write(f"{leaving.code}\n")
+        _report_end(session, worker_id, ReportKind.FAILED, str(leaving.code), leaving)
         return 1
     except BaseException as error:  # noqa: BLE001  (whatever it is, it ends the script and is reported)
         _report_failure(session, worker_id, error)
         return 1
+    finally:
+        _run_exit_functions()
     return 0
+
+
+def _be_as_if_new() -> None:
+    """Forked from its agent: undo what a fresh interpreter would not have."""
+    if os.getpgid(0) != os.getpid():
+        os.setsid()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    atexit._clear()
+    if "numpy.random" in sys.modules:
+        # Python reseeds its own generator after a fork, numpy does not: all workers would draw the same.
+        import numpy
+
+        numpy.random.seed()
+
+
+def _run_exit_functions() -> None:
+    """What the script registered with atexit: a forked process leaves without it."""
+    if multiprocessing.parent_process() is not None:
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 def run_script(session: SessionConfig) -> None:
@@ -94,22 +125,23 @@ def run_script(session: SessionConfig) -> None:
 
 def _report_failure(session: SessionConfig, worker_id: str, error: BaseException) -> None:
     _print_users_traceback(error)
-    message = "".join(traceback.format_exception_only(error)).strip()
+    kind = ReportKind.OUT_OF_MEMORY if is_out_of_memory(error) else ReportKind.FAILED
+    _report_end(session, worker_id, kind, "".join(traceback.format_exception_only(error)).strip(), error)
+
+
+def _report_end(session: SessionConfig, worker_id: str, kind: ReportKind, message: str, error: BaseException) -> None:
     generation = int(os.environ[GENERATION_ENV])
     path = report_path(Path(session.incarnation_dir), generation, worker_id)
-    out_of_memory = is_out_of_memory(error)
-    wanted = ReportKind.OUT_OF_MEMORY if out_of_memory else ReportKind.FAILED
     try:
         # The session may have said it already, and knows more (the micro-batch, "nan_loss").
-        if not any(report.kind in (wanted, ReportKind.FAILED) for report, _ in read_reports(path)):
-            data = {"message": message} if out_of_memory else {"message": message, "kind": "exception"}
+        if not any(report.kind in (kind, ReportKind.FAILED) for report, _ in read_reports(path)):
             report = Report(
-                kind=wanted,
+                kind=kind,
                 generation=generation,
                 worker_id=worker_id,
                 rank=int(os.environ.get("RANK", "0")),
                 step=current_step,
-                data=data,
+                data={"message": message} | ({"kind": "exception"} if kind is ReportKind.FAILED else {}),
             )
             append_report(path, report)
         _write_error_file(message, error)

@@ -13,7 +13,7 @@ import os
 import time
 from pathlib import Path
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not marked so by torch
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,

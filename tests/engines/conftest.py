@@ -1,4 +1,4 @@
-"""Benches on which the engine contract is tried: a fake engine in modelled time, the local engine with real torchrun."""
+"""Benches on which the engine contract is tried: the fake engine in modelled time, the local one with real torchrun."""
 
 from __future__ import annotations
 
@@ -289,5 +289,3 @@ def bench(request: pytest.FixtureRequest) -> Bench:
     found = request.getfixturevalue(f"{request.param}_bench")
     assert isinstance(found, Bench)
     return found
-
-

@@ -372,6 +372,7 @@ class LocalEngine:
                 slot_index=slot.index,
                 lock_name=self._layout(slot).lock_name,
                 env=self._slot_env(slot, spec),
+                fork_trainer=self._layout(slot).gpu is None,
             )
             for rank, slot in enumerate(spec.placement)
             if slot.node_id == node_id

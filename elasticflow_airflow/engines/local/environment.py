@@ -43,7 +43,7 @@ def inherited(environ: Mapping[str, str]) -> dict[str, str]:
 def worker_environment(environ: Mapping[str, str], job_env: Mapping[str, str], bridge: str) -> dict[str, str]:
     """What all workers of a job see, secrets apart: what is inherited, then the job's own, then ours."""
     job_path = job_env.get("PYTHONPATH")
-    local = {"GLOO_SOCKET_IFNAME": "lo", "LOGLEVEL": "WARNING", "PYTHONUNBUFFERED": "1"}
+    local = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
     return {
         **inherited(environ),
         **local,

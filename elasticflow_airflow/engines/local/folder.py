@@ -35,6 +35,8 @@ class WorkerSpec:
     slot_index: int
     lock_name: str
     env: Mapping[str, str]
+    fork_trainer: bool = True
+    """False on GPUs: a process that may have touched CUDA must not be forked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,8 @@ class WorkerStatus:
     trainer: ProcessId | None = None
     exit_code: int | None = None
     ended: bool = False
+    signalled: bool = False
+    """The supervisor sent it a signal while it lived: its end is no failure of its own."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,7 +100,7 @@ class Status:
     """What is, in the supervisor's words. ``ended`` is the last thing it writes.
 
     ``told``: the workers were told to leave (why: ``reason``). ``terminated``: a plain script got SIGTERM.
-    ``failed_worker`` left by itself without success before anything was told.
+    ``failed``: a worker left by itself without success before anything was told. ``failure``: nothing was started.
     """
 
     supervisor: ProcessId | None = None
@@ -104,7 +108,7 @@ class Status:
     told: bool = False
     reason: str = ""
     terminated: bool = False
-    failed_worker: str | None = None
+    failed: bool = False
     failure: str | None = None
     ended: bool = False
 

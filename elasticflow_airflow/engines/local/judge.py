@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elasticflow_airflow.engines.local import logs
-from elasticflow_airflow.engines.local.folder import Status
+from elasticflow_airflow.engines.local.folder import Status, WorkerStatus
 from elasticflow_airflow.engines.local.records import GangRecord
 from elasticflow_airflow.engines.port import GangOutcome, GangState
 from elasticflow_airflow.runtime.protocol import Report, ReportKind
@@ -27,7 +27,8 @@ class Heard:
 
     started: set[int] = field(default_factory=set)
     finished: bool = False
-    causes: dict[str, str] = field(default_factory=dict)
+    causes: dict[str, tuple[float, str]] = field(default_factory=dict)
+    """By worker: when and why it said that it fails."""
 
     def take(self, reports: Iterable[Report]) -> None:
         """Take new reports in."""
@@ -37,7 +38,7 @@ class Heard:
             elif report.kind is ReportKind.FINISHED and report.rank == 0:
                 self.finished = True
             elif report.kind in (ReportKind.FAILED, ReportKind.OUT_OF_MEMORY):
-                self.causes[report.worker_id] = str(report.data.get("message", report.kind))
+                self.causes[report.worker_id] = (report.at_s, str(report.data.get("message", report.kind)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +81,9 @@ def judge_ended(gang: GangRecord, statuses: Mapping[str, Status | None], lost: l
     if lost:
         nodes = ", ".join(lost)
         return Verdict(GangState.ENDED, GangOutcome.LOST, f"the supervisor on {nodes} died, and its workers with it")
-    failed = next((status for status in known if status.failed_worker is not None), None)
-    if failed is not None and failed.failed_worker is not None:
-        worker = failed.workers[failed.failed_worker]
-        text = describe_failure(gang, failed.failed_worker, worker.rank, worker.exit_code, heard)
+    if any(status.failed for status in known):
+        worker_id, worker = culprit(known, heard)
+        text = describe_failure(gang, worker_id, worker.rank, worker.exit_code, heard)
         return Verdict(GangState.ENDED, GangOutcome.FAILED, text, worker.rank)
     unstarted = next((status.failure for status in known if status.failure is not None), None)
     if unstarted is not None:
@@ -98,6 +98,21 @@ def judge_ended(gang: GangRecord, statuses: Mapping[str, Status | None], lost: l
     return Verdict(GangState.ENDED, GangOutcome.FAILED, _with_tail(text, gang, gang.worker_id(0)), None)
 
 
+def culprit(statuses: Iterable[Status], heard: Heard) -> tuple[str, WorkerStatus]:
+    """Who failed first. When one worker dies, its peers fail in their next collective, often within the same tick.
+
+    Killed by a signal that was not ours comes before any exception; then who reported a cause first; then by rank.
+    """
+
+    def order(item: tuple[str, WorkerStatus]) -> tuple[bool, bool, float, int]:
+        worker_id, worker = item
+        code = worker.exit_code or 0
+        said_s = heard.causes[worker_id][0] if worker_id in heard.causes else float("inf")
+        return (worker.signalled or code == 0, code > 0, said_s, worker.rank)
+
+    return min((item for status in statuses for item in status.workers.items()), key=order)
+
+
 def describe_failure(gang: GangRecord, worker_id: str, rank: int, exit_code: int | None, heard: Heard) -> str:
     """What happened to a worker that left by itself, with the last lines of its log."""
     if exit_code is None:
@@ -108,7 +123,7 @@ def describe_failure(gang: GangRecord, worker_id: str, rank: int, exit_code: int
             how += " (kill -9; when nobody did that, the kernel did, for lack of memory)"
     else:
         how = f"exited with status {exit_code}"
-    cause = heard.causes.get(worker_id)
+    _, cause = heard.causes.get(worker_id, (0.0, ""))
     text = f"rank {rank} ({worker_id}) {how}" + (f": {cause}" if cause else "")
     return _with_tail(text, gang, worker_id)
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from elasticflow_airflow.engines.local import slots
 from elasticflow_airflow.engines.local.folder import Order, Status, SupervisorFolder, SupervisorSpec, failure_path
+from elasticflow_airflow.engines.local.forking import ForkServer
 from elasticflow_airflow.engines.local.processes import ProcessId, children_of
 from elasticflow_airflow.engines.local.progress import PlainProgress
 from elasticflow_airflow.engines.local.worker import Worker
@@ -52,6 +53,7 @@ class Supervisor:
         self._failure_path = failure_path(self._incarnation_dir, spec.generation)
         self.status = Status(supervisor=ProcessId.of(os.getpid()))
         self._workers = {worker.worker_id: Worker(spec, worker, folder) for worker in spec.workers}
+        self._server: ForkServer | None = None
         self._order: Order | None = None
         self._order_stamp: tuple[int, int] | None = None
         self._told_s = 0.0
@@ -81,6 +83,8 @@ class Supervisor:
             self._feed_progress(worker, worker.finish_output())
         if self._progress:
             self._keep_progress(last=True)
+        if self._server is not None:
+            self._server.close()
         self._end_orphans()
         for lock in locks:
             os.close(lock)  # Before the last word: who reads it finds the slots free.
@@ -118,9 +122,17 @@ class Supervisor:
         self._look_at_order()
         if self.status.told:
             raise ValueError("told to leave before the workers were started")
-        for worker in self._workers.values():
-            worker.start(secret_env)
         self._write_status(insist=True)
+        outputs = [worker.open_output() for worker in self._workers.values()]
+        try:
+            # What the server has to complain about belongs in the first worker's log.
+            env = {**self._spec.env, **self._spec.workers[0].env, **secret_env}
+            self._server = ForkServer(self._spec.python, env, self._folder.path, outputs[0])
+            for worker, output in zip(self._workers.values(), outputs, strict=True):
+                worker.start(self._server, output)
+        finally:
+            for output in outputs:
+                os.close(output)
 
     def _end_unstarted(self, failure: str) -> None:
         for worker in self._workers.values():
@@ -149,6 +161,8 @@ class Supervisor:
             self._keep_progress(last=False)
 
     def _look(self) -> None:
+        if self._server is not None:
+            self._server.poll()
         for worker in self._workers.values():
             worker.look()
         self._look_at_order()
@@ -156,8 +170,7 @@ class Supervisor:
             return
         failed = next((w for w in self._workers.values() if w.status.ended and w.status.exit_code != 0), None)
         if failed is not None and not self._told_otherwise():
-            self.status.failed_worker = failed.worker_id
-            self.status.failure = f"exit code {failed.status.exit_code}"
+            self.status.failed = True
             self._broken_s = time.monotonic()
             write_json_atomic(self._failure_path, {"worker_id": failed.worker_id})
         elif failed is None and self._failure_path.exists():

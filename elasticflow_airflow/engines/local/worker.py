@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 
 from elasticflow_airflow.engines.local.folder import SupervisorFolder, SupervisorSpec, WorkerSpec, WorkerStatus
+from elasticflow_airflow.engines.local.forking import ForkServer
 from elasticflow_airflow.engines.local.logs import LogWriter
 from elasticflow_airflow.engines.local.processes import ProcessId, members_of_group
+from elasticflow_airflow.runtime import protocol
 from elasticflow_airflow.runtime.protocol import (
     GENERATION_ENV,
     SESSION_ENV,
@@ -24,7 +24,12 @@ from elasticflow_airflow.runtime.protocol import (
     report_path,
     session_path,
 )
-from elasticflow_airflow.runtime.shim import PARENT_ENV
+
+
+def bootstrap_path() -> str:
+    """The file of runtime/bootstrap.py, found without importing it."""
+    return str(Path(protocol.__file__).with_name("bootstrap.py"))
+
 
 _PIPE_PIECE = 64 * 1024
 RENDEZVOUS_LIMIT_S = 900
@@ -37,7 +42,7 @@ class Worker:
         self.worker_id = worker.worker_id
         self.status = WorkerStatus(rank=worker.rank)
         self._spec, self._worker, self._folder = spec, worker, folder
-        self._process: subprocess.Popen[bytes] | None = None
+        self._server: ForkServer | None = None
         self._log = LogWriter(
             Path(spec.incarnation_dir) / "logs", worker.worker_id, spec.log_segment_bytes, spec.log_segments
         )
@@ -45,23 +50,16 @@ class Worker:
         self._reports = report_path(Path(spec.incarnation_dir), spec.generation, worker.worker_id)
         self._has_session = False
 
-    def start(self, secret_env: Mapping[str, str]) -> None:
-        """Spawn the agent; from the main thread, because its life is tied to the thread that spawns it."""
+    def open_output(self) -> int:
+        """Make the pipe for the worker's output; returns the end to write to."""
         self.output, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(write_end, True)
-        try:
-            self._process = subprocess.Popen(
-                self._command(),
-                env={**self._environment(), **secret_env},
-                cwd=self._folder.path,
-                stdin=subprocess.DEVNULL,
-                stdout=write_end,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        finally:
-            os.close(write_end)
-        self.status.agent = ProcessId.of(self._process.pid)
+        return write_end
+
+    def start(self, server: ForkServer, write_end: int) -> None:
+        """Ask for the agent."""
+        self._server = server
+        server.ask(self.worker_id, self._arguments(), self._environment(), write_end)
 
     def drain(self) -> bytes:
         """Move what the worker printed into its log; returns it. Closes the pipe at its end."""
@@ -79,15 +77,18 @@ class Worker:
 
     def look(self) -> bool:
         """Look how the processes do; True when the status changed."""
-        if self.status.ended or self._process is None:
+        if self.status.ended or self._server is None:
             return False
         changed = False
+        if self.status.agent is None and self.worker_id in self._server.pids:
+            self.status.agent = ProcessId.of(self._server.pids[self.worker_id])
+            changed = self.status.agent is not None
         if self.status.trainer is None:
             raw = read_json(self._folder.trainer_file(self.worker_id))
             if raw is not None:
                 self.status.trainer = ProcessId.of(raw["pid"])
                 changed = self.status.trainer is not None
-        agent_code = self._process.poll()
+        agent_code = self._server.exit_codes.get(self.worker_id)
         if agent_code is None:
             return changed
         result = read_json(self._folder.exit_file(self.worker_id))
@@ -114,15 +115,20 @@ class Worker:
         if self.status.ended:
             return
         if self.status.trainer is not None and self.status.trainer.is_alive():
+            self.status.signalled = True
             self.status.trainer.kill(signal.SIGTERM)
-        elif self.status.trainer is None and self.status.agent is not None:
+        elif self.status.trainer is None:
             # A starting agent loses signals or dies of them; there is nothing yet that could be saved.
-            self.status.agent.kill()
+            self.kill()
 
     def kill(self) -> None:
-        """SIGKILL for all; the agent first, so that it prints no farewell for its trainer."""
+        """SIGKILL for all, the agent first: it has nothing to add."""
+        if self.status.trainer is None or self.status.trainer.is_alive():
+            self.status.signalled = True
         if self.status.agent is not None:
             self.status.agent.kill()
+        elif self._server is not None:
+            self._server.kill()  # It is still importing: there is no agent yet.
         self.kill_rest()
 
     def kill_rest(self) -> None:
@@ -131,12 +137,15 @@ class Worker:
             for process in members_of_group(self.status.trainer.pid):
                 process.kill()
 
-    def _command(self) -> list[str]:
+    def _arguments(self) -> list[str]:
         spec = self._spec
+        # A trainer forked from its agent needs no imports. CUDA is touched by agents now and then: there, a fresh one.
+        trainer = (
+            ["--start-method=fork", "--run-path", bootstrap_path()]
+            if self._worker.fork_trainer
+            else ["-m", "elasticflow_airflow.runtime.bootstrap"]
+        )
         return [
-            spec.python,
-            "-m",
-            "elasticflow_airflow.runtime.agent",
             str(self._folder.exit_file(self.worker_id)),
             f"--nnodes={spec.world_size}:{spec.world_size}",
             "--nproc-per-node=1",
@@ -148,15 +157,12 @@ class Worker:
             f"--local-addr={spec.address}",
             f"--log-dir={self._folder.path / 'torchelastic'}",
             f"--shutdown-timeout={max(1, int(spec.grace_s))}",
-            "-m",
-            "elasticflow_airflow.runtime.bootstrap",
+            *trainer,
         ]
 
     def _environment(self) -> dict[str, str]:
         return {
-            **self._spec.env,
             **self._worker.env,
-            PARENT_ENV: str(os.getpid()),
             SESSION_ENV: str(session_path(Path(self._spec.incarnation_dir))),
             WORKER_ENV: self.worker_id,
             GENERATION_ENV: str(self._spec.generation),

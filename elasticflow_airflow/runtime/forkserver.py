@@ -1,0 +1,106 @@
+"""A process that has imported torch and forks torchrun agents on request: one import for all workers of a supervisor.
+
+Run by the supervisor as ``python -m elasticflow_airflow.runtime.forkserver FD``, FD being one end of a Unix socket
+pair. Each request is one JSON message with the descriptor of the worker's output; each answer one JSON message:
+``{"worker_id", "pid"}`` when it was forked, ``{"worker_id", "exit_code"}`` when it ended.
+
+It may only import: a process that has run a parallel operation or touched CUDA must not be forked. May import
+torch and the standard library only.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from typing import Any, NoReturn
+
+from elasticflow_airflow.runtime.shim import PARENT_ENV, die_with_parent
+
+MAX_MESSAGE = 128 * 1024
+
+
+def main(descriptor: int) -> int:
+    """Import, then serve until the supervisor hangs up."""
+    die_with_parent(int(os.environ[PARENT_ENV]))
+    channel = socket.socket(fileno=descriptor)
+    _import_everything()
+    # What was imported stays shared between the forks: the collector would touch, and thereby copy, all of it.
+    gc.freeze()
+    read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(write_end)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    children: dict[int, str] = {}
+    while True:
+        ready, _, _ = select.select([channel.fileno(), read_end], [], [])
+        if read_end in ready:
+            os.read(read_end, 1024)
+            _report_ended(channel, children)
+        if channel.fileno() in ready:
+            message, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE, 1)
+            if not message:
+                return 0
+            request = json.loads(message)
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                _become_agent(request, descriptors[0], (channel.fileno(), read_end, write_end))
+            os.close(descriptors[0])
+            children[pid] = request["worker_id"]
+            _send(channel, {"worker_id": request["worker_id"], "pid": pid})
+
+
+def _import_everything() -> None:
+    import torch.distributed.elastic.agent.server.local_elastic_agent
+    import torch.distributed.elastic.multiprocessing.errors
+    import torch.distributed.run  # noqa: F401
+
+    import elasticflow_airflow.runtime.agent
+    import elasticflow_airflow.runtime.bootstrap
+    import elasticflow_airflow.runtime.rendezvous  # noqa: F401
+
+
+def _report_ended(channel: socket.socket, children: dict[int, str]) -> None:
+    for pid, worker_id in list(children.items()):
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            del children[pid]
+            _send(channel, {"worker_id": worker_id, "exit_code": os.waitstatus_to_exitcode(status)})
+
+
+def _send(channel: socket.socket, message: dict[str, Any]) -> None:
+    channel.send(json.dumps(message).encode())
+
+
+def _become_agent(request: dict[str, Any], output: int, private: tuple[int, ...]) -> NoReturn:
+    """Turn the fork into what a freshly started ``python -m elasticflow_airflow.runtime.agent`` would be."""
+    exit_code = 1
+    try:
+        os.setsid()
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        for descriptor in (output, *private):
+            os.close(descriptor)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        os.environ.update(request["env"])
+        os.environ[PARENT_ENV] = str(os.getppid())
+        from elasticflow_airflow.runtime import agent
+
+        sys.argv = ["torchrun", *request["arguments"]]
+        exit_code = agent.main(request["arguments"])
+    except BaseException:  # noqa: BLE001  (a fork must never return into the server's loop)
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
