@@ -49,7 +49,9 @@ class OwnedJob:
             return f"job {self.job_id} is not known to the service any more"
         except ServiceUnavailable as error:
             return f"job {self.job_id} could not be cancelled now ({error}); its lease will end it"
-        return f"job {self.job_id} cancelled: {status.state.value}"
+        finally:
+            keeper().forget(self.job_id)  # renewing would keep alive what nobody wants
+        return f"job {self.job_id}: cancelled at step {status.step} ({reason})"
 
     def acknowledge(self) -> str:
         """Say that Airflow has recorded the success; say what came of it."""
@@ -74,8 +76,7 @@ class LeaseKeeper:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        self.interrupted = False
-        """Ctrl-C was pressed inside a task: Airflow takes it for that task's failure, so the others must be told."""
+        self._interrupted: set[str] = set()
 
     def keep(self, job: OwnedJob) -> None:
         """Renew this job's lease from now on; a newer claim replaces an older one."""
@@ -96,11 +97,22 @@ class LeaseKeeper:
         with self._lock:
             return list(self._jobs.values())
 
+    def interrupt(self, run_id: str) -> None:
+        """Note that Ctrl-C was pressed inside a task of this run, and cancel the jobs that are kept.
+
+        Airflow takes Ctrl-C for that task's failure and goes on: the run's other tasks must hear of it here.
+        """
+        self._interrupted.add(run_id)
+        self.cancel_all("Ctrl-C in dag.test()")
+
+    def was_interrupted(self, run_id: str) -> bool:
+        """Whether Ctrl-C was pressed inside a task of this run."""
+        return run_id in self._interrupted
+
     def cancel_all(self, reason: str) -> None:
         """Cancel every job that is kept."""
         for job in self.kept():
             log.warning("%s", job.cancel(reason))
-            self.forget(job.job_id)
 
     def close(self) -> None:
         """Cancel what has not ended and stop the thread: this process leaves."""

@@ -7,12 +7,9 @@ Runs in the task's process (and in the process of ``dag.test()``).
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from airflow.listeners import hookimpl
-
-log = logging.getLogger(__name__)
 
 
 @hookimpl  # type: ignore[untyped-decorator, unused-ignore]  # pluggy's marker carries no types in every version
@@ -20,7 +17,7 @@ def on_task_instance_success(previous_state: Any, task_instance: Any) -> None:  
     """Acknowledge the job of an elastic task, so that the next submit trains anew."""
     job = _owned_job(task_instance)
     if job is not None:
-        log.info("%s", job.acknowledge())
+        task_instance.task.log.info("%s", job.acknowledge())
 
 
 @hookimpl  # type: ignore[untyped-decorator, unused-ignore]  # as above
@@ -28,7 +25,7 @@ def on_task_instance_failed(previous_state: Any, task_instance: Any, error: Any)
     """Cancel what a task that will not be tried again leaves running."""
     job = _owned_job(task_instance)
     if job is not None and str(getattr(task_instance, "state", "")) == "failed":
-        log.info("%s", job.cancel("the Airflow task failed and will not be tried again"))
+        task_instance.task.log.info("%s", job.cancel("the Airflow task failed and will not be tried again"))
 
 
 def _owned_job(task_instance: Any) -> Any:

@@ -224,8 +224,9 @@ def _deadline(task: ElasticTask, argument: str, facts: RunFacts, memory: TaskMem
     if given is None:
         return None
     reserve_s = task.downstream_reserve.total_seconds() if task.deadline_of is not None else 0.0
-    key = repr((argument, str(given), task.deadline_of, reserve_s))
-    if key not in memory.deadlines:
+    said = repr((str(given), task.deadline_of, reserve_s))
+    kept = memory.deadlines.get(argument)
+    if kept is None or kept["given"] != said:
         computed = training_deadline(
             given,
             run_due=facts.run_due,
@@ -235,9 +236,10 @@ def _deadline(task: ElasticTask, argument: str, facts: RunFacts, memory: TaskMem
             now=pendulum.from_timestamp(time.time()),
             argument=argument,
         )
-        memory.deadlines[key] = {"at": computed.at.timestamp(), "arithmetic": computed.arithmetic}
-    notes.append(str(memory.deadlines[key]["arithmetic"]))
-    return float(memory.deadlines[key]["at"])
+        kept = {"given": said, "at": computed.at.timestamp(), "arithmetic": computed.arithmetic}
+        memory.deadlines[argument] = kept
+    notes.append(str(kept["arithmetic"]))
+    return float(kept["at"])
 
 
 def _rendered_env(env: Any, given: Any) -> dict[str, str]:

@@ -29,8 +29,8 @@ class StateStore(Protocol):
 class TaskMemory:
     """``attempt`` is the try that the claim belongs to: a later try must attach anew, a later poke must not.
 
-    ``deadlines`` maps what was given to the moments computed from it (UTC seconds), so that a retry or a clear does
-    not move a deadline; another deadline in an edited DAG is computed afresh.
+    ``deadlines`` keeps, by argument, what was given and the moment computed from it (UTC seconds), so that a retry or
+    a clear does not move a deadline; another deadline in an edited DAG is computed afresh.
     """
 
     attempt: int | None = None

@@ -42,7 +42,7 @@ from elasticflow_airflow.outcomes import (
     success_line,
 )
 from elasticflow_airflow.settings import AirflowSettings, deferrable_by_default
-from elasticflow_airflow.submission import Prepared, RunFacts, is_dag_test, prepare, run_facts
+from elasticflow_airflow.submission import Prepared, RunFacts, prepare, run_facts
 from elasticflow_airflow.task_memory import TaskMemory
 from elasticflow_airflow.triggers import ElasticFlowJobTrigger
 from elasticflow_airflow.waiting import JobWatch
@@ -193,7 +193,8 @@ class ElasticTrainOperator(BaseOperator):
 
     def execute(self, context: Context) -> dict[str, Any]:
         """Submit or attach, then wait by the way that fits where this runs."""
-        if is_dag_test(context) and keeper().interrupted:
+        run_id = context["ti"].run_id
+        if keeper().was_interrupted(run_id):
             raise AirflowFailException("dag.test() was interrupted by Ctrl-C: nothing more is trained")
         try:
             return self._train(context)
@@ -202,9 +203,7 @@ class ElasticTrainOperator(BaseOperator):
         except ElasticFlowError as error:
             raise AirflowException(str(error)) from error
         except KeyboardInterrupt:
-            # Airflow takes Ctrl-C inside a task for that task's failure and goes on with the next one.
-            keeper().interrupted = True
-            keeper().cancel_all("Ctrl-C in dag.test()")
+            keeper().interrupt(run_id)
             raise
 
     def execute_complete(self, context: Context, event: dict[str, Any]) -> dict[str, Any]:

@@ -145,3 +145,64 @@ def service(make_status, monkeypatch):
 
     monkeypatch.setattr(hooks.ElasticFlowHook, "async_client", async_client)
     return scripted
+
+
+@pytest.fixture(scope="session")
+def airflow_db() -> None:
+    """A migrated metadata database in the private home."""
+    from airflow.utils.db import initdb
+
+    initdb()
+
+
+@pytest.fixture
+def run_dag(airflow_db):
+    """Run a DAG object by ``dag.test()``; returns its DagRun."""
+
+    def run(dag: Any, **options: Any) -> Any:
+        from airflow.dag_processing.collection import update_dag_parsing_results_in_db
+        from airflow.models.dagbundle import DagBundleModel
+        from airflow.serialization.serialized_objects import LazyDeserializedDAG
+        from airflow.utils.session import create_session
+
+        with create_session() as session:
+            session.merge(DagBundleModel(name="dags-folder"))
+            session.flush()
+            parsed = [LazyDeserializedDAG.from_dag(dag)]
+            update_dag_parsing_results_in_db("dags-folder", None, parsed, {}, None, set(), session)
+        return dag.test(**options)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def embedded_service():
+    """Run the real embedded service on the fake engine, in this home; it is gone at the end."""
+    import json
+    import signal
+
+    import psutil
+
+    from elasticflow_airflow.client import ensure_service
+
+    state_dir = HOME / "s"
+    settings = {
+        "ELASTICFLOW_ENGINE": "fake",
+        "ELASTICFLOW_VIRTUAL_NODES": "1x4",
+        "ELASTICFLOW_STATE_DIR": str(state_dir),
+        "ELASTICFLOW_DEFAULT_STARTUP_S": "2",
+        "ELASTICFLOW_DEFAULT_PAUSE_S": "2",
+        "ELASTICFLOW_DEFAULT_TAIL_S": "2",
+    }
+    os.environ.update(settings)
+    endpoint = ensure_service(state_dir)
+    yield endpoint
+    process = psutil.Process(json.loads((state_dir / "service.json").read_text())["pid"])
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(10)
+    except psutil.TimeoutExpired:
+        process.kill()
+        process.wait(10)
+    for name in settings:
+        del os.environ[name]

@@ -38,6 +38,7 @@ def quick(monkeypatch):
     yield
     for job in keeper().kept():
         keeper().forget(job.job_id)
+    keeper()._interrupted.clear()
 
 
 @pytest.fixture
@@ -314,3 +315,26 @@ def test_secrets_come_from_connections_and_are_not_shown(service, make_status, m
         task = make_task(secret_env={"A": reference})
         with pytest.raises(AirflowFailException, match=words):
             task.execute(context_of(task))
+
+
+def test_ctrl_c_inside_a_task_ends_the_whole_run_and_no_other(service, make_task):
+    """Airflow takes Ctrl-C for that one task's failure, and would go on with the others."""
+
+    def press(verb):
+        if verb == "lease":
+            raise KeyboardInterrupt
+
+    task, store = make_task(), Store()
+    with pytest.raises(AirflowRescheduleException):
+        task.execute(context_of(task, store, dag_test=True))
+    service.on_call = press
+    with pytest.raises(KeyboardInterrupt):
+        task.execute(context_of(task, store, dag_test=True))
+    assert len(service.did("cancel")) == 1
+    service.on_call = None
+    with pytest.raises(AirflowFailException, match="interrupted by Ctrl-C"):
+        task.execute(context_of(task, Store(), dag_test=True))
+    later = context_of(task, Store(), dag_test=True)
+    later["ti"].run_id = "run2"
+    with pytest.raises(AirflowRescheduleException):
+        task.execute(later)

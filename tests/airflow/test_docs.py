@@ -1,0 +1,37 @@
+"""Every Python snippet of the pages about the operator runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from airflow.sdk import DAG
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ["reference/operator.md", "how-to/deadlines.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_snippets_run(page):
+    snippets = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
+    assert snippets
+    scope: dict[str, object] = {}
+    with DAG("docs", schedule=None):
+        for snippet in snippets:
+            exec(compile(snippet, page, "exec"), scope)
+
+
+def test_reference_names_every_argument():
+    import inspect
+
+    from elasticflow_airflow.operators import ElasticTrainOperator
+    from elasticflow_airflow.settings import AirflowSettings
+
+    text = (DOCS / "reference/operator.md").read_text()
+    parameters = [n for n in inspect.signature(ElasticTrainOperator.__init__).parameters if n not in ("self", "kwargs")]
+    missing = [name for name in parameters if f"`{name}`" not in text]
+    assert missing == []
+    assert [n for n in ElasticTrainOperator.template_fields if not re.search(rf"`{n}` \*\*T\*\*", text)] == []
+    settings = [name.replace("_max_bytes", "_max_mib") for name in AirflowSettings.__dataclass_fields__]
+    assert [name for name in settings if f"`{name}`" not in text] == []
