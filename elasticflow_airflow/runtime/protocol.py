@@ -91,7 +91,7 @@ class Membership:
 class SessionConfig:
     """What a worker must know about its job; the same for every worker and generation of an incarnation.
 
-    Exactly one of ``script`` (path inside ``code_dir``) and ``module`` is set. ``steps`` or ``epochs`` gives the length;
+    One of ``script`` (path inside ``code_dir``) and ``module`` is set. ``steps`` or ``epochs`` gives the length;
     ``samples`` is the size of one epoch, when the submitter knows it. ``micro_batch_size`` None lets the session
     choose; after an out-of-memory it is halved by the service. ``init_from`` is the folder of a checkpoint whose
     *weights* start this incarnation. ``progress_regex`` and ``progress_file`` are for plain scripts.
@@ -142,7 +142,7 @@ class ReportKind(StrEnum):
     """The model is built and state restored; ``step`` is where it goes on. [resumed_from, init_from, samples, steps,
     micro_batch_size]: ``samples`` is the size of one epoch and ``steps`` the total length as the session knows them."""
     PROGRESS = "progress"
-    """``step`` steps are done in all. [loss, window_steps, window_s, samples, epoch]: speed = window_steps / window_s."""
+    """``step`` steps are done in all. [loss, window_steps, window_s, epoch]: speed = window_steps / window_s."""
     CHECKPOINT = "checkpoint"
     """A complete candidate at ``step``. path (relative to the checkpoint folder), digest, size_bytes, write_s."""
     STOPPED = "stopped"

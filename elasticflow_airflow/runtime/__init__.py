@@ -1,0 +1,32 @@
+"""What a training script imports: ``from elasticflow_airflow import runtime``; then ``runtime.init()``.
+
+Importing this package costs nothing; torch is imported by ``init``. Training interpreters need torch and this folder,
+nothing else of the project.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elasticflow_airflow.runtime.checkpoint import load_weights
+    from elasticflow_airflow.runtime.manifest import CheckpointError
+    from elasticflow_airflow.runtime.session import NonFiniteLoss, Session, init
+
+__all__ = ["CheckpointError", "NonFiniteLoss", "Session", "init", "load_weights"]
+
+_HOMES = {
+    "CheckpointError": "manifest",
+    "NonFiniteLoss": "session",
+    "Session": "session",
+    "init": "session",
+    "load_weights": "checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

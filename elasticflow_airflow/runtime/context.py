@@ -1,0 +1,81 @@
+"""Where a session runs: alone, under a bare torchrun, or under the service. Decided once, from the environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from elasticflow_airflow.runtime.protocol import (
+    GENERATION_ENV,
+    SESSION_ENV,
+    WORKER_ENV,
+    Membership,
+    RescaleMode,
+    SessionConfig,
+    membership_path,
+)
+from elasticflow_airflow.runtime.reporting import ConsoleReporter, FileReporter, Reporter
+
+CHECKPOINT_DIR_ENV = "ELASTICFLOW_CHECKPOINT_DIR"
+"""Environment variable: where a session that runs alone keeps its checkpoints."""
+DEFAULT_CHECKPOINT_DIR = "elasticflow-checkpoints"
+
+
+@dataclass(slots=True)
+class Context:
+    """What the environment says of this process. ``managed``: under the service, which promotes checkpoints."""
+
+    config: SessionConfig
+    managed: bool
+    worker_id: str
+    generation: int
+    checkpoints: Path
+    reporter: Reporter
+    _plan_stamp: tuple[int, int] | None = None
+    _told_to_leave: bool = False
+
+    def told_to_leave(self) -> bool:
+        """Whether the membership plan asks this worker to save and leave. Costs one ``stat`` while nothing changes."""
+        if not self.managed or self._told_to_leave:
+            return self._told_to_leave
+        folder = Path(self.config.incarnation_dir)
+        try:
+            status = membership_path(folder).stat()
+        except FileNotFoundError:
+            return False
+        stamp = (status.st_ino, status.st_mtime_ns)
+        if stamp != self._plan_stamp:
+            self._plan_stamp = stamp
+            plan = Membership.read(folder)
+            self._told_to_leave = plan is not None and (
+                plan.rank_of(self.worker_id) is None
+                or (plan.mode is RescaleMode.RESTART and plan.generation > self.generation)
+            )
+        return self._told_to_leave
+
+
+def detect(checkpoint_dir: Path | str | None = None) -> Context:
+    """Read the environment. Raises ValueError when the service's session file is missing or damaged."""
+    session_file = os.environ.get(SESSION_ENV)
+    if session_file:
+        config = SessionConfig.read(Path(session_file))
+        worker_id, generation = os.environ[WORKER_ENV], int(os.environ[GENERATION_ENV])
+        return Context(
+            config=config,
+            managed=True,
+            worker_id=worker_id,
+            generation=generation,
+            checkpoints=config.checkpoint_dir,
+            reporter=FileReporter(Path(config.incarnation_dir), generation, worker_id),
+        )
+    folder = Path(checkpoint_dir or os.environ.get(CHECKPOINT_DIR_ENV) or DEFAULT_CHECKPOINT_DIR).absolute()
+    config = SessionConfig(job_id="alone", incarnation=0, incarnation_dir=str(folder.parent), code_dir=os.getcwd())
+    return Context(
+        config=config,
+        managed=False,
+        worker_id=f"rank-{os.environ.get('RANK', '0')}",
+        generation=0,
+        checkpoints=folder,
+        reporter=ConsoleReporter(),
+    )

@@ -1,0 +1,124 @@
+"""What a worker says to its supervisor: started, progress, checkpoints, the end. The standard library only.
+
+Run alone, or under a bare torchrun, there is no supervisor: then progress goes to standard output.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from elasticflow_airflow.runtime.protocol import Report, ReportKind, append_report, report_path
+
+PROGRESS_INTERVAL_S = 0.5
+ALONE_INTERVAL_S = 5.0
+
+
+class Reporter(Protocol):
+    """Where reports go."""
+
+    interval_s: float
+    """Least time between two progress reports."""
+
+    def say(self, kind: ReportKind, rank: int, step: int, /, **data: Any) -> None:
+        """Make one report."""
+        ...
+
+
+class FileReporter:
+    """Appends to the report file of this worker."""
+
+    interval_s = PROGRESS_INTERVAL_S
+
+    def __init__(self, incarnation_dir: Path, generation: int, worker_id: str) -> None:
+        self._path = report_path(incarnation_dir, generation, worker_id)
+        self._generation, self._worker_id = generation, worker_id
+
+    def say(self, kind: ReportKind, rank: int, step: int, /, **data: Any) -> None:
+        """Append one line. A full disk costs the report, not the training: it says so on standard error."""
+        report = Report(
+            kind=kind,
+            generation=self._generation,
+            worker_id=self._worker_id,
+            rank=rank,
+            step=step,
+            data=plain(data),
+        )
+        try:
+            append_report(self._path, report)
+        except OSError as error:
+            sys.stderr.write(f"elasticflow: report {kind} of step {step} could not be written: {error}\n")
+
+
+class ConsoleReporter:
+    """Prints what a person who runs the script alone wants to see."""
+
+    interval_s = ALONE_INTERVAL_S
+
+    def say(self, kind: ReportKind, rank: int, step: int, /, **data: Any) -> None:
+        """Print one line, from rank 0 only, except for failures."""
+        if rank != 0 and kind is not ReportKind.FAILED:
+            return
+        details = " ".join(f"{key}={_short(value)}" for key, value in plain(data).items() if value is not None)
+        stream = sys.stderr if kind in (ReportKind.FAILED, ReportKind.WARNING) else sys.stdout
+        stream.write(f"elasticflow: {kind} step={step} {details}".rstrip() + "\n")
+        stream.flush()
+
+
+class Speedometer:
+    """Steps and seconds since the last progress report, without the time that saving takes."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._steps = 0
+        self._seconds = 0.0
+        self._since = self._reported = time.perf_counter()
+
+    def step_done(self) -> None:
+        """Count one step, with everything since the step before."""
+        now = time.perf_counter()
+        self._seconds += now - self._since
+        self._since = now
+        self._steps += 1
+
+    def leave_out(self) -> None:
+        """Do not count the time since the last step (saving)."""
+        self._since = time.perf_counter()
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for a progress report."""
+        return time.perf_counter() - self._reported >= self._interval_s
+
+    def take(self) -> tuple[int, float]:
+        """Return (steps, seconds) since the last call, and start again."""
+        window = self._steps, self._seconds
+        self._steps, self._seconds = 0, 0.0
+        self._reported = time.perf_counter()
+        return window
+
+
+def plain(value: Any) -> Any:
+    """Turn a value into plain JSON types: tensors and numpy numbers into numbers, the rest that is unknown into text.
+
+    A float that is no number becomes its name ("nan", "inf").
+    """
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    return str(value)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
