@@ -53,7 +53,7 @@ bench: $(STAMP) ## print the benchmarks
 
 .PHONY: lock
 lock: $(STAMP) ## resolve the requirements anew
-	@$(BIN)/python requirements/lock.py
+	@requirements/lock.sh
 
 .PHONY: clean
 clean: ## remove the environment, caches and the demo's output

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Resolve the locked requirements anew. lock.txt is everything for development, tests and the demo; service.txt is
+# what the service and training machines need, where there is no Airflow. No index lines, no machine's paths: a lock
+# file must work for everybody. torch is pinned without its local label, so that each index gives its own build.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+uv=${UV:-.venv/bin/uv}
+torch=$(sed -n 's/^torch==\([0-9.]*\).*/\1/p' requirements/lock.txt)
+compile() {
+    "$uv" pip compile --quiet --no-header --no-annotate --no-emit-index-url --python-version 3.11 \
+        ${PIP_FIND_LINKS:+--find-links "$PIP_FIND_LINKS"} "$@"
+}
+compile --extra dev --constraint <(echo "torch==${TORCH:-${torch:-2.13.0}}") pyproject.toml \
+    | sed 's/^\(torch==[0-9.]*\)+.*/\1/' >requirements/lock.new
+mv requirements/lock.new requirements/lock.txt
+"${PYTHON:-.venv/bin/python}" - <<'PYTHON' >requirements/service.in
+import tomllib
+for requirement in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]:
+    if not requirement.startswith("apache-airflow"):
+        print(requirement)
+PYTHON
+compile --constraint requirements/lock.txt requirements/service.in >requirements/service.txt
+rm requirements/service.in
