@@ -11,10 +11,10 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangSpec, GangState, WorkerObservation
+from elasticflow_airflow.runtime.manifest import publish, writing
 from elasticflow_airflow.runtime.protocol import (
     Promotion,
     Report,
@@ -28,8 +28,8 @@ from elasticflow_airflow.scheduler_core.values import Slot
 MAX_REPORTS_AN_ADVANCE = 500
 """When a virtual clock jumps far, progress reports are thinned to about this many."""
 
-CheckpointWriter = Callable[[Path, int, bool], tuple[str, int]]
-"""(folder, step, damaged) -> (digest, size in bytes): writes one candidate."""
+CheckpointWriter = Callable[[GangSpec, int, bool], tuple[str, int]]
+"""(gang, step, damaged) -> (digest, size in bytes): writes one candidate checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +81,22 @@ class FakeBehaviour:
         return FakeBehaviour(**{**asdict(self), **raw})
 
 
-def write_fake_checkpoint(folder: Path, step: int, damaged: bool) -> tuple[str, int]:
-    """Write a small candidate with a digest of its only file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    body = json.dumps({"fake": True, "step": step}).encode()
-    digest = hashlib.sha256(body).hexdigest()
-    (folder / "state.json").write_bytes(body[:-1] if damaged else body)
-    return digest, len(body)
+def write_fake_checkpoint(spec: GangSpec, step: int, damaged: bool) -> tuple[str, int]:
+    """Write a small candidate as a session would; a damaged one does not match its manifest."""
+    checkpoints = spec.session.checkpoint_dir
+    with writing(checkpoints, spec.generation, step) as folder:
+        (folder / "fake.json").write_text(json.dumps({"step": step}))
+        info = publish(
+            folder,
+            checkpoints,
+            incarnation=spec.incarnation,
+            generation=spec.generation,
+            step=step,
+            metadata={"fake": True},
+        )
+    if damaged:
+        (info.path / "fake.json").write_text("{")
+    return info.digest, info.size_bytes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -350,8 +359,7 @@ class FakeGang:
         path = candidate_name(self.spec.generation, step)
         digest, size = hashlib.sha256(path.encode()).hexdigest(), 0
         if self.spec.incarnation_dir.is_dir():
-            folder = self.spec.session.checkpoint_dir / path
-            digest, size = write(folder, step, self.behaviour.damaged_checkpoints)
+            digest, size = write(self.spec, step, self.behaviour.damaged_checkpoints)
         self._say(ReportKind.CHECKPOINT, 0, path=path, digest=digest, size_bytes=size, write_s=self.behaviour.save_s)
         return path
 

@@ -156,12 +156,16 @@ class Engine(Protocol):
         """Make it so: start what is missing, keep what stays, tell the others to leave.
 
         Idempotent; repeated on every pass. A lower generation than one applied before is ignored. Renews the
-        supervisor's lease. Raises EngineError when a worker cannot even be tried (interpreter or script missing, disk full).
+        supervisor's lease. Raises EngineError when a worker cannot even be tried (interpreter or script missing,
+        disk full).
         """
         ...
 
     def stop(self, job_id: str, grace_s: float, reason: str = "") -> None:
-        """Tell all workers of the job to save and leave; SIGTERM after ``grace_s``, SIGKILL after it again. Idempotent."""
+        """Tell all workers of the job to save and leave; SIGTERM after ``grace_s``, SIGKILL after it again.
+
+        Idempotent.
+        """
         ...
 
     def renew(self, job_id: str) -> None:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from elasticflow_airflow.engines.local.folder import Order, SupervisorFolder
 from elasticflow_airflow.runtime.protocol import Member, read_json, write_json_atomic
 from elasticflow_airflow.scheduler_core.values import Slot
 
@@ -47,6 +48,15 @@ class GangRecord:
     def worker_id(self, rank: int) -> str:
         """Id of a worker; also the name of its log."""
         return f"g{self.generation:06d}-r{rank:03d}"
+
+    def folder(self, node_id: str) -> SupervisorFolder:
+        """The folder of its supervisor on one of its nodes."""
+        return SupervisorFolder.of(Path(self.incarnation_dir), self.generation, node_id)
+
+    def order(self, order: Order) -> None:
+        """Tell all its supervisors."""
+        for node_id in self.nodes:
+            self.folder(node_id).write_order(order)
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> GangRecord:

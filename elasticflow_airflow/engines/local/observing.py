@@ -1,0 +1,184 @@
+"""Observing generations: from the files of supervisors and workers to what the engine says.
+
+Part of the local engine. What it remembers (offsets, reports heard) is rebuilt from the files by a new object; an
+observation of an ended gang is kept, so that thousands of old ones cost nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from elasticflow_airflow.engines.local.folder import Order, Status, SupervisorFolder
+from elasticflow_airflow.engines.local.judge import Heard, Verdict, all_trainers_there, judge_ended, judge_living
+from elasticflow_airflow.engines.local.processes import members_of_group
+from elasticflow_airflow.engines.local.records import GangRecord, JobRecord
+from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState, WorkerObservation
+from elasticflow_airflow.runtime.protocol import Report, read_reports, report_path
+
+SETTLED_S = 30.0
+"""A script that has shown no session for so long counts as running without one."""
+START_LIMIT_S = 30.0
+"""A supervisor that has written nothing for so long never will."""
+
+
+class Observer:
+    """Looks at gangs. ``is_coming_up`` tells supervisors that were just started; ``save`` keeps a changed record."""
+
+    def __init__(self, is_coming_up: Callable[[SupervisorFolder], bool], save: Callable[[JobRecord], None]) -> None:
+        self._is_coming_up, self._save = is_coming_up, save
+        self._heard: dict[tuple[str, int], Heard] = {}
+        self._offsets: dict[tuple[str, str], int] = {}
+        self._ended: dict[tuple[str, int], GangObservation] = {}
+        self._first_seen_s: dict[tuple[str, int, str], float] = {}
+
+    def forget(self, job: JobRecord, gang: GangRecord) -> None:
+        """Drop what is remembered of an ended gang."""
+        key = (job.job_id, gang.generation)
+        self._ended.pop(key, None)
+        self._heard.pop(key, None)
+        for member in gang.members:
+            self._offsets.pop((job.job_id, member.worker_id), None)
+
+    def observe(self, job: JobRecord, gang: GangRecord) -> GangObservation:
+        """Look at one gang; its reports are those that came since the last look."""
+        key = (job.job_id, gang.generation)
+        if key in self._ended:
+            return self._ended[key]
+        statuses = {node_id: gang.folder(node_id).read_status() for node_id in gang.nodes}
+        # Statuses first: whoever has ended then has no report to add.
+        verdict_of_end = self._end_of(job, gang, statuses)
+        reports = self._new_reports(job, gang)
+        heard = self._heard.setdefault(key, Heard())
+        heard.take(reports)
+        if verdict_of_end is None:
+            verdict = judge_living(gang, statuses, heard, self._settled(job, gang, statuses))
+            if not gang.started:
+                verdict = Verdict(GangState.PENDING)
+        elif isinstance(verdict_of_end, Verdict):
+            verdict = verdict_of_end
+        else:
+            verdict = judge_ended(gang, statuses, verdict_of_end, heard)
+        observation = GangObservation(
+            job_id=job.job_id,
+            incarnation=gang.incarnation,
+            generation=gang.generation,
+            state=verdict.state,
+            outcome=verdict.outcome,
+            workers=self._worker_observations(gang, statuses) if gang.started else (),
+            reports=reports,
+            failure=verdict.failure,
+            failed_rank=verdict.failed_rank,
+        )
+        if verdict.state is GangState.ENDED:
+            self._ended[key] = replace(observation, reports=())
+        return observation
+
+    def has_ended(self, job: JobRecord, gang: GangRecord) -> bool:
+        """Whether no process of it is left and none will come."""
+        if (job.job_id, gang.generation) in self._ended:
+            return True
+        statuses = {node_id: gang.folder(node_id).read_status() for node_id in gang.nodes}
+        return self._end_of(job, gang, statuses) is not None
+
+    def _end_of(
+        self, job: JobRecord, gang: GangRecord, statuses: Mapping[str, Status | None]
+    ) -> Verdict | list[str] | None:
+        """None while a process is left; else the nodes that were lost, or the verdict on a gang that never ran."""
+        if gang.dropped:
+            return Verdict(GangState.ENDED, GangOutcome.STOPPED)
+        if gang.never_came:
+            return Verdict(GangState.ENDED, GangOutcome.LOST, gang.never_came)
+        if not gang.started:
+            return None
+        waiting: list[str] = []
+        lost: list[str] = []
+        for node_id, status in statuses.items():
+            if status is None:
+                waiting.append(node_id)
+            elif not status.ended:
+                alive = status.supervisor is not None and status.supervisor.is_alive()
+                (waiting if alive else lost).append(node_id)
+        # Read again what seemed lost: it may have written its last word between reading and looking.
+        lost = [n for n in lost if (again := gang.folder(n).read_status()) is None or not again.ended]
+        if lost and waiting:
+            gang.order(Order(0.0, f"the supervisor on {lost[0]} died", kill=True))
+        if not lost and waiting and all(statuses[node_id] is None for node_id in waiting):
+            return self._given_up(job, gang, waiting)
+        if waiting or _end_leftovers(statuses[node_id] for node_id in lost):
+            return None
+        return lost
+
+    def _given_up(self, job: JobRecord, gang: GangRecord, waiting: list[str]) -> Verdict | None:
+        """Judge supervisors of which nothing was ever seen: a crash of the service may have come before them."""
+        for node_id in waiting:
+            if self._is_coming_up(gang.folder(node_id)):
+                return None
+            if not self._elapsed(job, gang, f"start {node_id}", START_LIMIT_S):
+                return None
+        if len(waiting) < len(gang.nodes):
+            gang.order(Order(0.0, f"no supervisor came up on {waiting[0]}", kill=True))
+            return None
+        gang.never_came = f"no supervisor came up on {', '.join(waiting)}"
+        self._save(job)
+        return Verdict(GangState.ENDED, GangOutcome.LOST, gang.never_came)
+
+    def _settled(self, job: JobRecord, gang: GangRecord, statuses: Mapping[str, Status | None]) -> bool:
+        return all_trainers_there(gang, statuses) and self._elapsed(job, gang, "settle", SETTLED_S)
+
+    def _elapsed(self, job: JobRecord, gang: GangRecord, what: str, limit_s: float) -> bool:
+        now_s = time.monotonic()
+        return now_s - self._first_seen_s.setdefault((job.job_id, gang.generation, what), now_s) > limit_s
+
+    def _new_reports(self, job: JobRecord, gang: GangRecord) -> tuple[Report, ...]:
+        """All new reports of a gang: in the order of each worker, and merged by time between them."""
+        streams = []
+        for member in gang.members:
+            key = (job.job_id, member.worker_id)
+            path = report_path(Path(gang.incarnation_dir), gang.generation, member.worker_id)
+            stream = []
+            for report, offset in read_reports(path, self._offsets.get(key, 0)):
+                stream.append(report)
+                self._offsets[key] = offset
+            streams.append(stream)
+        return tuple(heapq.merge(*streams, key=lambda report: report.at_s))
+
+    def _worker_observations(
+        self, gang: GangRecord, statuses: Mapping[str, Status | None]
+    ) -> tuple[WorkerObservation, ...]:
+        found = []
+        for rank, slot in enumerate(gang.placement):
+            worker_id = gang.worker_id(rank)
+            status = statuses[slot.node_id]
+            worker = status.workers.get(worker_id) if status is not None else None
+            trainer = worker.trainer if worker is not None else None
+            found.append(
+                WorkerObservation(
+                    worker_id=worker_id,
+                    rank=rank,
+                    slot=slot,
+                    pid=trainer.pid if trainer is not None and worker is not None and not worker.ended else None,
+                    exit_code=worker.exit_code if worker is not None else None,
+                    log_name=worker_id,
+                )
+            )
+        return tuple(found)
+
+
+def _end_leftovers(statuses: Iterable[Status | None]) -> bool:
+    """Kill what a dead supervisor left; True while something is left. The kernel was there first, nearly always."""
+    left = False
+    for status in statuses:
+        for worker in status.workers.values() if status is not None else ():
+            processes = [worker.agent] if worker.agent is not None and worker.agent.is_alive() else []
+            if worker.trainer is not None:
+                # The group's number stays taken while a member lives; a younger leader is somebody else.
+                group = members_of_group(worker.trainer.pid)
+                processes += [p for p in group if p.pid != worker.trainer.pid or p == worker.trainer]
+            for process in processes:
+                process.kill()
+                left = True
+    return left

@@ -1,0 +1,169 @@
+"""Starting a generation: the files that its supervisors read, and the supervisor processes.
+
+Part of the local engine; knows nothing of generations before or after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from elasticflow_airflow.engines.local import slots
+from elasticflow_airflow.engines.local.bridge import prepare_bridge
+from elasticflow_airflow.engines.local.environment import inherited, worker_environment
+from elasticflow_airflow.engines.local.folder import SupervisorFolder, SupervisorSpec, WorkerSpec
+from elasticflow_airflow.engines.local.layout import NodeLayout, SlotLayout
+from elasticflow_airflow.engines.local.records import GangRecord
+from elasticflow_airflow.engines.port import EngineError, GangSpec
+from elasticflow_airflow.runtime.protocol import Membership
+from elasticflow_airflow.scheduler_core.values import Slot
+
+
+class Starter:
+    """Starts supervisors, and remembers those that it started itself."""
+
+    def __init__(
+        self,
+        state_dir: Path,
+        nodes: Sequence[NodeLayout],
+        lock_dir: Path,
+        environ: Mapping[str, str],
+        log_limits: tuple[int, int],
+    ) -> None:
+        self.nodes = {node.node_id: node for node in nodes}
+        self._state_dir, self._lock_dir = state_dir, lock_dir
+        self._environ, self._log_limits = dict(environ), log_limits
+        self._bridge = prepare_bridge(state_dir)
+        self._supervisors: dict[Path, subprocess.Popen[bytes]] = {}
+
+    def is_coming_up(self, folder: SupervisorFolder) -> bool:
+        """Whether a supervisor that we started is there, though it may not have written anything yet."""
+        process = self._supervisors.get(folder.path)
+        return process is not None and process.poll() is None
+
+    def reap(self) -> None:
+        """Collect supervisors that have ended."""
+        for path, process in list(self._supervisors.items()):
+            if process.poll() is not None and (path / "status.json").exists():
+                del self._supervisors[path]
+
+    def let_go(self) -> None:
+        """Forget the processes without ending them: they outlive us on purpose."""
+        for process in self._supervisors.values():
+            process.poll()
+            # Else the interpreter warns that they still run.
+            process.returncode = process.returncode or 0
+        self._supervisors.clear()
+
+    def check_slots(self, spec: GangSpec) -> None:
+        """Raise EngineError when somebody holds a slot."""
+        for slot in spec.placement:
+            holder = slots.holder_of(self._lock_dir, self.layout(slot).lock_name)
+            if holder is not None:
+                raise EngineError(f"slot {slot.node_id}:{slot.index} is held by {slots.describe(holder)}")
+
+    def write_files(self, gang: GangRecord, spec: GangSpec) -> None:
+        """Write everything that supervisors and workers read before they start."""
+        spec.session.write()
+        (spec.incarnation_dir / "logs").mkdir(exist_ok=True)
+        Membership(generation=gang.generation, mode=spec.mode, members=gang.members, reason=spec.reason).write(
+            spec.incarnation_dir
+        )
+        for node_id in gang.nodes:
+            folder = gang.folder(node_id)
+            folder.path.mkdir(parents=True, exist_ok=True)
+            folder.write_spec(self._supervisor_spec(gang, spec, node_id))
+
+    def start_supervisors(self, gang: GangRecord, spec: GangSpec) -> None:
+        """Start supervisors that never were there. One that wrote a status was, and is never started again."""
+        for node_id in gang.nodes:
+            folder = gang.folder(node_id)
+            process = self._supervisors.get(folder.path)
+            if folder.read_status() is not None or (process is not None and process.poll() is None):
+                continue
+            if process is not None:
+                del self._supervisors[folder.path]
+                last = folder.log.read_text(errors="replace").strip().splitlines()[-3:]
+                raise EngineError(f"the supervisor on {node_id} does not start: {' / '.join(last) or 'no output'}")
+            self._supervisors[folder.path] = self._spawn(folder, spec)
+
+    def _spawn(self, folder: SupervisorFolder, spec: GangSpec) -> subprocess.Popen[bytes]:
+        folder.renew()
+        with folder.log.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "elasticflow_airflow.engines.local.supervisor", str(folder.path)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=folder.path,
+                env={**inherited(self._environ), "PYTHONPATH": str(self._bridge)},
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        # Secrets go over the pipe: neither on disk nor in the arguments. It holds them for as long as it lives.
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+            pipe.write(json.dumps({"secret_env": dict(spec.secret_env)}).encode())
+        return process
+
+    def _supervisor_spec(self, gang: GangRecord, spec: GangSpec, node_id: str) -> SupervisorSpec:
+        workers = tuple(
+            WorkerSpec(
+                worker_id=gang.worker_id(rank),
+                rank=rank,
+                slot_index=slot.index,
+                lock_name=self.layout(slot).lock_name,
+                env=self._slot_env(slot, spec),
+                fork_trainer=self.layout(slot).gpu is None,
+            )
+            for rank, slot in enumerate(spec.placement)
+            if slot.node_id == node_id
+        )
+        return SupervisorSpec(
+            job_id=spec.job_id,
+            incarnation=spec.incarnation,
+            generation=spec.generation,
+            node_id=node_id,
+            world_size=len(spec.placement),
+            incarnation_dir=str(spec.incarnation_dir),
+            state_dir=str(self._state_dir),
+            lock_dir=str(self._lock_dir),
+            python=spec.python,
+            env=self.worker_env(spec),
+            workers=workers,
+            lease_s=spec.lease_s,
+            grace_s=spec.grace_s,
+            address=self.nodes[node_id].address,
+            progress_regex=spec.session.progress_regex,
+            progress_file=spec.session.progress_file,
+            log_segment_bytes=self._log_limits[0],
+            log_segments=self._log_limits[1],
+        )
+
+    def worker_env(self, spec: GangSpec) -> dict[str, str]:
+        """What all workers of a job see, secrets apart."""
+        return worker_environment(self._environ, spec.env, str(self._bridge))
+
+    def _slot_env(self, slot: Slot, spec: GangSpec) -> dict[str, str]:
+        """What ties a worker to its slot. A thread count that the user set stays."""
+        layout = self.layout(slot)
+        threads = str(layout.threads)
+        env = {name: threads for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name not in spec.env}
+        env["ELASTICFLOW_CORES"] = ",".join(map(str, layout.cores))
+        # Its own device first: cuda:0 is right. Then the job's others, so that peer-to-peer copies work.
+        others = [self.layout(other).gpu for other in spec.placement if other != slot]
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for gpu in (layout.gpu, *others) if gpu)
+        if layout.gpu and "NCCL_SOCKET_IFNAME" not in spec.env:
+            env["NCCL_SOCKET_IFNAME"] = "lo"
+        return env
+
+    def layout(self, slot: Slot) -> SlotLayout:
+        """The slot's lock, cores and device. Raises EngineError when there is no such slot."""
+        node = self.nodes.get(slot.node_id)
+        if node is None or not 0 <= slot.index < len(node.slots):
+            there = ", ".join(f"{n.node_id} ({len(n.slots)} slots)" for n in self.nodes.values())
+            raise EngineError(f"there is no slot {slot.node_id}:{slot.index}; there are {there}")
+        return node.slots[slot.index]
