@@ -24,7 +24,8 @@ def on_task_instance_success(previous_state: Any, task_instance: Any) -> None:  
 def on_task_instance_failed(previous_state: Any, task_instance: Any, error: Any) -> None:  # noqa: ARG001 - as above
     """Cancel what a task that will not be tried again leaves running."""
     job = _owned_job(task_instance)
-    if job is not None and str(getattr(task_instance, "state", "")) == "failed":
+    state = getattr(task_instance, "state", None)
+    if job is not None and getattr(state, "value", state) == "failed":
         task_instance.task.log.info("%s", job.cancel("the Airflow task failed and will not be tried again"))
 
 

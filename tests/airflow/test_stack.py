@@ -93,6 +93,17 @@ class Stack:
         answer.raise_for_status()
         return answer.text
 
+    def reach(self, dag_id: str, run_id: str, state: str, limit_s: float = 90.0) -> None:
+        """Wait until the task is in a state; fail at once, with its log, when it ends in another."""
+
+        def there() -> bool:
+            task = self.task(dag_id, run_id)
+            if task["state"] in ("failed", "success") and task["state"] != state:
+                raise AssertionError(f"{task['state']}, not {state}:\n{self.log(dag_id, run_id, task['try_number'])}")
+            return bool(task["state"] == state)
+
+        self.wait(f"task of {dag_id} is {state}", there, limit_s)
+
     def wait(self, what: str, condition: Callable[[], Any], limit_s: float = 90.0) -> Any:
         """Wait for a condition; on failure quote the ends of all logs."""
         end = time.monotonic() + limit_s
@@ -111,9 +122,7 @@ def stack() -> Iterator[Stack]:
     (home / "dags" / ".airflowignore").write_text("code/\n")
     (home / "dags" / "code" / "train.py").write_text("")
     (home / "dags" / "stack_dags.py").write_text(DAG_FILE)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port, worker_port, trigger_port = free_ports(3)
     url = f"http://127.0.0.1:{port}"
     environment = {
         **{n: v for n, v in os.environ.items() if not n.startswith(("AIRFLOW", "ELASTICFLOW"))},
@@ -131,6 +140,8 @@ def stack() -> Iterator[Stack]:
         "AIRFLOW__CORE__DAGS_ARE_PAUSED_AT_CREATION": "False",
         "AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_ALL_ADMINS": "True",
         "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{home}/airflow.db",
+        "AIRFLOW__LOGGING__WORKER_LOG_SERVER_PORT": str(worker_port),
+        "AIRFLOW__LOGGING__TRIGGER_LOG_SERVER_PORT": str(trigger_port),
         "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_SEC": "2",
         "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
         "AIRFLOW__ELASTICFLOW__STATE_DIR": str(home / "s"),
@@ -179,6 +190,15 @@ def stack() -> Iterator[Stack]:
         shutil.rmtree(home, ignore_errors=True)
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
 def stop(started: list[subprocess.Popen[bytes]], home: Path) -> None:
     """End the components, what they started, and the embedded service."""
     family = [child for process in started for child in psutil.Process(process.pid).children(recursive=True)]
@@ -205,8 +225,8 @@ def stop(started: list[subprocess.Popen[bytes]], home: Path) -> None:
 
 def test_a_deferred_training_succeeds_and_is_acknowledged(stack: Stack) -> None:
     run_id = stack.run("short")
-    stack.wait("deferred", lambda: stack.task("short", run_id)["state"] == "deferred")
-    stack.wait("success", lambda: stack.task("short", run_id)["state"] == "success", 120)
+    stack.reach("short", run_id, "deferred")
+    stack.reach("short", run_id, "success", 120)
     job = stack.wait("acknowledged", lambda: (j := stack.job("short")) and j.acknowledged and j)
     assert (job.state, job.incarnation, job.step) == (State.SUCCEEDED, 1, 200)
     said = stack.log("short", run_id, 1)
@@ -217,7 +237,7 @@ def test_a_deferred_training_succeeds_and_is_acknowledged(stack: Stack) -> None:
 
 def test_marking_a_deferred_task_failed_cancels_its_job(stack: Stack) -> None:
     run_id = stack.run("long")
-    stack.wait("deferred", lambda: stack.task("long", run_id)["state"] == "deferred")
+    stack.reach("long", run_id, "deferred")
     stack.mark_failed("long", run_id)
     stack.wait("cancelled", lambda: stack.job("long").state is State.CANCELLED)
 
@@ -238,10 +258,10 @@ def test_clearing_a_deferred_task_keeps_the_job_that_its_new_attempt_took_over(s
     After: the old claim is stale, and the kill changes nothing.
     """
     run_id = stack.run("cleared")
-    stack.wait("deferred", lambda: stack.task("cleared", run_id)["state"] == "deferred")
+    stack.reach("cleared", run_id, "deferred")
     stack.clear("cleared", run_id)
     stack.wait("a second claim", lambda: stack.job("cleared").claim >= 2)
-    stack.wait("success", lambda: stack.task("cleared", run_id)["state"] == "success", 180)
+    stack.reach("cleared", run_id, "success", 180)
     job = stack.wait("acknowledged", lambda: (j := stack.job("cleared")).acknowledged and j)
     assert job.state is State.SUCCEEDED
     assert job.result.steps == 450
