@@ -1,0 +1,122 @@
+"""Who may import whom, read from the source: the folders' rules, and no circles between them."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "elasticflow_airflow"
+FOLDERS = {
+    "scheduler_core": ROOT / "scheduler_core",
+    "operators": ROOT / "operators",
+    **{name: ROOT / PACKAGE / name for name in ("client", "cli", "service", "engines", "runtime")},
+}
+FORBIDDEN = {
+    "scheduler_core": {
+        "airflow",
+        "torch",
+        "sqlalchemy",
+        "httpx",
+        "fastapi",
+        "time",
+        "datetime",
+        "threading",
+        "asyncio",
+    },
+    "operators": {"torch", "sqlalchemy", "fastapi", f"{PACKAGE}.service", f"{PACKAGE}.engines"},
+    "client": {"airflow", "torch", "sqlalchemy", f"{PACKAGE}.service", f"{PACKAGE}.engines"},
+    "cli": {"airflow", "torch"},
+    "service": {"airflow", "torch"},
+    "engines": {"airflow", "torch", "sqlalchemy", f"{PACKAGE}.service"},
+    "runtime": {"airflow", "sqlalchemy", "pydantic", "structlog", "httpx", f"{PACKAGE}.service", f"{PACKAGE}.client"},
+}
+STANDARD_AND = {"scheduler_core": {"numpy", PACKAGE}, "runtime": {"numpy", "torch", PACKAGE}}
+
+
+def imports_of(file: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def files_of(folder: str) -> list[Path]:
+    files = sorted(FOLDERS[folder].rglob("*.py"))
+    assert files, f"{folder} has no modules"
+    return files
+
+
+@pytest.mark.parametrize("folder", sorted(FORBIDDEN))
+def test_a_folder_does_not_know_what_it_may_not_know(folder: str) -> None:
+    for file in files_of(folder):
+        for name in imports_of(file):
+            for forbidden in FORBIDDEN[folder]:
+                assert not (name + ".").startswith(forbidden + "."), f"{file} imports {name}"
+
+
+@pytest.mark.parametrize("folder", sorted(STANDARD_AND))
+def test_a_folder_needs_little(folder: str) -> None:
+    for file in files_of(folder):
+        outside = {name.split(".")[0] for name in imports_of(file)} - set(sys.stdlib_module_names)
+        assert outside <= STANDARD_AND[folder], f"{file} imports {outside - STANDARD_AND[folder]}"
+
+
+def test_imports_between_folders_make_no_circle() -> None:
+    arrows = {
+        folder: {
+            other
+            for file in files_of(folder)
+            for name in imports_of(file)
+            for other in FOLDERS
+            if other != folder and (name + ".").startswith(f"{PACKAGE}.{other}.")
+        }
+        for folder in FOLDERS
+    }
+    left = dict(arrows)
+    while left:
+        free = [folder for folder, targets in left.items() if not targets & left.keys()]
+        assert free, f"circle among {sorted(left)}: {left}"
+        for folder in free:
+            del left[folder]
+
+
+def test_importing_the_package_is_free() -> None:
+    program = (
+        "import sys, elasticflow_airflow; "
+        "print([m for m in ('torch', 'airflow', 'sqlalchemy', 'pydantic', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_service_runs_where_there_is_no_airflow_and_no_torch() -> None:
+    program = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("airflow", "torch", "ray"):
+            raise ImportError(name + " is not there")
+sys.meta_path.insert(0, Refuse())
+import elasticflow_airflow.service.__main__, elasticflow_airflow.cli.main, elasticflow_airflow.engines.local
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_project_speaks_of_itself_alone() -> None:
+    """No path of a machine and no registry's address in anything that is committed."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    for name in filter(None, names.split("\0")):
+        file = ROOT / name
+        if file.is_symlink() or file == Path(__file__):
+            continue
+        text = file.read_text(errors="replace")
+        for word in ("--index-url", "--extra-index-url", "--find-links /", "file:///", "/root/", "/home/"):
+            assert word not in text, f"{name} contains {word}"
