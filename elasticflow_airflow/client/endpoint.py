@@ -70,7 +70,7 @@ class Endpoint:
     def open_client(self, timeout_s: float, transport: httpx.BaseTransport | None = None) -> httpx.Client:
         """Make a sync HTTP client for this address."""
         if transport is None and self.socket_path is not None:
-            transport = httpx.HTTPTransport(uds=str(self.socket_path), verify=False)  # noqa: S501 - no TLS on a socket
+            transport = httpx.HTTPTransport(uds=str(self.socket_path), verify=False)
         return httpx.Client(
             base_url=self.base_url,
             headers=self.headers,
@@ -85,7 +85,7 @@ class Endpoint:
     ) -> httpx.AsyncClient:
         """Make an async HTTP client for this address."""
         if transport is None and self.socket_path is not None:
-            transport = httpx.AsyncHTTPTransport(uds=str(self.socket_path), verify=False)  # noqa: S501 - as above
+            transport = httpx.AsyncHTTPTransport(uds=str(self.socket_path), verify=False)
         return httpx.AsyncClient(
             base_url=self.base_url,
             headers=self.headers,
