@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Resolve the locked requirements anew. lock.txt is everything for development, tests and the demo; service.txt is
-# what the service and training machines need, where there is no Airflow. No index lines, no machine's paths: a lock
-# file must work for everybody. torch is pinned without its local label, so that each index gives its own build.
+# what the service and training machines need, where there is no Airflow; airflow.txt an Airflow without torch. No index
+# lines, no machine's paths: a lock file must work for everybody. torch is pinned without its local label, so that each
+# index gives its own build.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 uv=${UV:-.venv/bin/uv}
@@ -21,3 +22,5 @@ for requirement in tomllib.load(open("pyproject.toml", "rb"))["project"]["depend
 PYTHON
 compile --constraint requirements/lock.txt requirements/service.in >requirements/service.txt
 rm requirements/service.in
+# Airflow with the provider on PostgreSQL, as in docker/.
+echo "apache-airflow-providers-postgres" | compile --constraint requirements/lock.txt pyproject.toml - >requirements/airflow.txt
