@@ -66,6 +66,8 @@ class Admission:
                 + (f" and at most {job.max_workers}" if job.max_workers else "")
                 + f", its speed is known at {known}, and the largest block of the cluster is {largest} slots"
             )
+        if work.speeds[work.sizes[-1]] <= 0.0:
+            return "its speed is not known, so no deadline can be promised; give scaling_curve= (steps/s by workers)"
         if work.remaining == INFINITY:
             return (
                 "the number of steps is not known, so no deadline can be promised; give steps=, or epochs= and samples="

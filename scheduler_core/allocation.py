@@ -7,6 +7,7 @@ the pause in it: a job grows only into slots that nobody has reserved, for as lo
 from __future__ import annotations
 
 from collections.abc import Iterable
+from heapq import heappop, heappush
 
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.draft import Draft
@@ -45,6 +46,8 @@ def share_later(draft: Draft, work: Work, limit: float) -> Course | None:
     if fastest <= 0.0:
         return None
     for i, start in enumerate(book.times):
+        if start == INFINITY:
+            break
         start = max(start, now)
         cost = work.cost_of_change(now) if start == now else work.startup_s
         if start + cost + left / fastest + work.tail_s > min(limit, best.promised_s if best else limit):
@@ -85,6 +88,8 @@ def while_free(draft: Draft, work: Work, size: int) -> Course | None:
     index, course = 0, None
     while len(pieces) < _PIECES and index < len(book.times):
         start = max(book.times[index], now)
+        if start == INFINITY:
+            break
         own = work.mask if start == now and work.size == size else 0
         block, until = _longest(draft, size, index, own)
         if block == 0 or (block != own and until - start <= 2.0 * work.startup_s):
@@ -127,93 +132,90 @@ def as_soon_as_possible(draft: Draft, work: Work) -> Course | None:
 
 def grow(draft: Draft, works: Iterable[Work], config: SchedulerConfig) -> None:
     """Give free slots to those who save most GPU-seconds with each, until nobody's growth pays."""
-    options: dict[str, tuple[float, Course]] = {}
-    pending: list[Work] = []
+    by_id: dict[str, Work] = {}
+    options: list[tuple[float, str, Course]] = []
+
+    def consider(work: Work) -> None:
+        option = _option(draft, work, config)
+        if option is not None:
+            heappush(options, (-option[0], work.job_id, option[1]))
+
     for work in works:
         course = draft.courses.get(work.job_id)
         if course is not None and course.finish_s < INFINITY:
-            pending.append(work)
-    by_id = {work.job_id: work for work in pending}
-    while True:
-        for work in pending:
-            option = _option(draft, work, config)
-            if option is None:
-                options.pop(work.job_id, None)
-            else:
-                options[work.job_id] = option
-        if not options:
-            return
-        winner = max(options, key=lambda job_id: (options[job_id][0], job_id))
-        _, course = options.pop(winner)
+            by_id[work.job_id] = work
+            consider(work)
+    while options:
+        _, winner, course = heappop(options)
         before = draft.drop(winner)
-        if all(
-            holding.mask & ~draft.book.free_over(holding.start_s, holding.end_s) == 0 for holding in course.holdings
-        ):
+        assert before is not None
+        if all(not held & ~draft.book.free_over(start, end) for start, end, held in course.holdings):
             draft.put(winner, course)
-        elif before is not None:
+        else:  # somebody else took these slots meanwhile
             draft.put(winner, before)
-        pending = [by_id[winner]]
+        consider(by_id[winner])
 
 
 def _option(draft: Draft, work: Work, config: SchedulerConfig) -> tuple[float, Course] | None:
     """Find the best larger size for one job: (GPU-seconds saved per extra slot, course)."""
-    now, layout = draft.now, draft.layout
     present = draft.courses[work.job_id]
     mask = draft.mask_now(work.job_id)
     size = mask.bit_count()
-    larger = [s for s in work.sizes if s > size]
-    if not larger:
-        return None
-    free_now = draft.book.everything & ~draft.book.taken[0] | mask
-    candidates = larger[:1] + ([work.size] if work.size in larger[1:] else [])
-    candidates = [s for s in candidates if layout.find(free_now, s)]
+    candidates = [s for s in work.sizes if s > size]
     if not candidates:
         return None
-    draft.drop(work.job_id)
+    candidates = candidates[:1] + ([work.size] if work.size in candidates[1:] else [])
+    now, layout, book = draft.now, draft.layout, draft.book
+    free_now = book.everything & ~book.taken[0] | mask
+    left, cost = work.left_at(now), work.cost_of_change(now)
+    least = max(TOLERANCE_S, max(config.min_saving_pauses * work.pause_s, config.min_saving_s) if size else 0.0)
     best: tuple[float, Course] | None = None
     for target in candidates:
+        if target == work.size and not work.mask & ~free_now:
+            soonest, enough = work.since_s + work.remaining / work.speeds[target], TOLERANCE_S
+        else:
+            soonest, enough = now + cost + left / work.speeds[target], least
+        if present.finish_s - soonest < enough or not layout.find(free_now, target):
+            continue
         course = _at_size(draft, work, target, mask, present)
         if course is None:
             continue
         saved = present.finish_s - course.finish_s
-        stays = course.holdings[0].mask == work.mask
-        least = 0.0 if stays or size == 0 else config.min_saving_pauses * work.pause_s
-        if saved <= TOLERANCE_S or saved < max(least, config.min_saving_s if size else 0.0):
+        if saved < (TOLERANCE_S if course.holdings[0].mask == work.mask else least):
             continue
+        rate = INFINITY
         if size:
             spent = size * (present.finish_s - now) - target * (course.finish_s - now)
             rate = spent / (target - size)
-        else:
-            rate = INFINITY
         if best is None or rate > best[0]:
             best = (rate, course)
-    draft.put(work.job_id, present)
     return best
 
 
 def _at_size(draft: Draft, work: Work, size: int, mask: int, present: Course) -> Course | None:
     """Hold ``size`` slots from now to the end, or until somebody needs them and then go on as planned."""
     now, layout, book = draft.now, draft.layout, draft.book
+    own = present.holdings
     speed = work.speeds[size]
     if work.size == size:
         end = work.since_s + work.remaining / speed + work.tail_s
-        if book.free_until(work.mask, now) >= end:
+        if book.free_until(work.mask, now, own) >= end:
             return course_of(work, [Holding(now, max(end, now + TOLERANCE_S), work.mask)], now)
     end = now + work.cost_of_change(now) + work.left_at(now) / speed + work.tail_s
-    free = book.free_over(now, end)
+    free = book.free_over(now, end, own)
     block = (mask and layout.enclosing(free, mask, size)) or layout.find(free, size)
     if block:
         return course_of(work, [Holding(now, end, block)], now)
-    free = book.everything & ~book.taken[0]
+    free = book.everything & ~book.taken[0] | mask
     if work.size == size and work.mask & ~free == 0:
         block = work.mask
     else:
         block = (mask and layout.enclosing(free, mask, size)) or layout.find(free, size)
     if not block:
         return None
-    until = book.free_until(block, now)
-    later = [
-        Holding(max(start, until), stop, held) for start, stop, held in present.holdings if stop > until + TOLERANCE_S
-    ]
+    until = book.free_until(block, now, own)
+    if until <= now + 2.0 * work.pause_s:
+        return None
+    later = [Holding(max(start, until), stop, held) for start, stop, held in own if stop > until + TOLERANCE_S]
     course = course_of(work, [Holding(now, until, block), *later], now)
     return course if course.finish_s < INFINITY else None

@@ -19,7 +19,7 @@ from elasticflow_airflow.scheduler_core.decisions import (
 )
 from elasticflow_airflow.scheduler_core.draft import Draft, mask_at
 from elasticflow_airflow.scheduler_core.explain import change, duration, moment
-from elasticflow_airflow.scheduler_core.jobs import LiveJob, ProfilingRun
+from elasticflow_airflow.scheduler_core.jobs import LiveJob, ProfilingRun, overdue
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.planner import Planner
 from elasticflow_airflow.scheduler_core.profiling import wait_limit, window_s
@@ -85,7 +85,7 @@ class Board:
 
     def refresh(self, now: float) -> None:
         """Make stored courses true again: drop what is over, follow what came later or otherwise than planned."""
-        for job in self.jobs.values():
+        for job in list(self.jobs.values()):
             course = job.course
             if course is None:
                 continue
@@ -104,12 +104,20 @@ class Board:
         self.late.clear()
 
     def _ran_out(self, job: LiveJob, course: Course, now: float) -> None:
-        """Nothing is booked any more: the job is overdue and keeps its slots for a while, or has to be planned."""
-        if job.mask and course.finish_s < INFINITY and job.phase is Phase.ADMITTED:
-            held = Holding(now, now + self.config.overdue_s, job.mask)
-            job.course = Course((held,), min(course.finish_s, now), min(course.promised_s, now))
-        else:
+        """Nothing is booked any more: the job should have ended and keeps its slots, or it has to be planned.
+
+        At first nothing is booked for it, for the word of its end may be on its way; whoever should have its slots
+        waits (see ``_order``). After ``overdue_s`` it is booked for a little longer, again and again.
+        """
+        if not job.mask or course.finish_s == INFINITY or job.phase is not Phase.ADMITTED:
             self._break(job)
+        elif now >= course.promised_s + self.config.overdue_s - TOLERANCE_S:
+            until = now + self.config.overdue_s
+            job.course = Course((Holding(now, until, job.mask),), course.finish_s, course.promised_s)
+            for other in self.jobs.values():
+                if other is not job and other.course is not None:
+                    if any(h.mask & job.mask and h.start_s < until and h.end_s > now for h in other.course.holdings):
+                        self._break(other)
 
     def _follow(self, job: LiveJob, holdings: tuple[Holding, ...], now: float) -> None:
         """Compute a course again from the job's real state; book longer if it needs longer and nobody minds."""
@@ -175,9 +183,10 @@ class Board:
             if not job.promised or deadline is None:
                 continue
             course = job.course
-            projected = course.promised_s if course is not None and course.holdings else INFINITY
-            if course is not None and projected <= now:
-                projected = max(projected, now) if now > projected + self.config.overdue_s else projected
+            sure = course is not None and (bool(course.holdings) or overdue(job, now))
+            projected = course.promised_s if course is not None and sure else INFINITY
+            if projected <= now - self.config.overdue_s:
+                projected = now  # it should have ended and has not
             fits = projected <= deadline + TOLERANCE_S
             if fits and job.at_risk:
                 job.at_risk = False
@@ -200,6 +209,8 @@ class Board:
         for job in self.jobs.values():
             if job.phase is Phase.PARKED or job.phase is Phase.WAITING:
                 target = 0
+            elif overdue(job, now):
+                target = job.mask
             else:
                 target = mask_at(job.course, now)
             if target != job.mask:
@@ -253,7 +264,9 @@ class Board:
         for job in self.jobs.values():
             course = job.course
             if course is not None:
-                held = mask_at(course, now)
+                held = job.mask if overdue(job, now) else mask_at(course, now)
+                if overdue(job, now) and not course.holdings:
+                    times.append(course.promised_s + self.config.overdue_s)
                 for start, end, _ in course.holdings:
                     if start > now + TOLERANCE_S:
                         times.append(start)

@@ -46,6 +46,8 @@ class LiveJob:
     """Slots now of its minimum satisfactory share when everything was last planned afresh (0: not known)."""
     running_since_s: float = 0.0
     said_waiting: str = ""
+    turn_until_s: float = 0.0
+    """End of the turn that a best-effort job got because it had waited too long."""
     parked_from: Phase | None = None
     _work: Work | None = None
 
@@ -73,7 +75,9 @@ class LiveJob:
         most = min(self.job.max_workers or largest, largest)
         if self.job.curve is not None:
             factor = 1.0 - config.speed_error
-            return {n: speed * factor for n, speed in self.job.curve.usable(self.job.min_workers, most).items()}
+            usable = {n: speed * factor for n, speed in self.job.curve.usable(self.job.min_workers, most).items()}
+            if usable or not self.best_effort:
+                return usable
         if self.phase is Phase.PROFILING:
             return {n: speed for n, speed in self.measured.items() if n <= largest}
         smallest = 1 << max(0, self.job.min_workers - 1).bit_length()
@@ -121,6 +125,8 @@ class LiveJob:
         self.placement = layout.placement_of(mask, self.placement)
         if self.mask == 0 and mask:
             self.running_since_s = now
+            if self.best_effort and now - self.waiting_since_s >= config.ageing_s - TOLERANCE_S:
+                self.turn_until_s = now + config.ageing_s
         if mask == 0:
             self.waiting_since_s = now
         self.mask = mask
@@ -154,3 +160,8 @@ class LiveJob:
                 Reservation(h.start_s, h.end_s, layout.placement_of(h.mask, self.placement)) for h in holdings
             ),
         )
+
+
+def overdue(job: LiveJob, now: float) -> bool:
+    """Whether by its plan a job has ended, tail and all, and yet holds slots: the word of its end has not come."""
+    return bool(job.mask) and job.course is not None and job.course.promised_s <= now + TOLERANCE_S

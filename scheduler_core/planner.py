@@ -12,7 +12,7 @@ from dataclasses import replace
 from elasticflow_airflow.scheduler_core.allocation import as_soon_as_possible, grow, while_free, window
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.draft import Draft, mask_at
-from elasticflow_airflow.scheduler_core.jobs import LiveJob
+from elasticflow_airflow.scheduler_core.jobs import LiveJob, overdue
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.profiling import next_size, window_s
 from elasticflow_airflow.scheduler_core.proof import deadline_order, prove, rescue_orders
@@ -44,7 +44,7 @@ class Planner:
         """A job as work; one that should have ended holds its slots a little longer."""
         work = job.work(self.layout, self.config)
         course = job.course
-        if job.mask and course is not None and course.promised_s <= self.now:
+        if course is not None and overdue(job, self.now):
             size = job.mask.bit_count()
             end = course.holdings[-1].end_s if course.holdings else self.now + self.config.overdue_s
             rest = max(end, self.now + 2 * TOLERANCE_S) - work.tail_s
@@ -65,6 +65,45 @@ class Planner:
         """Jobs whose promise must be kept by any plan."""
         return [self.bound(job, self.work(job)) for job in self.jobs if job.promised and not job.at_risk]
 
+    def turns(self) -> list[Work]:
+        """Best-effort jobs that waited too long, as work that newcomers may not push away: one turn each, as planned."""
+        turns: list[Work] = []
+        for job in self.jobs:
+            if not (job.competes and job.best_effort and job.course is not None and job.course.holdings):
+                continue
+            work, first = job.work(self.layout, self.config), job.course.holdings[0]
+            if job.mask and self.now < job.turn_until_s:
+                end = job.turn_until_s
+            elif not job.mask and self._aged(job):
+                end = max(first.start_s, self.now) + self.config.ageing_s
+            else:
+                continue
+            size = first.mask.bit_count()
+            end = min(end, first.end_s)
+            seconds = max(0.0, min(end - first.start_s, end - self.now) - (0.0 if job.mask else work.startup_s))
+            turns.append(
+                replace(
+                    work,
+                    remaining=seconds,
+                    since_s=max(work.since_s, self.now),
+                    speed_now=1.0,
+                    sizes=(size,),
+                    speeds={size: 1.0},
+                    tail_s=0.0,
+                    limit_s=end + TOLERANCE_S,
+                )
+            )
+        return turns
+
+    def _aged(self, job: LiveJob) -> bool:
+        """Whether a best-effort job has waited too long."""
+        return (
+            job.competes
+            and job.best_effort
+            and not job.mask
+            and self.now - job.waiting_since_s >= self.config.ageing_s - TOLERANCE_S
+        )
+
     def held(self) -> int:
         """All slots that jobs hold now."""
         mask = 0
@@ -82,7 +121,7 @@ class Planner:
             return self._base.copy() if self._base is not None else None
         works = self.promised()
         if newcomer is not None:
-            works.append(newcomer)
+            works += [*self.turns(), newcomer]
         draft = self._proven(deadline_order(works))
         if newcomer is None and not self._base_known:
             self._base, self._base_known = (draft.copy() if draft is not None else None), True
@@ -100,6 +139,10 @@ class Planner:
         return self._draft(courses)
 
     def _draft(self, courses: dict[str, Course]) -> Draft:
+        for job in self.jobs:
+            if job.course is not None and job.job_id in courses and overdue(job, self.now):
+                booked = courses[job.job_id].holdings
+                courses[job.job_id] = Course(booked, job.course.finish_s, job.course.promised_s)
         draft = Draft(self.layout, self.now, courses)
         draft.shares = {job_id: mask_at(course, self.now).bit_count() for job_id, course in courses.items()}
         return draft
@@ -158,6 +201,8 @@ class Planner:
         best_effort: list[LiveJob] = []
         for job in self.jobs:
             course = draft.courses.get(job.job_id)
+            if course is not None and overdue(job, self.now):
+                continue
             if job.phase is Phase.PROFILING:
                 profiling.append(job)
             elif not job.competes:
@@ -171,17 +216,13 @@ class Planner:
 
     def _turn(self, job: LiveJob) -> tuple[int, float, int]:
         """Whose turn it is: who waited long, before who runs, before who waits, before who ran long."""
-        waited = self.now - job.waiting_since_s
         if job.mask == 0:
-            return (0 if waited >= self.config.ageing_s else 2, job.waiting_since_s, job.number)
+            return (0 if self._aged(job) else 2, job.waiting_since_s, job.number)
         ran = self.now - job.running_since_s
         return (3 if ran >= self.config.ageing_s and self._somebody_aged() else 1, job.running_since_s, job.number)
 
     def _somebody_aged(self) -> bool:
-        return any(
-            job.competes and job.best_effort and not job.mask and self.now - job.waiting_since_s >= self.config.ageing_s
-            for job in self.jobs
-        )
+        return any(self._aged(job) for job in self.jobs)
 
     def _place(self, draft: Draft, job: LiveJob) -> Course | None:
         work = self.work(job)
@@ -221,15 +262,15 @@ class Planner:
         return Course((held,), INFINITY, INFINITY) if held is not None else None
 
     def starved(self, draft: Draft) -> int:
-        """How many jobs get nothing soon although they want a first worker."""
+        """How many jobs get nothing soon although they want a first worker; who waited too long counts twice."""
         pauses = max((job.job.costs.pause_s for job in self.jobs if job.mask), default=0.0)
         patience = self.now + self.config.patience_pauses * pauses + TOLERANCE_S
         count = 0
         for job in self.jobs:
-            if job.phase is Phase.PROFILING or job.competes:
+            if (job.phase is Phase.PROFILING or job.competes) and not overdue(job, self.now):
                 course = draft.courses.get(job.job_id)
                 if course is None or not course.holdings or course.holdings[0].start_s > patience:
-                    count += 1
+                    count += 2 if self._aged(job) else 1
         return count
 
     def luxury(self, draft: Draft) -> bool:

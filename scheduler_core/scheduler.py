@@ -72,8 +72,14 @@ class Scheduler:
         job = self._job(job_id)
         if job.course is None:
             return None
-        first = job.course.holdings[0].start_s if job.course.holdings else job.as_of_s
-        return public_plan(job.work(self._board.layout, self.config), job.course, max(job.as_of_s, first))
+        work, course = job.work(self._board.layout, self.config), job.course
+        if not course.holdings:
+            return Plan(job_id, (), course.finish_s, course.promised_s)
+        first = course.holdings[0]
+        if first.mask == job.mask:  # the gang that makes steps since as_of_s goes on
+            going_on = Holding(min(first.start_s, job.as_of_s), first.end_s, first.mask)
+            course = Course((going_on, *course.holdings[1:]), course.finish_s, course.promised_s)
+        return public_plan(work, course, max(job.as_of_s, course.holdings[0].start_s))
 
     def projected_finish_s(self, job_id: str) -> float | None:
         """When the last step of a live job is expected, by its plan; None when that is not known."""
@@ -342,6 +348,9 @@ class Scheduler:
 
     def _progressed(self, job: LiveJob, event: ev.JobProgressed, now: float) -> list[Decision]:
         board = self._board
+        if event.remaining_steps is not None and event.remaining_steps <= 0.0 and job.mask:
+            if job.work(board.layout, self.config).left_at(now) <= 0.0:
+                return board.wake(now)  # its last step was expected before; the tail has been counted since then
         job.settle(board.layout, self.config, now)
         if event.total_steps is not None:
             job.job = replace(job.job, total_steps=event.total_steps)
@@ -493,11 +502,13 @@ class Scheduler:
         if kept or later:
             rest = self._replan(now, f"{job.job_id} has another deadline", retry=True)
             return [Amended(job.job_id, deadline, value, self._plan_now(job, now)), *rest]
+        was_best_effort, job.best_effort = job.best_effort, False
+        job.changed()
         verdict, planner = self._ask(job, now)
         if verdict.draft is not None:
             admitted = self._admit(job, verdict, planner, Terms.DEADLINE, now)
             return [Amended(job.job_id, deadline, value, self._plan_now(job, now)), *admitted[1:]]
-        job.job = before
+        job.job, job.best_effort = before, was_best_effort
         job.changed()
         return [AmendRejected(job.job_id, self._advice(verdict, before), verdict.earliest_deadline_s), *board.wake(now)]
 

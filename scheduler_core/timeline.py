@@ -166,20 +166,42 @@ class Bookings:
         first = max(0, bisect_right(self.times, start_s + TOLERANCE_S) - 1)
         return first, bisect_left(self.times, end_s - TOLERANCE_S)
 
-    def free_over(self, start_s: float, end_s: float) -> int:
-        """Slots that are free throughout."""
+    def free_over(self, start_s: float, end_s: float, own: tuple[Holding, ...] = ()) -> int:
+        """Slots that are free throughout; those booked by ``own`` count as free while it holds them."""
         i, j = self._range(start_s, end_s)
-        taken = self.taken[i]
-        for k in range(i + 1, j):
-            taken |= self.taken[k]
-        return self.everything & ~taken
+        blocked, taken = 0, self.taken
+        if own:
+            times = self.times
+            for begin, end, mask in own:
+                a = max(i, bisect_left(times, max(begin, self.now)))
+                b = min(j, bisect_left(times, end))
+                if a >= b:
+                    continue
+                for k in range(i, a):
+                    blocked |= taken[k]
+                inside = 0
+                for k in range(a, b):
+                    inside |= taken[k]
+                blocked |= inside & ~mask
+                i = b
+        for k in range(i, j):
+            blocked |= taken[k]
+        return self.everything & ~blocked
 
-    def free_until(self, mask: int, start_s: float) -> float:
-        """Until when all of ``mask`` is free, beginning at ``start_s`` (``start_s`` itself: not even then)."""
-        i = max(0, bisect_right(self.times, start_s + TOLERANCE_S) - 1)
-        for k in range(i, len(self.times)):
-            if self.taken[k] & mask:
-                return max(start_s, self.times[k])
+    def free_until(self, mask: int, start_s: float, own: tuple[Holding, ...] = ()) -> float:
+        """Until when all of ``mask`` is free, beginning at ``start_s`` (``start_s`` itself: not even then).
+
+        What ``own`` has booked counts as free.
+        """
+        times, taken = self.times, self.taken
+        for k in range(max(0, bisect_right(times, start_s + TOLERANCE_S) - 1), len(times)):
+            blocked = taken[k] & mask
+            if blocked:
+                for begin, end, held in own:
+                    if begin <= times[k] + TOLERANCE_S and times[k] < end:
+                        blocked &= ~held
+                if blocked:
+                    return max(start_s, times[k])
         return float("inf")
 
     def take(self, holding: Holding) -> None:

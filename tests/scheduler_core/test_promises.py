@@ -1,0 +1,230 @@
+"""Properties of the scheduler in a virtual world with exact curves, whatever arrives and whenever."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
+from elasticflow_airflow.scheduler_core import decisions as de
+from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, RescaleCosts, ScalingCurve
+
+PHASES = [Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink]
+QUICK = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+LONG = settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
+
+clusters = st.one_of(
+    st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=4),
+    st.lists(st.integers(1, 7), min_size=1, max_size=3),
+    st.sampled_from([[8, 8], [2, 2, 2], [4, 4, 4, 4], [3, 3], [6]]),
+)
+
+
+@st.composite
+def curves(draw: st.DrawFn) -> ScalingCurve:
+    speed = draw(st.floats(0.2, 5.0))
+    table = {1: speed}
+    for size in (2, 4, 8, 16):
+        speed *= draw(st.floats(0.9, 2.05))
+        table[size] = speed
+    sizes = draw(st.sets(st.sampled_from([1, 2, 4, 8, 16]), min_size=1))
+    if draw(st.booleans()):
+        sizes = {1, 2, 4, 8, 16}
+    return ScalingCurve({n: table[n] for n in sizes})
+
+
+@st.composite
+def jobs(draw: st.DrawFn, number: int, *, arrival: float) -> Job:
+    curve = draw(curves())
+    slowest = min(curve.steps_per_s.values())
+    length_s = draw(st.floats(1.0, 400.0))
+    costs = RescaleCosts(
+        startup_s=draw(st.sampled_from([0.0, 5.0, 30.0])),
+        pause_s=draw(st.sampled_from([0.0, 1.0, 13.0, 30.0])),
+        tail_s=draw(st.sampled_from([0.0, 2.0, 20.0])),
+    )
+    best_effort = draw(st.integers(0, 4)) == 0
+    window = length_s * draw(st.floats(0.3, 4.0)) + costs.startup_s + costs.tail_s
+    return Job(
+        job_id=f"j{number}",
+        submitted_s=arrival,
+        deadline_s=None if best_effort else arrival + window,
+        total_steps=length_s * slowest,
+        curve=curve,
+        costs=costs,
+        min_workers=draw(st.sampled_from([1, 1, 1, 2])),
+        max_workers=draw(st.sampled_from([None, None, 2, 4])),
+        on_reject=draw(st.sampled_from([OnReject.FAIL, OnReject.FAIL, OnReject.WAIT, OnReject.BEST_EFFORT])),
+    )
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> tuple[list[int], list[Job], list[tuple[float, object]], bool, bool]:
+    nodes = draw(clusters)
+    count = draw(st.integers(1, 8))
+    arrival, arrivals = 1000.0, []
+    for number in range(count):
+        arrival += draw(st.one_of(st.just(0.0), st.floats(0.0, 150.0)))
+        arrivals.append(draw(jobs(number, arrival=arrival)))
+    others: list[tuple[float, object]] = []
+    for _ in range(draw(st.integers(0, 3))):
+        when = draw(st.floats(1000.0, 1600.0))
+        job_id = f"j{draw(st.integers(0, count - 1))}"
+        others.append(
+            (
+                when,
+                draw(
+                    st.sampled_from(
+                        [
+                            ev.JobCancelled(job_id),
+                            ev.JobAmended(job_id, deadline_s=when + 100.0),
+                            ev.JobAmended(job_id, best_effort=True),
+                            ev.NodeJoined(Node(node_id="new", slots=4)),
+                            ev.WakeUp(),
+                        ]
+                    )
+                ),
+            )
+        )
+    return nodes, arrivals, others, draw(st.booleans()), draw(st.booleans())
+
+
+def _nodes(sizes: list[int]) -> list[Node]:
+    return [Node(node_id=f"n{i}", slots=size) for i, size in enumerate(sizes)]
+
+
+def _tell(world: ModuleType, story: tuple, config: SchedulerConfig | None = None):
+    sizes, arrivals, others, reports, started = story
+    play = world.World(Scheduler(config, _nodes(sizes)), reports=reports, gang_started=started)
+    for job in arrivals:
+        play.submit(job.submitted_s, job)
+    for when, event in others:
+        play.at(when, event)
+    play.run()
+    return play
+
+
+def _promises_hold(world: ModuleType, story: tuple) -> None:
+    play = _tell(world, story)
+    assert not play.late()
+    assert not [d for _, d in play.log if isinstance(d, de.AtRisk)]
+    largest = max(1 << (size.bit_length() - 1) for size in story[0])
+    for run in play.runs.values():
+        most = min(largest, run.job.max_workers or largest)
+        if run.deadline_s is None and (run.job.min_workers > most):
+            continue  # best effort that this cluster cannot run, or whose speed here nobody knows
+        assert run.ended_s is not None, f"{run.job.job_id} never ended ({run.outcome})"
+
+
+@QUICK
+@given(story=stories())
+def test_an_admitted_job_never_misses_its_deadline_and_no_slot_is_given_twice(world: ModuleType, story) -> None:
+    _promises_hold(world, story)
+
+
+@pytest.mark.soak
+@LONG
+@given(story=stories())
+def test_promises_hold_at_length(world: ModuleType, story) -> None:
+    _promises_hold(world, story)
+
+
+@QUICK
+@given(story=stories())
+def test_same_events_same_decisions(world: ModuleType, story) -> None:
+    assert _tell(world, story).log == _tell(world, story).log
+
+
+class _Watching(Scheduler):
+    """Checks the plans after every event, with the independent checker."""
+
+    checker: ModuleType
+    sizes: list[int]
+
+    def handle(self, event, now):
+        before = self.states() if isinstance(event, ev.JobSubmitted) else None
+        decisions = super().handle(event, now)
+        if before is not None:
+            refused = [d for d in decisions if isinstance(d, de.Reject)]
+            if refused and not [d for d in decisions if not isinstance(d, de.Reject | de.WakeMeAt)]:
+                assert self.states() == before, "a rejected arrival changed something"
+                self._offer(event.job, refused[0], now)
+        self._plans(now)
+        return decisions
+
+    def _plans(self, now: float) -> None:
+        plans = []
+        for state in self.states():
+            plan = self.plan_of(state.job.job_id)
+            if plan is None or math.isinf(plan.finish_s) or plan.finish_s <= now:
+                continue
+            plans.append(plan)
+            problems = self.checker.check_plan(
+                state.job if not state.best_effort else replace(state.job, deadline_s=None),
+                plan,
+                state.as_of_s,
+                state.remaining_steps,
+                size_now=state.placement.workers,
+                free_from=max(state.as_of_s, state.no_progress_until_s),
+            )
+            assert not problems, problems
+        late = [
+            replace(plan, segments=tuple(part for part in plan.segments if part.end_s > now + 0.01)) for plan in plans
+        ]
+        assert not self.checker.check_capacity(late, self.checker.buddy_blocks(self.sizes))
+
+    def _offer(self, job: Job, refused: de.Reject, now: float) -> None:
+        if refused.earliest_deadline_s is None:
+            return
+        twin = Scheduler(self.config, self.nodes())
+        twin.__dict__.update(_deep(self))
+        again = twin.handle(ev.JobSubmitted(replace(job, deadline_s=refused.earliest_deadline_s)), now)
+        assert isinstance(again[0], de.Admit), (refused, again[0])
+
+
+def _deep(scheduler: Scheduler) -> dict:
+    import copy
+
+    return copy.deepcopy({k: v for k, v in scheduler.__dict__.items() if k not in ("checker",)})
+
+
+@QUICK
+@given(story=stories())
+def test_plans_are_whole_offers_are_honoured_and_rejections_leave_no_trace(
+    world: ModuleType, plan_checker: ModuleType, story
+) -> None:
+    sizes, arrivals, others, reports, started = story
+    others = [(when, event) for when, event in others if not isinstance(event, ev.NodeJoined)]
+    scheduler = _Watching(None, _nodes(sizes))
+    scheduler.checker, scheduler.sizes = plan_checker, sizes
+    play = world.World(scheduler, reports=reports, gang_started=started)
+    for job in arrivals:
+        play.submit(job.submitted_s, job)
+    for when, event in others:
+        play.at(when, event)
+    play.run()
+    assert not play.late()
+
+
+@QUICK
+@given(story=stories(), crash=st.floats(1000.0, 1500.0))
+def test_a_restored_scheduler_goes_on_and_keeps_the_promises(world: ModuleType, story, crash: float) -> None:
+    sizes, arrivals, others, reports, started = story
+    play = world.World(Scheduler(None, _nodes(sizes)), reports=reports, gang_started=started)
+    for job in arrivals:
+        play.submit(job.submitted_s, job)
+    for when, event in others:
+        play.at(when, event)
+    play.run(until=crash)
+    play.now = crash
+    states, nodes = play.scheduler.states(), play.scheduler.nodes()
+    play.scheduler = Scheduler(None, nodes)
+    play.obey(play.scheduler.restore(states, crash))
+    play.run()
+    assert not play.late()
