@@ -1,0 +1,88 @@
+"""How jobs, events and slots look in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from rich.table import Table
+
+from elasticflow_airflow.wire import Event, Health, JobStatus
+
+_STYLES = {"succeeded": "green", "failed": "red", "rejected": "red", "cancelled": "yellow", "running": "cyan"}
+
+
+def moment(at: float | None) -> str:
+    """UTC seconds as local time; a dash for none."""
+    return "-" if at is None else datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def jobs_table(jobs: Sequence[JobStatus]) -> Table:
+    """One line a job."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("job", "state", "workers", "step", "steps/s", "loss", "deadline", "projected", "slack"):
+        table.add_column(name, justify="right" if name in ("workers", "step", "steps/s", "loss", "slack") else "left")
+    for job in jobs:
+        total = "" if job.total_steps is None else f"/{job.total_steps}"
+        state = f"{job.state}, at risk" if job.at_risk else str(job.state)
+        table.add_row(
+            job.job_id,
+            f"[{_STYLES.get(str(job.state), 'default')}]{state}[/]",
+            str(job.workers),
+            f"{job.step}{total}",
+            _number(job.steps_per_s),
+            _number(job.loss),
+            "best effort" if job.best_effort else moment(job.deadline_at),
+            moment(job.result.finished_at if job.result else job.projected_finish_at),
+            "-" if job.slack_s is None else f"{job.slack_s:.0f} s",
+        )
+    return table
+
+
+def job_lines(job: JobStatus) -> list[str]:
+    """Everything about one job, a line a fact."""
+    identity = job.identity
+    lines = [
+        f"job         {job.job_id} (incarnation {job.incarnation}, generation {job.generation})",
+        f"task        {identity.namespace}: {identity.dag_id}.{identity.task_id}, run {identity.run_id}",
+        f"state       {job.state}{': ' + job.state_reason if job.state_reason else ''}",
+        f"verdict     {job.verdict.decision}{': ' + job.verdict.reason if job.verdict.reason else ''}",
+        f"deadline    {'best effort' if job.best_effort else moment(job.deadline_at)}",
+        f"projected   {moment(job.projected_finish_at)}",
+        (
+            f"progress    step {job.step} of {job.total_steps or '?'}, loss {_number(job.loss)}, "
+            f"{_number(job.steps_per_s)} steps/s on {job.workers} workers"
+        ),
+        f"slots       {', '.join(f'{node}:{index}' for node, index in job.slots) or '-'}",
+        f"logs        {', '.join(job.log_names) or '-'}",
+    ]
+    if job.result:
+        lines.append(f"checkpoint  {job.result.checkpoint_path or '-'}")
+    if job.failure:
+        lines.append(f"failure     {job.failure}")
+    return lines
+
+
+def event_line(event: Event) -> str:
+    """One event: id, time, kind, reason."""
+    return f"#{event.event_id:<6} {moment(event.at)}  {event.kind:<16} {event.reason}"
+
+
+def health_lines(health: Health) -> list[str]:
+    """How the service is, and who holds which slot."""
+    lines = [
+        (
+            f"{health.status}: elasticflow {health.version}, engine {health.engine}, process {health.pid}, "
+            f"since {moment(health.started_at)}, {health.live_jobs} live jobs"
+        ),
+        f"state directory {health.state_dir}",
+        *(f"problem: {problem}" for problem in health.problems),
+    ]
+    for slot in health.slots:
+        holder = slot.job_id or (f"busy: {slot.busy}" if slot.busy else "free")
+        lines.append(f"  {slot.node_id}:{slot.index}  {holder}")
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

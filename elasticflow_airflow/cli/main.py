@@ -1,0 +1,166 @@
+"""The ``elasticflow`` command: serve, and look at and act on jobs. Parts are imported when they are used."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from elasticflow_airflow import __version__
+from elasticflow_airflow.cli.connection import StateDir, Url, client
+
+app = typer.Typer(
+    name="elasticflow",
+    help="Training jobs with deadlines: serve them, and see what the scheduler does and why.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+_POLL_S = 1.0
+
+
+def _print(*lines: object) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    for line in lines:
+        # Text of jobs is not markup: a log line may hold any bracket.
+        console.print(line, markup=not isinstance(line, str))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    _print(f"elasticflow {__version__}")
+
+
+@app.command()
+def serve(
+    host: str | None = typer.Option(
+        None, help="Listen on TCP at this address; needs ELASTICFLOW_TOKEN or ELASTICFLOW_TOKEN_FILE."
+    ),
+    port: int | None = typer.Option(None, min=0, max=65535, help="TCP port."),
+    state_dir: Path | None = StateDir,
+) -> None:
+    """Run the scheduler service in the foreground. Every setting has an environment variable ELASTICFLOW_<NAME>."""
+    for name, value in (("HOST", host), ("PORT", port), ("STATE_DIR", state_dir)):
+        if value is not None:
+            os.environ[f"ELASTICFLOW_{name}"] = str(value)
+    from elasticflow_airflow.service.__main__ import main as run
+
+    raise typer.Exit(run([]))
+
+
+@app.command()
+def health(url: str | None = Url, state_dir: Path | None = StateDir) -> None:
+    """Say how the service is, and who holds which slot."""
+    from elasticflow_airflow.cli.display import health_lines
+
+    with client(url, state_dir) as service:
+        _print(*health_lines(service.health()))
+
+
+@app.command()
+def jobs(
+    url: str | None = Url,
+    state_dir: Path | None = StateDir,
+    state: str | None = typer.Option(None, help="Only jobs in this state."),
+    dag_id: str | None = typer.Option(None, "--dag", help="Only jobs of this DAG."),
+    live: bool = typer.Option(False, "--live", help="Only jobs that have not ended."),
+    limit: int = typer.Option(50, min=1, max=1000, help="At most so many, newest first."),
+) -> None:
+    """List jobs: state, progress, projected finish against the deadline."""
+    from elasticflow_airflow.cli.display import jobs_table
+
+    with client(url, state_dir) as service:
+        found = service.list_jobs(state=state, dag_id=dag_id, live=live or None, limit=limit)
+    _print(jobs_table(found) if found else "no such jobs")
+
+
+@app.command()
+def show(job_id: str, url: str | None = Url, state_dir: Path | None = StateDir) -> None:
+    """Show one job and its events: what was decided, and why."""
+    from elasticflow_airflow.cli.display import event_line, job_lines
+
+    with client(url, state_dir) as service:
+        _print(*job_lines(service.status(job_id)), *(event_line(event) for event in service.events(job_id)))
+
+
+@app.command()
+def events(
+    job_id: str,
+    url: str | None = Url,
+    state_dir: Path | None = StateDir,
+    follow: bool = typer.Option(False, "--follow", "-f", help="Go on until the job has ended."),
+) -> None:
+    """Print the events of a job."""
+    from elasticflow_airflow.cli.display import event_line
+
+    with client(url, state_dir) as service:
+        after = 0
+        while True:
+            ended = service.status(job_id).state.terminal
+            for event in service.events(job_id, after=after):
+                after = event.event_id
+                _print(event_line(event))
+            if ended or not follow:
+                return
+            time.sleep(_POLL_S)
+
+
+@app.command()
+def logs(
+    job_id: str,
+    url: str | None = Url,
+    state_dir: Path | None = StateDir,
+    worker: str | None = typer.Option(None, help="Name of the log, as `show` lists them; default: the newest rank 0."),
+    follow: bool = typer.Option(
+        False, "--follow", "-f", help="Go on, through every generation, until the job has ended."
+    ),
+) -> None:
+    """Print what a worker wrote."""
+    with client(url, state_dir) as service:
+        name, offset = worker, 0
+        while True:
+            job = service.status(job_id)
+            newest = worker or _newest_main_log(job.log_names)
+            if newest is not None and newest != name:
+                name, offset = newest, 0
+            if name is None:
+                if job.state.terminal or not follow:
+                    _print("no worker has written anything yet")
+                    return
+            else:
+                piece = service.read_log(job_id, name, offset)
+                if piece.text:
+                    typer.echo(piece.text, nl=False)
+                if piece.next_offset > offset:
+                    offset = piece.next_offset
+                    continue
+                if job.state.terminal or not follow:
+                    return
+            time.sleep(_POLL_S)
+
+
+@app.command()
+def cancel(
+    job_id: str,
+    url: str | None = Url,
+    state_dir: Path | None = StateDir,
+    reason: str = typer.Option("cancelled on the command line", help="What the event log says."),
+) -> None:
+    """Cancel a job. Its Airflow task, if one is waiting, fails and says so."""
+    with client(url, state_dir) as service:
+        job = service.cancel(job_id, service.status(job_id).claim, reason)
+    _print(f"{job.job_id} is {job.state}" if job.state.terminal else f"{job.job_id} is being cancelled")
+
+
+def _newest_main_log(names: list[str]) -> str | None:
+    main_logs = sorted(name for name in names if name.endswith("-r000"))
+    return main_logs[-1] if main_logs else None
+
+
+def main() -> None:
+    """Entry point of the ``elasticflow`` script."""
+    app()
