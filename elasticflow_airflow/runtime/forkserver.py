@@ -11,6 +11,7 @@ torch and the standard library only.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import select
@@ -23,6 +24,12 @@ from typing import Any, NoReturn
 from elasticflow_airflow.runtime.shim import PARENT_ENV, die_with_parent
 
 MAX_MESSAGE = 128 * 1024
+MORE = (
+    "torch.utils.data",
+    "elasticflow_airflow.runtime.session",
+    "torch._dynamo",  # Every optimizer imports it at its first step, for a second.
+)
+"""Imported only while no agent is asked for. They start no thread and read nothing of the worker's environment."""
 
 
 def main(descriptor: int) -> int:
@@ -30,6 +37,7 @@ def main(descriptor: int) -> int:
     die_with_parent(int(os.environ[PARENT_ENV]))
     channel = socket.socket(fileno=descriptor)
     _import_everything()
+    _import_more_while_idle(channel)
     # What was imported stays shared between the forks: the collector would touch, and thereby copy, all of it.
     gc.freeze()
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -63,6 +71,15 @@ def _import_everything() -> None:
     import elasticflow_airflow.runtime.agent
     import elasticflow_airflow.runtime.bootstrap
     import elasticflow_airflow.runtime.rendezvous  # noqa: F401
+
+
+def _import_more_while_idle(channel: socket.socket) -> None:
+    """Import what nearly every script will, as long as nobody waits: the generation before may still be saving."""
+    for name in MORE:
+        ready, _, _ = select.select([channel.fileno()], [], [], 0)
+        if ready:
+            return
+        importlib.import_module(name)
 
 
 def _report_ended(channel: socket.socket, children: dict[int, str]) -> None:

@@ -208,7 +208,10 @@ def test_a_full_disk_changes_nothing(local_bench: LocalBench, monkeypatch: pytes
     assert bench.look() == {}
 
 
-def test_a_crash_between_record_and_start_is_repaired(local_bench: LocalBench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("method", "state"), [("start_supervisors", "pending"), ("go", "starting")])
+def test_a_crash_in_the_middle_of_apply_is_repaired(
+    local_bench: LocalBench, monkeypatch: pytest.MonkeyPatch, method: str, state: str
+) -> None:
     bench = local_bench
     spec = bench.spec(1, session={"steps": 5})
 
@@ -219,11 +222,12 @@ def test_a_crash_between_record_and_start_is_repaired(local_bench: LocalBench, m
         raise Killed
 
     starter = bench.engine._starter  # type: ignore[attr-defined]  # the crash is injected there
-    monkeypatch.setattr(starter, "start_supervisors", killed)
+    monkeypatch.setattr(starter, method, killed)
     with pytest.raises(Killed):
         bench.engine.apply(spec)
     bench.restart()
-    assert bench.look()[1].state is GangState.STARTING
+    assert bench.look()[1].state == state
+    bench.engine.apply(spec)
     bench.engine.apply(spec)
     assert bench.wait_state(1, GangState.ENDED).outcome is GangOutcome.FINISHED
     assert bench.kinds(1).count("started") == 1

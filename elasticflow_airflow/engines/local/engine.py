@@ -110,13 +110,16 @@ class LocalEngine:
                 return
             self._tell_earlier(job, gang, spec)
             if gang.started:
+                self._starter.go(gang, spec)
                 self._starter.start_supervisors(gang, spec)
             elif self._fence_is_open(job, spec):
                 self._starter.check_slots(spec)
-                self._starter.write_files(gang, spec)
+                self._starter.warm_up(gang, spec)
                 gang.started = True
                 self._save(job)
-                self._starter.start_supervisors(gang, spec)
+                self._starter.go(gang, spec)
+            else:
+                self._starter.warm_up(gang, spec)
 
     def stop(self, job_id: str, grace_s: float, reason: str = "") -> None:
         """Tell all workers of the job to save and leave."""
@@ -128,9 +131,7 @@ class LocalEngine:
                 if self._mark_told(job, before=job.latest + 1):
                     self._save(job)
                 for gang in job.gangs.values():
-                    if gang.told and not self._observer.has_ended(job, gang):
-                        self._write_empty_plan(gang, job.latest, reason)
-                        gang.order(Order(grace_s, reason))
+                    self._tell(job, gang, job.latest, Order(grace_s, reason))
 
     def renew(self, job_id: str) -> None:
         """Renew the lease of the job's supervisors."""
@@ -253,16 +254,22 @@ class LocalEngine:
             )
         reason = f"generation {spec.generation} replaces it" + (f": {spec.reason}" if spec.reason else "")
         for earlier in job.gangs.values():
-            if earlier.told and earlier.generation < gang.generation and not self._observer.has_ended(job, earlier):
-                if earlier.incarnation_dir != gang.incarnation_dir:
-                    self._write_empty_plan(earlier, gang.generation, reason)
-                earlier.order(Order(spec.grace_s, reason))
+            if earlier.generation < gang.generation:
+                same_plan = earlier.incarnation_dir == gang.incarnation_dir
+                self._tell(job, earlier, None if same_plan else gang.generation, Order(spec.grace_s, reason))
 
-    def _write_empty_plan(self, gang: GangRecord, generation: int, reason: str) -> None:
-        folder = Path(gang.incarnation_dir)
-        plan = Membership.read(folder)
-        if plan is None or plan.members:
-            Membership(generation=generation, mode=RescaleMode.RESTART, members=(), reason=reason).write(folder)
+    def _tell(self, job: JobRecord, gang: GangRecord, plan_generation: int | None, order: Order) -> None:
+        """Tell a gang that is marked to leave: by a plan without members (None: it has one already), and by order."""
+        if gang.dropped:
+            gang.order(Order(0.0, order.reason, kill=True))  # Its supervisors may be warming up.
+        elif gang.told and not self._observer.has_ended(job, gang):
+            folder = Path(gang.incarnation_dir)
+            plan = Membership.read(folder)
+            if plan_generation is not None and (plan is None or plan.members):
+                Membership(generation=plan_generation, mode=RescaleMode.RESTART, members=(), reason=order.reason).write(
+                    folder
+                )
+            gang.order(order)
 
     def _fence_is_open(self, job: JobRecord, spec: GangSpec) -> bool:
         return all(
@@ -276,7 +283,7 @@ class LocalEngine:
 
     def _renew(self, job: JobRecord) -> None:
         for gang in job.gangs.values():
-            if gang.started and not self._observer.has_ended(job, gang):
+            if not self._observer.has_ended(job, gang):
                 for node_id in gang.nodes:
                     gang.folder(node_id).renew()
 

@@ -4,6 +4,7 @@ Layout, inside an incarnation's folder::
 
     supervisors/g000001-node0/spec.json       what to run (SupervisorSpec), by the engine, before the supervisor starts
                               order.json      told to leave (Order), by the engine
+                              go              the generation may start, by the engine
                               lease           touched by the engine at each apply and renew
                               status.json     what is (Status), by the supervisor, which holds a lock on it for life
                               <worker>.trainer.json  pid of the trainer, by the trainer
@@ -149,6 +150,11 @@ class SupervisorFolder:
         return self.path / "lease"
 
     @property
+    def go(self) -> Path:
+        """Written by the engine when the generation may start; until then the supervisor only warms up."""
+        return self.path / "go"
+
+    @property
     def log(self) -> Path:
         """The supervisor's own log."""
         return self.path / "supervisor.log"
@@ -164,6 +170,10 @@ class SupervisorFolder:
     def write_spec(self, spec: SupervisorSpec) -> None:
         """Write what to run."""
         write_json_atomic(self.path / "spec.json", asdict(spec))
+
+    def has_spec(self) -> bool:
+        """Whether what to run was written."""
+        return (self.path / "spec.json").exists()
 
     def read_spec(self) -> SupervisorSpec:
         """Read what to run; ValueError when it is not there."""

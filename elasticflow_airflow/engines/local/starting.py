@@ -18,6 +18,7 @@ from elasticflow_airflow.engines.local.environment import inherited, worker_envi
 from elasticflow_airflow.engines.local.folder import SupervisorFolder, SupervisorSpec, WorkerSpec
 from elasticflow_airflow.engines.local.layout import NodeLayout, SlotLayout
 from elasticflow_airflow.engines.local.records import GangRecord
+from elasticflow_airflow.engines.local.supervisor import EXIT_NOT_NEEDED
 from elasticflow_airflow.engines.port import EngineError, GangSpec
 from elasticflow_airflow.runtime.protocol import Membership
 from elasticflow_airflow.scheduler_core.values import Slot
@@ -66,26 +67,35 @@ class Starter:
             if holder is not None:
                 raise EngineError(f"slot {slot.node_id}:{slot.index} is held by {slots.describe(holder)}")
 
-    def write_files(self, gang: GangRecord, spec: GangSpec) -> None:
-        """Write everything that supervisors and workers read before they start."""
-        spec.session.write()
+    def warm_up(self, gang: GangRecord, spec: GangSpec) -> None:
+        """Start supervisors that import what the workers need and wait: the generation before may still train."""
         (spec.incarnation_dir / "logs").mkdir(exist_ok=True)
+        for node_id in gang.nodes:
+            folder = gang.folder(node_id)
+            if not folder.has_spec():
+                folder.path.mkdir(parents=True, exist_ok=True)
+                folder.write_spec(self._supervisor_spec(gang, spec, node_id))
+        self.start_supervisors(gang, spec)
+
+    def go(self, gang: GangRecord, spec: GangSpec) -> None:
+        """Let the generation start, once: what the workers read is written before its supervisors may go."""
+        if all(gang.folder(node_id).go.exists() for node_id in gang.nodes):
+            return
+        spec.session.write()
         Membership(generation=gang.generation, mode=spec.mode, members=gang.members, reason=spec.reason).write(
             spec.incarnation_dir
         )
         for node_id in gang.nodes:
-            folder = gang.folder(node_id)
-            folder.path.mkdir(parents=True, exist_ok=True)
-            folder.write_spec(self._supervisor_spec(gang, spec, node_id))
+            gang.folder(node_id).go.touch()
 
     def start_supervisors(self, gang: GangRecord, spec: GangSpec) -> None:
-        """Start supervisors that never were there. One that wrote a status was, and is never started again."""
+        """Start supervisors that are not there yet. One that wrote a status was, and is never started again."""
         for node_id in gang.nodes:
             folder = gang.folder(node_id)
             process = self._supervisors.get(folder.path)
             if folder.read_status() is not None or (process is not None and process.poll() is None):
                 continue
-            if process is not None:
+            if process is not None and process.returncode != EXIT_NOT_NEEDED:
                 del self._supervisors[folder.path]
                 last = folder.log.read_text(errors="replace").strip().splitlines()[-3:]
                 raise EngineError(f"the supervisor on {node_id} does not start: {' / '.join(last) or 'no output'}")

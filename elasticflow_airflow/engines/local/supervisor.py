@@ -35,6 +35,9 @@ from elasticflow_airflow.runtime.protocol import (
 )
 
 TICK_S = 0.1
+GO_TICK_S = 0.02
+EXIT_NOT_NEEDED = 3
+"""Exit status: another supervisor is there, or nothing was asked of this one."""
 PLAIN_DELAY_S = 1.0
 """A script without a session gets this long to end by itself before SIGTERM."""
 BROKEN_GRACE_S = 3.0
@@ -63,16 +66,20 @@ class Supervisor:
         self._lease_stamp = 0
         self._lease_seen_s = time.monotonic()
         self._written = ""
-        self._progress = self._plain_progress()
+        self._progress: PlainProgress | None = None
 
-    def run(self, secret_env: dict[str, str]) -> None:
-        """Run the workers to their end."""
+    def run(self, secret_env: dict[str, str]) -> bool:
+        """Run the workers to their end. False: nothing was ever asked of them, and nothing was started."""
         try:
+            outputs = self._warm_up(secret_env)
+            if not self._wait_for_go():
+                return False
+            self._progress = self._plain_progress()
             locks = self._lock_slots()
-            self._start(secret_env)
+            self._start(outputs)
         except (slots.SlotHeldError, OSError, ValueError) as error:
             self._end_unstarted(str(error))
-            return
+            return True
         while not all(worker.status.ended for worker in self._workers.values()):
             self._move_output(TICK_S)
             self._look()
@@ -90,6 +97,7 @@ class Supervisor:
             os.close(lock)  # Before the last word: who reads it finds the slots free.
         self.status.ended = True
         self._write_status(insist=True)
+        return True
 
     def ask_to_leave(self, reason: str) -> None:
         """For signal handlers: leave at the next turn of the loop."""
@@ -116,28 +124,39 @@ class Supervisor:
         lock_dir = Path(self._spec.lock_dir)
         return [slots.acquire(lock_dir, worker.lock_name, holder) for worker in self._spec.workers]
 
-    def _start(self, secret_env: dict[str, str]) -> None:
+    def _warm_up(self, secret_env: dict[str, str]) -> list[int]:
+        """Have torch imported, while the generation before may still train; returns where the workers will write."""
+        outputs = [worker.open_output() for worker in self._workers.values()]
+        # What the server has to complain about belongs in the first worker's log.
+        env = {**self._spec.env, **self._spec.workers[0].env, **secret_env}
+        self._server = ForkServer(self._spec.python, env, self._folder.path, outputs[0])
+        return outputs
+
+    def _wait_for_go(self) -> bool:
+        while not self._folder.go.exists():
+            self._move_output(GO_TICK_S)
+            if self._folder.read_order() is not None or self._lease_has_expired():
+                return False
+        return True
+
+    def _start(self, outputs: list[int]) -> None:
+        assert self._server is not None
         for worker in self._workers.values():
             self.status.workers[worker.worker_id] = worker.status
         self._look_at_order()
         if self.status.told:
             raise ValueError("told to leave before the workers were started")
         self._write_status(insist=True)
-        outputs = [worker.open_output() for worker in self._workers.values()]
-        try:
-            # What the server has to complain about belongs in the first worker's log.
-            env = {**self._spec.env, **self._spec.workers[0].env, **secret_env}
-            self._server = ForkServer(self._spec.python, env, self._folder.path, outputs[0])
-            for worker, output in zip(self._workers.values(), outputs, strict=True):
-                worker.start(self._server, output)
-        finally:
-            for output in outputs:
-                os.close(output)
+        for worker, output in zip(self._workers.values(), outputs, strict=True):
+            worker.start(self._server, output)
+            os.close(output)
 
     def _end_unstarted(self, failure: str) -> None:
         for worker in self._workers.values():
             worker.kill()
             worker.status.ended = True
+        if self._server is not None:
+            self._server.close()
         self.status.failure = None if self.status.told else failure
         self.status.ended = True
         logger.error("%s", failure)
@@ -211,6 +230,10 @@ class Supervisor:
     def _watch_lease(self) -> None:
         if self._asked is not None:
             self.leave(self._asked)
+        if self._lease_has_expired():
+            self.leave(f"no service has renewed the lease for {self._spec.lease_s:.0f} s")
+
+    def _lease_has_expired(self) -> bool:
         try:
             stamp = self._folder.lease.stat().st_mtime_ns
         except FileNotFoundError:
@@ -218,8 +241,7 @@ class Supervisor:
         now_s = time.monotonic()
         if stamp != self._lease_stamp:
             self._lease_stamp, self._lease_seen_s = stamp, now_s
-        elif now_s - self._lease_seen_s > self._spec.lease_s:
-            self.leave(f"no service has renewed the lease for {self._spec.lease_s:.0f} s")
+        return now_s - self._lease_seen_s > self._spec.lease_s
 
     def _escalate(self) -> None:
         now_s = time.monotonic()
@@ -297,16 +319,15 @@ def main(folder_path: str) -> int:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return 0
+        return EXIT_NOT_NEEDED
     secret_env = json.load(sys.stdin)["secret_env"]
     if folder.read_status() is not None:
-        return 0  # This generation had its supervisor, and its workers: it never starts again.
+        return EXIT_NOT_NEEDED  # This generation had its supervisor, and its workers: it never starts again.
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     supervisor = Supervisor(folder, folder.read_spec())
     signal.signal(signal.SIGTERM, lambda *_: supervisor.ask_to_leave("the supervisor got SIGTERM"))
-    supervisor.run(secret_env)
-    return 0
+    return 0 if supervisor.run(secret_env) else EXIT_NOT_NEEDED
 
 
 if __name__ == "__main__":
