@@ -42,7 +42,7 @@ class Admission:
 
     def decide(self) -> Verdict:
         """Try everything for the newcomer's own deadline."""
-        config, now = self.planner.config, self.planner.now
+        config = self.planner.config
         work = self.job.work(self.planner.layout, config)
         deadline = self.job.job.deadline_s
         if deadline is None:
@@ -78,7 +78,7 @@ class Admission:
         """The other promises planned afresh, when they alone can be."""
         if not self.base_known:
             self.base_known = True
-            self.base = self.planner.fresh()
+            self.base = self.planner.fresh(guarded=True)
             if self.base is not None:
                 self.base.drop(self.job.job_id)
         return self.base
@@ -90,9 +90,9 @@ class Admission:
         course = share_now(self.stored, newcomer, limit)
         if course is not None:
             return self._with(self.stored, course), False
-        draft = self.planner.fresh(newcomer)
+        draft = self.planner.fresh(newcomer, guarded=True)
         if draft is not None:
-            return draft, True
+            return self.planner.unguarded(draft), True
         course = share_later(self.stored, newcomer, limit)
         if course is not None:
             return self._with(self.stored, course), False
@@ -100,11 +100,11 @@ class Admission:
         if base is not None:
             course = share_later(base, newcomer, limit)
             if course is not None:
-                return self._with(base, course), True
+                return self.planner.unguarded(self._with(base, course)), True
         if rescue:
-            draft = self.planner.fresh(newcomer, rescue=rescue)
+            draft = self.planner.fresh(newcomer, rescue=rescue, guarded=True)
             if draft is not None:
-                return draft, True
+                return self.planner.unguarded(draft), True
         return None
 
     def _with(self, draft: Draft, course: Course) -> Draft:

@@ -30,8 +30,6 @@ class Planner:
         self.jobs = jobs
         self.now = now
         self._free: FreeCapacity | None = None
-        self._base: Draft | None = None
-        self._base_known = False
 
     @property
     def free(self) -> FreeCapacity:
@@ -115,21 +113,30 @@ class Planner:
         """The stored courses."""
         return Draft(self.layout, self.now, {job.job_id: job.course for job in self.jobs if job.course is not None})
 
-    def fresh(self, newcomer: Work | None = None, *, rescue: int = 0) -> Draft | None:
-        """Plan all promises anew (and the newcomer's); None when no order that was tried proves them all."""
-        if newcomer is None and self._base_known and rescue == 0:
-            return self._base.copy() if self._base is not None else None
+    def fresh(self, newcomer: Work | None = None, *, rescue: int = 0, guarded: bool = False) -> Draft | None:
+        """Plan all promises anew (and the newcomer's); None when no order that was tried proves them all.
+
+        ``guarded``: with the turns of best-effort jobs that waited too long, as stand-ins that :meth:`unguarded`
+        drops.
+        """
         works = self.promised()
+        if guarded:
+            works += self.turns()
         if newcomer is not None:
-            works += [*self.turns(), newcomer]
+            works.append(newcomer)
         draft = self._proven(deadline_order(works))
-        if newcomer is None and not self._base_known:
-            self._base, self._base_known = (draft.copy() if draft is not None else None), True
         if draft is None and rescue:
             for order in rescue_orders(works, self.now, rescue):
                 draft = self._proven(order)
                 if draft is not None:
                     break
+        return draft
+
+    def unguarded(self, draft: Draft) -> Draft:
+        """Take the stand-ins of turns out again; the jobs themselves are placed there by :meth:`complete`."""
+        for job in self.jobs:
+            if job.best_effort:
+                draft.drop(job.job_id)
         return draft
 
     def _proven(self, ordered: list[Work]) -> Draft | None:

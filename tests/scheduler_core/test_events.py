@@ -1,0 +1,321 @@
+"""Each event by example: given these events, expect these decisions. Numbers are computed by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
+from elasticflow_airflow.scheduler_core import decisions as de
+from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.values import Node, OnReject, Phase, Slot
+
+
+def of(decisions: list, kind: type) -> list:
+    return [d for d in decisions if isinstance(d, kind)]
+
+
+def only(decisions: list, kind: type):
+    (found,) = of(decisions, kind) or [None]
+    assert found is not None, decisions
+    return found
+
+
+def sizes(decisions: list) -> dict[str, int]:
+    return {d.job_id: d.placement.workers for d in of(decisions, de.Resize)}
+
+
+# -- submission -----------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_of_an_admission_pays_start_up_and_tail(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(1))
+    admitted = only(
+        scheduler.handle(ev.JobSubmitted(make_job(steps=100, deadline=160, startup=13, tail=7)), 10.0), de.Admit
+    )
+    (segment,) = admitted.plan.segments
+    assert (segment.start_s, segment.end_s, segment.workers, segment.lost_s) == (10.0, 123.0, 1, 13.0)
+    assert (admitted.plan.finish_s, admitted.plan.promised_s) == (123.0, 130.0)
+    assert admitted.deadline_s == 160
+
+
+def test_a_deadline_that_only_start_up_and_tail_break_is_rejected_with_an_offer(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(1))
+    job = make_job(steps=100, deadline=119, startup=13, tail=7)
+    rejected = only(scheduler.handle(ev.JobSubmitted(job), 0.0), de.Reject)
+    assert rejected.earliest_deadline_s == 120.0
+    assert "hopeless" in rejected.reason
+    assert scheduler.states() == ()
+    only(scheduler.handle(ev.JobSubmitted(replace(job, deadline_s=120.0)), 0.0), de.Admit)
+
+
+def test_a_rejection_names_what_is_missing_and_when(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(4))
+    scheduler.handle(ev.JobSubmitted(make_job("first", steps=240, deadline=110)), 0.0)
+    rejected = only(scheduler.handle(ev.JobSubmitted(make_job("second", steps=150, deadline=110)), 0.0), de.Reject)
+    assert "needs 2 workers for 94 s" in rejected.reason
+    assert "before 1970-01-01T00:01:50Z" in rejected.reason
+    assert "beside the 1 promised jobs" in rejected.reason
+    assert rejected.earliest_deadline_s is not None
+
+
+def test_alone_on_the_cluster_a_job_gets_all_of_it_at_once(make_job, nodes) -> None:
+    decisions = Scheduler(nodes=nodes(4)).handle(ev.JobSubmitted(make_job(pause=13)), 0.0)
+    assert sizes(decisions) == {"a": 4}
+
+
+def test_a_job_grows_only_when_that_repays_its_pause(make_job, nodes) -> None:
+    for remaining, grows in [(90, True), (40, False)]:
+        scheduler = Scheduler(nodes=nodes(2))
+        curve = {1: 1.0, 2: 1.6}
+        scheduler.handle(ev.JobSubmitted(make_job("short", steps=50, deadline=60, max_workers=1)), 0.0)
+        job = make_job("long", steps=50 + remaining, deadline=400, curve=curve, pause=13)
+        decisions = scheduler.handle(ev.JobSubmitted(job), 0.0)
+        assert scheduler.states()[1].placement.workers == 1, decisions
+        decisions = scheduler.handle(ev.JobFinished("short"), 50.0)
+        if grows:  # 90 s become 13 + 90 / 1.6 = 69 s
+            assert sizes(decisions) == {"long": 2}
+            assert "saves 21 s beyond the pause of 13 s" in only(decisions, de.Resize).reason
+            assert scheduler.projected_finish_s("long") == pytest.approx(119.25)
+        else:  # 40 s become 38 s: not worth it
+            assert sizes(decisions) == {}
+
+
+def test_a_newcomer_gets_a_worker_before_others_have_luxury(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(2))
+    curve = {1: 1.0, 2: 1.6}
+    assert sizes(scheduler.handle(ev.JobSubmitted(make_job("a", steps=300, curve=curve, pause=5)), 0.0)) == {"a": 2}
+    decisions = scheduler.handle(ev.JobSubmitted(make_job("b", steps=300, curve=curve, pause=5)), 10.0)
+    assert sizes(decisions) == {"a": 1, "b": 1}
+    assert decisions.index(of(decisions, de.Resize)[0]) < decisions.index(of(decisions, de.Resize)[1])
+    assert of(decisions, de.Resize)[0].job_id == "a"  # slots are given up before they are taken
+
+
+def test_growth_gives_way_to_a_promise(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(4))
+    assert sizes(scheduler.handle(ev.JobSubmitted(make_job("a", steps=300, deadline=600, pause=5)), 0.0)) == {"a": 4}
+    decisions = scheduler.handle(ev.JobSubmitted(make_job("b", steps=150, deadline=110, pause=5)), 10.0)
+    only(decisions, de.Admit)
+    assert sizes(decisions)["b"] >= 2
+    assert scheduler.plan_of("a").promised_s <= 600
+    assert scheduler.plan_of("b").promised_s <= 110
+
+
+def test_one_id_lives_once(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(1))
+    scheduler.handle(ev.JobSubmitted(make_job()), 0.0)
+    with pytest.raises(ValueError, match="'a' is live already"):
+        scheduler.handle(ev.JobSubmitted(make_job()), 1.0)
+
+
+def test_on_reject_best_effort_wait_and_renegotiate(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(1))
+    scheduler.handle(ev.JobSubmitted(make_job("first", steps=100, deadline=110)), 0.0)
+    best = only(
+        scheduler.handle(ev.JobSubmitted(make_job("b", deadline=150, on_reject=OnReject.BEST_EFFORT)), 0.0), de.Admit
+    )
+    assert best.terms is de.Terms.BEST_EFFORT
+    assert best.deadline_s is None
+    terms = make_job("r", steps=50, deadline=120, on_reject=OnReject.RENEGOTIATE, latest_deadline_s=200.0)
+    renegotiated = only(scheduler.handle(ev.JobSubmitted(terms), 0.0), de.Admit)
+    assert renegotiated.terms is de.Terms.RENEGOTIATED
+    assert renegotiated.deadline_s == 150.0
+    decisions = scheduler.handle(ev.JobSubmitted(make_job("w", steps=30, deadline=100, on_reject=OnReject.WAIT)), 1.0)
+    assert only(decisions, de.Wait).until_s == 70.0
+    assert scheduler.states()[-1].phase is Phase.WAITING
+    assert only(decisions, de.WakeMeAt).at_s == 70.0
+    admitted = only(scheduler.handle(ev.JobCancelled("first"), 20.0), de.Admit)
+    assert admitted.job_id == "w"
+
+
+def test_who_waited_in_vain_is_rejected_when_it_is_hopeless(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(1))
+    scheduler.handle(ev.JobSubmitted(make_job("first", steps=100, deadline=110)), 0.0)
+    scheduler.handle(ev.JobSubmitted(make_job("w", steps=30, deadline=100, on_reject=OnReject.WAIT)), 0.0)
+    assert only(scheduler.handle(ev.WakeUp(), 70.0), de.Reject).job_id == "w"
+
+
+def test_a_past_deadline_and_an_impossible_size_are_refused_in_words(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(3, 3))
+    past = only(scheduler.handle(ev.JobSubmitted(make_job(deadline=5.0)), 10.0), de.Reject)
+    assert "is past" in past.reason
+    big = only(scheduler.handle(ev.JobSubmitted(make_job(min_workers=4)), 10.0), de.Reject)
+    assert "largest block of the cluster is 2 slots" in big.reason  # 3 + 3 slots hold no gang of 4
+    assert big.earliest_deadline_s is None
+
+
+# -- progress and reality -------------------------------------------------------------------------------------------
+
+
+def test_a_slower_job_that_no_longer_fits_is_reported_once_and_vetoes_nobody(make_job, nodes) -> None:
+    scheduler = Scheduler(SchedulerConfig(speed_smoothing=1.0), nodes(2))
+    curve = {1: 1.0}
+    scheduler.handle(ev.JobSubmitted(make_job("slow", steps=100, deadline=110, curve=curve)), 0.0)
+    decisions = scheduler.handle(ev.JobProgressed("slow", 75.0, steps_per_s=0.5), 50.0)
+    risk = only(decisions, de.AtRisk)
+    assert risk.projected_s == pytest.approx(200.0)
+    assert "after the deadline" in risk.reason
+    assert of(scheduler.handle(ev.JobProgressed("slow", 70.0, steps_per_s=0.5), 60.0), de.AtRisk) == []
+    only(scheduler.handle(ev.JobSubmitted(make_job("new", steps=50, deadline=120, curve=curve)), 60.0), de.Admit)
+    only(scheduler.handle(ev.JobProgressed("slow", 20.0, steps_per_s=1.0), 70.0), de.OnTrack)
+
+
+def test_small_deviations_change_nothing(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(2))
+    scheduler.handle(ev.JobSubmitted(make_job(steps=160, curve={1: 1.0, 2: 1.6})), 0.0)
+    decisions = scheduler.handle(ev.JobProgressed("a", 80.5), 50.0)
+    assert [type(d) for d in decisions] == [de.WakeMeAt]
+    assert scheduler.projected_finish_s("a") == pytest.approx(100.3125)
+
+
+def test_a_gang_that_starts_early_is_believed(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(1))
+    resize = only(scheduler.handle(ev.JobSubmitted(make_job(steps=100, startup=30)), 0.0), de.Resize)
+    assert scheduler.projected_finish_s("a") == 130.0
+    scheduler.handle(ev.GangStarted("a", resize.placement), 12.0)
+    assert scheduler.projected_finish_s("a") == 112.0
+
+
+def test_a_lost_gang_starts_again_and_keeps_its_promise(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(1))
+    scheduler.handle(ev.JobSubmitted(make_job(steps=100, deadline=300, startup=10)), 0.0)
+    decisions = scheduler.handle(ev.GangLost("a"), 60.0)
+    assert sizes(decisions) == {"a": 1}
+    assert scheduler.projected_finish_s("a") == pytest.approx(120.0)  # 50 done, start-up again
+    assert of(decisions, de.AtRisk) == []
+
+
+# -- amendments, parking, ending ------------------------------------------------------------------------------------
+
+
+def test_an_earlier_deadline_is_verified_and_the_old_one_holds_otherwise(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(1))
+    scheduler.handle(ev.JobSubmitted(make_job(steps=100, deadline=300)), 0.0)
+    refused = only(scheduler.handle(ev.JobAmended("a", deadline_s=90.0), 10.0), de.AmendRejected)
+    assert refused.earliest_deadline_s == pytest.approx(100.0)
+    assert scheduler.states()[0].job.deadline_s == 300
+    amended = only(scheduler.handle(ev.JobAmended("a", deadline_s=120.0, value=3.0), 10.0), de.Amended)
+    assert (amended.deadline_s, amended.value) == (120.0, 3.0)
+    assert amended.plan.promised_s == pytest.approx(100.0)
+    assert only(scheduler.handle(ev.JobAmended("a", deadline_s=500.0), 20.0), de.Amended).deadline_s == 500.0
+    assert only(scheduler.handle(ev.JobAmended("a", best_effort=True), 20.0), de.Amended).deadline_s is None
+
+
+def test_a_parked_job_holds_nothing_and_competes_again(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(1))
+    scheduler.handle(ev.JobSubmitted(make_job(steps=100, deadline=300)), 0.0)
+    assert only(scheduler.handle(ev.JobParked("a"), 40.0), de.Suspend).job_id == "a"
+    assert scheduler.states()[0].phase is Phase.PARKED
+    assert sizes(scheduler.handle(ev.JobUnparked("a"), 100.0)) == {"a": 1}
+    assert scheduler.projected_finish_s("a") == pytest.approx(160.0)
+    scheduler.handle(ev.JobParked("a"), 110.0)
+    only(scheduler.handle(ev.JobUnparked("a"), 280.0), de.AtRisk)
+
+
+def test_unknown_jobs_are_ignored(nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(1))
+    for event in (ev.JobFinished("x"), ev.JobCancelled("x"), ev.GangLost("x"), ev.JobProgressed("x", 1.0)):
+        assert scheduler.handle(event, 0.0) == []
+    with pytest.raises(KeyError, match="no live job 'x'"):
+        scheduler.plan_of("x")
+
+
+# -- nodes ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_node_moves_its_job_elsewhere(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(2, 2))
+    scheduler.handle(ev.JobSubmitted(make_job(steps=100, deadline=400, curve={1: 1.0, 2: 1.5}, startup=10)), 0.0)
+    before = scheduler.states()[0].placement.slots[0].node_id
+    decisions = scheduler.handle(ev.NodeLost(before), 30.0)
+    after = only(decisions, de.Resize).placement
+    assert {slot.node_id for slot in after.slots} == {"n000", "n001"} - {before}
+
+
+def test_a_draining_node_is_left_before_it_goes(make_job) -> None:
+    scheduler = Scheduler(nodes=[Node(node_id="a", slots=1), Node(node_id="b", slots=1)])
+    resize = only(
+        scheduler.handle(ev.JobSubmitted(make_job(steps=100, deadline=400, curve={1: 1.0}, pause=5)), 0.0), de.Resize
+    )
+    home = resize.placement.slots[0].node_id
+    decisions = scheduler.handle(ev.NodeDraining(home, 60.0), 10.0)
+    while not of(decisions, de.Resize):
+        decisions = scheduler.handle(ev.WakeUp(), only(decisions, de.WakeMeAt).at_s)
+    moved = only(decisions, de.Resize)
+    assert moved.placement.slots[0].node_id != home
+    assert scheduler.projected_finish_s("a") == pytest.approx(105.0)
+
+
+def test_busy_slots_are_never_given(make_job) -> None:
+    scheduler = Scheduler(nodes=[Node(node_id="a", slots=4, busy=frozenset({0}))])
+    placed = only(scheduler.handle(ev.JobSubmitted(make_job(pause=1)), 0.0), de.Resize).placement
+    assert set(placed.slots) == {Slot("a", 2), Slot("a", 3)}  # the only block of two that is whole
+    decisions = scheduler.handle(ev.NodeJoined(Node(node_id="a", slots=4)), 5.0)
+    assert only(decisions, de.Resize).placement.workers == 4
+
+
+def test_capacity_that_joins_serves_who_waits(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(1))
+    scheduler.handle(ev.JobSubmitted(make_job("first", steps=100, deadline=110)), 0.0)
+    scheduler.handle(ev.JobSubmitted(make_job("w", steps=80, deadline=100, on_reject=OnReject.WAIT)), 0.0)
+    decisions = scheduler.handle(ev.NodeJoined(Node(node_id="more", slots=1)), 10.0)
+    assert only(decisions, de.Admit).job_id == "w"
+
+
+def test_without_nodes_nothing_runs_and_nothing_breaks(make_job) -> None:
+    scheduler = Scheduler()
+    assert "0 slots" in only(scheduler.handle(ev.JobSubmitted(make_job()), 0.0), de.Reject).reason
+    only(scheduler.handle(ev.JobSubmitted(make_job(deadline=None)), 0.0), de.Admit)
+    assert sizes(scheduler.handle(ev.NodeJoined(Node(node_id="a", slots=2)), 5.0)) == {"a": 2}
+
+
+# -- best effort ----------------------------------------------------------------------------------------------------
+
+
+def test_best_effort_takes_turns_so_that_nobody_starves(make_job, nodes) -> None:
+    scheduler = Scheduler(SchedulerConfig(ageing_s=100.0), nodes(1))
+    scheduler.handle(ev.JobSubmitted(make_job("a", steps=1e6, deadline=None)), 0.0)
+    decisions = scheduler.handle(ev.JobSubmitted(make_job("b", steps=1e6, deadline=None)), 0.0)
+    holders, now = [], 0.0
+    for _ in range(6):
+        now = only(decisions, de.WakeMeAt).at_s
+        decisions = scheduler.handle(ev.WakeUp(), now)
+        holders += sizes(decisions)
+    assert now <= 700.0
+    assert {"a", "b"} <= set(holders)
+
+
+def test_newcomers_do_not_push_away_the_turn_of_who_waited_too_long(make_job, nodes) -> None:
+    scheduler = Scheduler(SchedulerConfig(ageing_s=100.0), nodes(1))
+    scheduler.handle(ev.JobSubmitted(make_job("first", steps=150, deadline=160)), 0.0)
+    scheduler.handle(ev.JobSubmitted(make_job("b", steps=80, deadline=None)), 0.0)
+    decisions = scheduler.handle(ev.JobSubmitted(make_job("c", steps=50, deadline=220)), 120.0)
+    only(decisions, de.Reject)  # b has waited 120 s and has the slot from 150 to 230
+    only(scheduler.handle(ev.JobSubmitted(make_job("d", steps=50, deadline=300)), 120.0), de.Admit)
+
+
+# -- restart --------------------------------------------------------------------------------------------------------
+
+
+def test_restore_takes_the_stored_plan_over(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(4))
+    for name in "abc":
+        scheduler.handle(ev.JobSubmitted(make_job(name, steps=200, deadline=260, startup=10, pause=5, tail=2)), 0.0)
+    again = Scheduler(nodes=nodes(4))
+    decisions = again.restore(scheduler.states(), 50.0)
+    assert sizes(decisions) == {}
+    for name in "abc":
+        assert again.projected_finish_s(name) == pytest.approx(scheduler.projected_finish_s(name))
+    with pytest.raises(ValueError, match="no jobs yet"):
+        again.restore(scheduler.states(), 50.0)
+
+
+def test_restore_without_the_stored_plan_finds_one(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(4))
+    for name in "abc":
+        scheduler.handle(ev.JobSubmitted(make_job(name, steps=200, deadline=260, startup=10, pause=5, tail=2)), 0.0)
+    again = Scheduler(nodes=nodes(4))
+    decisions = again.restore([replace(state, reserved=()) for state in scheduler.states()], 50.0)
+    assert of(decisions, de.AtRisk) == []
+    assert all(again.plan_of(name).promised_s <= 260 for name in "abc")

@@ -1,0 +1,133 @@
+"""Jobs of unknown speed: measured on slots that no promise needs, then decided on."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
+from elasticflow_airflow.scheduler_core import decisions as de
+from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.values import OnReject, Phase
+
+
+def only(decisions: list, kind: type):
+    found = [d for d in decisions if isinstance(d, kind)]
+    assert len(found) == 1, decisions
+    return found[0]
+
+
+def none_of(decisions: list, *kinds: type) -> None:
+    assert not [d for d in decisions if isinstance(d, kinds)], decisions
+
+
+def test_sizes_are_measured_one_after_another_and_then_the_job_is_admitted(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(4))
+    first = only(scheduler.handle(ev.JobSubmitted(make_job(curve=None, steps=1000, deadline=2000)), 0.0), de.Resize)
+    assert first.purpose is de.Purpose.PROFILE
+    assert first.placement.workers == 1
+    assert "no promise needs" in first.reason
+    assert scheduler.states()[0].phase is Phase.PROFILING
+
+    second = only(scheduler.handle(ev.JobMeasured("a", 1, 1.0), 20.0), de.Resize)
+    assert (second.placement.workers, second.purpose) == (2, de.Purpose.PROFILE)
+    scheduler.handle(ev.JobProgressed("a", 960.0), 40.0)
+    third = only(scheduler.handle(ev.JobMeasured("a", 2, 1.8), 40.0), de.Resize)
+    assert third.placement.workers == 4
+    decisions = scheduler.handle(ev.JobMeasured("a", 4, 3.0), 60.0)
+    admitted = only(decisions, de.Admit)
+    assert admitted.terms is de.Terms.DEADLINE
+    assert scheduler.states()[0].job.curve.steps_per_s == {1: 1.0, 2: 1.8, 4: 3.0}
+    assert scheduler.states()[0].remaining_steps < 960.0  # its steps counted as training
+    assert scheduler.states()[0].placement.workers == 4  # it goes on where it is: nobody else wants the slots
+
+
+def test_profiling_stops_when_more_workers_are_not_faster(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(8))
+    scheduler.handle(ev.JobSubmitted(make_job(curve=None, steps=100)), 0.0)
+    scheduler.handle(ev.JobMeasured("a", 1, 1.0), 20.0)
+    only(scheduler.handle(ev.JobMeasured("a", 2, 1.0), 40.0), de.Admit)
+
+
+def test_a_size_that_fails_is_left_out_and_all_failing_is_a_rejection_that_says_what_to_give(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(2))
+    scheduler.handle(ev.JobSubmitted(make_job(curve=None)), 0.0)
+    assert only(scheduler.handle(ev.JobMeasured("a", 1, None, failed=True), 5.0), de.Resize).placement.workers == 2
+    rejected = only(scheduler.handle(ev.JobMeasured("a", 2, None, failed=True), 9.0), de.Reject)
+    assert "scaling_curve=" in rejected.reason
+    assert scheduler.states() == ()
+
+
+def test_too_slow_a_measurement_counts_as_failed(make_job, nodes) -> None:
+    config = SchedulerConfig(profile_budget_s=30.0, profile_startup_s=10.0)
+    scheduler = Scheduler(config, nodes(1))
+    decisions = scheduler.handle(ev.JobSubmitted(make_job(curve=None)), 0.0)
+    assert only(decisions, de.WakeMeAt).at_s == 40.0
+    assert "could be measured" in only(scheduler.handle(ev.WakeUp(), 40.0), de.Reject).reason
+
+
+def test_on_a_full_cluster_profiling_waits_and_is_rejected_in_time(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(1))
+    only(scheduler.handle(ev.JobSubmitted(make_job("full", steps=900, deadline=905)), 0.0), de.Admit)
+    decisions = scheduler.handle(ev.JobSubmitted(make_job("b", curve=None, deadline=2000)), 0.0)
+    waits = only(decisions, de.Wait)
+    assert waits.until_s == 500.0
+    none_of(decisions, de.Resize, de.Suspend)
+    assert only(decisions, de.WakeMeAt).at_s == 500.0
+    assert "scaling_curve=" in only(scheduler.handle(ev.WakeUp(), 500.0), de.Reject).reason
+
+
+def test_profiling_takes_the_slots_of_luxury_but_never_of_a_promise(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(4))
+    grown = only(scheduler.handle(ev.JobSubmitted(make_job("rich", steps=500, deadline=1000)), 0.0), de.Resize)
+    assert grown.placement.workers == 4
+    decisions = scheduler.handle(ev.JobSubmitted(make_job("new", curve=None, deadline=5000)), 0.0)
+    sizes = {d.job_id: d.placement.workers for d in decisions if isinstance(d, de.Resize)}
+    assert sizes["new"] == 1
+    assert sizes["rich"] < 4
+    assert scheduler.plan_of("rich").promised_s <= 1000.0
+
+
+def test_a_promise_that_needs_the_slots_interrupts_profiling(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(1))
+    scheduler.handle(ev.JobSubmitted(make_job("new", curve=None, deadline=5000)), 0.0)
+    decisions = scheduler.handle(ev.JobSubmitted(make_job("urgent", steps=50, deadline=60)), 5.0)
+    only(decisions, de.Admit)
+    assert only(decisions, de.Suspend).job_id == "new"
+
+
+def test_a_hopeless_measured_job_follows_its_submitters_choice(make_job, nodes) -> None:
+    for choice, expected in [(OnReject.FAIL, de.Reject), (OnReject.BEST_EFFORT, de.Admit)]:
+        scheduler = Scheduler(nodes=nodes(1))
+        scheduler.handle(ev.JobSubmitted(make_job(curve=None, steps=1e6, on_reject=choice)), 0.0)
+        verdict = only(scheduler.handle(ev.JobMeasured("a", 1, 1.0), 20.0), expected)
+        if isinstance(verdict, de.Admit):
+            assert verdict.terms is de.Terms.BEST_EFFORT
+        else:
+            assert "hopeless" in verdict.reason
+            assert verdict.earliest_deadline_s is not None
+
+
+def test_a_script_that_reports_nothing_runs_as_best_effort(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(4))
+    decisions = scheduler.handle(ev.JobSubmitted(make_job(curve=None, profile=False, steps=None)), 0.0)
+    assert only(decisions, de.Admit).terms is de.Terms.BEST_EFFORT
+    assert only(decisions, de.Resize).placement.workers == 1
+
+
+def test_the_length_may_come_while_profiling(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(1))
+    scheduler.handle(ev.JobSubmitted(make_job(curve=None, steps=None)), 0.0)
+    none_of(scheduler.handle(ev.JobMeasured("a", 1, 1.0), 20.0), de.Admit, de.Reject)
+    only(scheduler.handle(ev.JobProgressed("a", 90.0, total_steps=100.0), 21.0), de.Admit)
+
+
+def test_a_cluster_of_unknown_jobs_comes_to_its_end_with_all_promises_kept(world: ModuleType, make_job, nodes) -> None:
+    play = world.World(Scheduler(nodes=nodes(4, 4)), gang_started=True)
+    truth = {1: 1.0, 2: 1.7, 4: 2.6, 8: 3.0}
+    for number in range(6):
+        job = make_job(f"j{number}", curve=None, steps=300, deadline=900 + 200 * number, startup=10, pause=5, tail=2)
+        play.submit(10.0 * number, job, truth)
+    play.run()
+    assert not play.late()
+    assert all(run.ended_s is not None for run in play.runs.values())
+    assert sum(run.outcome == "finished" for run in play.runs.values()) >= 4
