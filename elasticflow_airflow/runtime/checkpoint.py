@@ -7,6 +7,7 @@ Loading never executes code: files are verified against their digests first and 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +65,7 @@ def save(
                 f"the checkpoint of step {step} could not be written below {checkpoints}: {error}. "
                 "Free space there; the checkpoints before stay valid."
             ) from error
+        _check_readable(folder, step)
         return publish(
             folder, checkpoints, incarnation=incarnation, generation=generation, step=step, metadata=metadata
         )
@@ -99,6 +101,19 @@ def load_weights(model: nn.Module, folder: Path) -> CandidateInfo:
     return info
 
 
+def _check_readable(folder: Path, step: int) -> None:
+    """Find out now, not when resuming, that a state holds what may not be loaded. Maps the tensors, reads none."""
+    for name in (MODEL_FILE, TRAINING_FILE):
+        try:
+            torch.load(folder / name, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be read back ({name}): {_first_line(error)}. Let every "
+                "state_dict() hold only tensors, numbers, strings and containers of those: anything else would have to "
+                "run code when it is loaded."
+            ) from error
+
+
 def _load_weights(model: nn.Module, folder: Path) -> None:
     try:
         model.load_state_dict(_read(folder / MODEL_FILE))
@@ -110,7 +125,12 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise CheckpointError(f"checkpoint file {file} cannot be read: {error}") from error
+        raise CheckpointError(f"checkpoint file {file} cannot be read: {_first_line(error)}") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"checkpoint file {file} does not hold a state dictionary")
     return state
+
+
+def _first_line(error: Exception) -> str:
+    """Shorten torch's advice to load without ``weights_only``, which nobody should follow here."""
+    return str(error).strip().split("\n")[0] or type(error).__name__

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from elasticflow_airflow.runtime.manifest import newest_generation
 from elasticflow_airflow.runtime.protocol import (
     GENERATION_ENV,
     SESSION_ENV,
@@ -75,7 +76,8 @@ def detect(checkpoint_dir: Path | str | None = None) -> Context:
         config=config,
         managed=False,
         worker_id=f"rank-{os.environ.get('RANK', '0')}",
-        generation=0,
+        # Each run alone is a generation: it never overwrites what one before has left.
+        generation=0 if (newest := newest_generation(folder)) is None else newest + 1,
         checkpoints=folder,
         reporter=ConsoleReporter(),
     )

@@ -8,7 +8,7 @@ is padded, repeated or dropped. May import torch and the standard library only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -34,6 +34,14 @@ class BatchPlan:
     def steps_per_epoch(self) -> int:
         """Number of steps in one epoch; the last may be short."""
         return -(-self.samples // self.global_batch_size)
+
+    def changes_since(self, metadata: Mapping[str, Any]) -> str:
+        """Say how this plan differs from that in a checkpoint's metadata; empty: steps mean the same samples."""
+        return ", ".join(
+            f"{name} was {metadata[name]}, is {value}"
+            for name, value in asdict(self).items()
+            if metadata.get(name, value) != value
+        )
 
     def order(self, epoch: int) -> list[int]:
         """Order of the samples in an epoch: a permutation that depends on seed and epoch alone."""
@@ -65,6 +73,10 @@ class Batch:
     indices: tuple[int, ...]
     epoch: int
     step_in_epoch: int
+
+
+_OWN_OPTIONS = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last"})
+"""Options of ``DataLoader`` that would contradict the plan."""
 
 
 class _Shares:
@@ -105,6 +117,12 @@ class ElasticLoader:
         num_workers: int = 0,
         **options: Any,
     ) -> None:
+        refused = sorted(options.keys() & _OWN_OPTIONS)
+        if refused:
+            raise ValueError(
+                f"{', '.join(refused)}: the session decides which samples make a batch; leave it out, and give "
+                "global_batch_size= and shuffle= to session.dataloader()"
+            )
         self.plan = plan
         self._dataset = dataset
         self._position, self._workers, self._finished = position, workers, finished
@@ -130,29 +148,33 @@ class ElasticLoader:
             )
 
 
-def split_content(content: Any, start: int, end: int) -> Any:
-    """Take samples ``start`` to ``end`` of a collated batch: tensors, mappings, tuples and lists of samples.
+def split_content(content: Any, start: int, end: int, samples: int) -> Any:
+    """Take samples ``start`` to ``end`` of a collated batch of ``samples``.
 
-    Raises TypeError for anything else.
+    Tensors are cut along their first dimension; dicts, tuples and lists of those field by field; a list of samples is
+    sliced; numbers and the like inside a dict belong to every sample. Raises TypeError for anything else, and for parts
+    that do not have ``samples`` samples.
     """
     if isinstance(content, torch.Tensor):
-        return content[start:end]
-    if isinstance(content, Mapping):
-        parts = {key: split_content(value, start, end) for key, value in content.items()}
-        try:
-            return type(content)(parts)  # type: ignore[call-arg]  # keeps BatchEncoding and the like
-        except TypeError:
-            return parts
-    if isinstance(content, tuple):
-        parts_list = [split_content(value, start, end) for value in content]
-        return type(content)(*parts_list) if hasattr(content, "_fields") else tuple(parts_list)
-    if isinstance(content, list):
-        if content and all(isinstance(value, torch.Tensor | Mapping | tuple | list) for value in content):
-            return [split_content(value, start, end) for value in content]
-        return content[start:end]
+        if content.ndim and content.shape[0] == samples:
+            return content[start:end]
+    elif isinstance(content, Mapping):
+        if _fits(content, samples):
+            return _like(
+                content,
+                {
+                    key: value if _is_common(value) else split_content(value, start, end, samples)
+                    for key, value in content.items()
+                },
+            )
+    elif isinstance(content, tuple | list):
+        if _is_fields(content, samples):
+            return _like(content, [split_content(value, start, end, samples) for value in content])
+        if len(content) == samples and not hasattr(content, "_fields"):
+            return content[start:end]
     raise TypeError(
-        f"a batch of type {type(content).__name__} cannot be split into micro-batches: let collate_fn return a tensor, "
-        "or a dict, tuple or list of tensors"
+        f"a batch of type {type(content).__name__} cannot be split into micro-batches of its {samples} samples: let "
+        "collate_fn return a tensor, or a dict, tuple or list of tensors, whose first dimension counts samples"
     )
 
 
@@ -161,13 +183,51 @@ def to_device(content: Any, device: torch.device) -> Any:
     if isinstance(content, torch.Tensor):
         return content.to(device, non_blocking=True)
     if isinstance(content, Mapping):
-        return {key: to_device(value, device) for key, value in content.items()}
-    if isinstance(content, tuple):
-        parts = [to_device(value, device) for value in content]
-        return type(content)(*parts) if hasattr(content, "_fields") else tuple(parts)
-    if isinstance(content, list):
-        return [to_device(value, device) for value in content]
+        return _like(content, {key: to_device(value, device) for key, value in content.items()})
+    if isinstance(content, tuple | list):
+        return _like(content, [to_device(value, device) for value in content])
     return content
+
+
+def _like(content: Any, parts: Any) -> Any:
+    """Put parts into a container of the same type (BatchEncoding, named tuples), or the nearest plain one."""
+    if hasattr(content, "_fields"):
+        return type(content)(*parts)
+    try:
+        return type(content)(parts)
+    except TypeError:
+        return tuple(parts) if isinstance(content, tuple) else parts
+
+
+def _is_common(value: Any) -> bool:
+    """Whether a value inside a dict is no list of samples, but the same for all of them."""
+    return value is None or isinstance(value, int | float | str) or (isinstance(value, torch.Tensor) and not value.ndim)
+
+
+def _is_fields(content: Sequence[Any], samples: int) -> bool:
+    """Whether a sequence holds fields that hold samples, not samples: ``[inputs, labels]``, not ``["a", "b"]``."""
+    return any(_has_tensor(value) for value in content) and all(
+        isinstance(value, torch.Tensor | Mapping | tuple | list) and _fits(value, samples) for value in content
+    )
+
+
+def _has_tensor(content: Any) -> bool:
+    if isinstance(content, Mapping):
+        return any(_has_tensor(value) for value in content.values())
+    if isinstance(content, tuple | list):
+        return any(_has_tensor(value) for value in content)
+    return isinstance(content, torch.Tensor)
+
+
+def _fits(content: Any, samples: int) -> bool:
+    """Whether a part of a batch has that many samples."""
+    if isinstance(content, torch.Tensor):
+        return content.ndim > 0 and content.shape[0] == samples
+    if isinstance(content, Mapping):
+        return all(_is_common(value) or _fits(value, samples) for value in content.values())
+    if isinstance(content, tuple | list):
+        return _is_fields(content, samples) or len(content) == samples
+    return False
 
 
 def mix_seed(*parts: int) -> int:

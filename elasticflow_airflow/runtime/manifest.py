@@ -8,10 +8,12 @@ which has no torch, judges candidates with it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +27,7 @@ from elasticflow_airflow.runtime.protocol import Promotion, candidate_name, prom
 FORMAT = 1
 MANIFEST = "manifest.json"
 _TEMPORARY_PREFIX = ".writing-"
+_REPLACED_SUFFIX = ".replaced"
 _CHUNK_BYTES = 1 << 20
 
 
@@ -55,6 +58,7 @@ def writing(checkpoints: Path, generation: int, step: int) -> Iterator[Path]:
     final = checkpoints / candidate_name(generation, step)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(final.parent)
         temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=final.parent))
     except OSError as error:
         raise CheckpointError(
@@ -103,9 +107,10 @@ def publish(
         _flush(temporary)
         if final.exists():
             # The same step of the same generation, written before: ours is as good, and newer.
-            shutil.rmtree(final)
+            os.replace(final, temporary.with_name(temporary.name + _REPLACED_SUFFIX))
         os.replace(temporary, final)
         _flush(final.parent)
+        shutil.rmtree(temporary.with_name(temporary.name + _REPLACED_SUFFIX), ignore_errors=True)
     except OSError as error:
         raise CheckpointError(
             f"checkpoint {final} could not be written: {error.strerror or error}. "
@@ -126,16 +131,16 @@ def verify_candidate(path: Path, *, contents: bool = True) -> CandidateInfo:
             raise CheckpointError(f"checkpoint {path}: format {body['format']!r} is not one that this version reads")
         if _body_digest({k: v for k, v in body.items() if k != "digest"}) != claimed:
             raise CheckpointError(f"checkpoint {path}: its manifest is damaged (digest differs)")
-        files = dict(body["files"])
+        files = {str(name): (str(f["sha256"]), int(f["size_bytes"])) for name, f in body["files"].items()}
         info = CandidateInfo(
             path=path,
             incarnation=int(body["incarnation"]),
             generation=int(body["generation"]),
             step=int(body["step"]),
             digest=str(claimed),
-            size_bytes=sum(int(f["size_bytes"]) for f in files.values()),
+            size_bytes=sum(size for _, size in files.values()),
             created_at_s=float(body["created_at_s"]),
-            metadata=body["metadata"],
+            metadata=dict(body["metadata"]),
         )
     except FileNotFoundError as error:
         raise CheckpointError(f"checkpoint {path}: {Path(error.filename).name} is missing") from error
@@ -144,7 +149,7 @@ def verify_candidate(path: Path, *, contents: bool = True) -> CandidateInfo:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {path}: its manifest is damaged ({error})") from error
     for name, expected in files.items():
-        _verify_file(path, name, expected, contents)
+        _verify_file(path, name, *expected, contents)
     return info
 
 
@@ -167,17 +172,24 @@ def promoted(checkpoints: Path, warn: Callable[[str], None]) -> CandidateInfo | 
     """Find the checkpoint to resume from: the promoted one, or, where that is damaged, the valid one before it.
 
     Only what is not newer than the promotion counts: a candidate that nobody promoted may come from a stale
-    generation. None: nothing was promoted, or nothing of it is left.
+    generation. Where ``promoted.json`` itself is damaged, the newest valid checkpoint is used. None: nothing was
+    promoted, or nothing of it is left.
     """
     try:
         promotion = Promotion.read(checkpoints)
+        if promotion is None:
+            return None
+        if promotion.path != candidate_name(promotion.generation, promotion.step):
+            raise ValueError(
+                f"path {promotion.path!r} is not that of step {promotion.step} of generation {promotion.generation}"
+            )
     except (OSError, ValueError, TypeError) as error:
-        warn(f"{checkpoints / 'promoted.json'} is damaged ({error}); the newest valid checkpoint is used instead")
+        warn(f"{promoted_path(checkpoints)} is damaged ({error}); the newest valid checkpoint is used instead")
         return newest_valid(checkpoints, warn)
-    if promotion is None:
-        return None
     wanted = checkpoints / promotion.path
-    older = [p for p in list_candidates(checkpoints) if str(p.relative_to(checkpoints)) <= promotion.path]
+    older = [path for path in list_candidates(checkpoints) if path <= wanted]
+    if wanted not in older:
+        warn(f"the promoted checkpoint {wanted} is missing")
     for path in reversed(older):
         try:
             info = verify_candidate(path)
@@ -185,11 +197,9 @@ def promoted(checkpoints: Path, warn: Callable[[str], None]) -> CandidateInfo | 
             warn(f"skipped: {error}")
             continue
         if path == wanted and info.digest != promotion.digest:
-            warn(f"skipped: checkpoint {path} is not the one that was promoted (digest differs)")
+            warn(f"skipped: checkpoint {path} is not the one that {promoted_path(checkpoints)} names (digest differs)")
             continue
         return info
-    if wanted not in older:
-        warn(f"the promoted checkpoint {wanted} is missing")
     return None
 
 
@@ -205,26 +215,46 @@ def remove_old(checkpoints: Path, keep: int) -> list[Path]:
     """Remove all but the newest ``keep`` checkpoints and the promoted one; returns what was removed."""
     try:
         promotion = Promotion.read(checkpoints)
-    except ValueError:
+    except (ValueError, TypeError):
         return []  # Not known which one counts: remove none.
     kept = {checkpoints / promotion.path} if promotion else set()
     removed = [path for path in list_candidates(checkpoints)[: -keep or None] if path not in kept]
     for path in removed:
         shutil.rmtree(path, ignore_errors=True)
+    for generation in checkpoints.glob("g[0-9]*"):
+        if promotion and generation.name < f"g{promotion.generation:06d}":
+            _remove_leftovers(generation)
+            with contextlib.suppress(OSError):  # Not empty: a checkpoint in it is kept.
+                generation.rmdir()
     return removed
 
 
-def _verify_file(folder: Path, name: str, expected: Mapping[str, Any], contents: bool) -> None:
+def newest_generation(checkpoints: Path) -> int | None:
+    """Return the highest generation that has left anything here, or None."""
+    names = (path.name[1:] for path in checkpoints.glob("g[0-9]*"))
+    return max((int(name) for name in names if name.isdigit()), default=None)
+
+
+def _remove_leftovers(generation: Path) -> None:
+    """Remove what a killed writer of this generation left: only one worker of a generation writes."""
+    for path in generation.glob(f"{_TEMPORARY_PREFIX}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _verify_file(folder: Path, name: str, sha256: str, size_bytes: int, contents: bool) -> None:
     file = folder / name
-    if Path(name).name != name:
+    if name in ("", "..") or Path(name).name != name:
         raise CheckpointError(f"checkpoint {folder}: its manifest names {name!r}, which is outside the folder")
     try:
-        size = file.stat().st_size
-        if size != expected["size_bytes"]:
+        status = file.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"checkpoint {folder}: {name} is not an ordinary file")
+        size = status.st_size
+        if size != size_bytes:
             raise CheckpointError(
-                f"checkpoint {folder}: {name} has {size} bytes, not {expected['size_bytes']} (torn or overwritten)"
+                f"checkpoint {folder}: {name} has {size} bytes, not {size_bytes} (torn or overwritten)"
             )
-        if contents and _digest(file)[0] != expected["sha256"]:
+        if contents and _digest(file)[0] != sha256:
             raise CheckpointError(f"checkpoint {folder}: {name} is damaged (SHA-256 differs)")
     except FileNotFoundError as error:
         raise CheckpointError(f"checkpoint {folder}: {name} is missing") from error

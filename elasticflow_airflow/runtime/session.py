@@ -14,7 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,10 +28,11 @@ from elasticflow_airflow.runtime import bootstrap, checkpoint
 from elasticflow_airflow.runtime.checkpoint import Registered, Stateful
 from elasticflow_airflow.runtime.context import Context, detect
 from elasticflow_airflow.runtime.data import BatchPlan, ElasticLoader, mix_seed
-from elasticflow_airflow.runtime.manifest import CandidateInfo, CheckpointError, promote, promoted, remove_old
+from elasticflow_airflow.runtime.manifest import CandidateInfo, CheckpointError, promote, remove_old
 from elasticflow_airflow.runtime.protocol import ReportKind
 from elasticflow_airflow.runtime.reduction import broadcast_model
 from elasticflow_airflow.runtime.reporting import Speedometer
+from elasticflow_airflow.runtime.resume import agree_on_checkpoint
 from elasticflow_airflow.runtime.step import Step
 
 COLLECTIVE_TIMEOUT_S = 600.0
@@ -59,6 +60,7 @@ class Session:
         steps: int | None = None,
         micro_batch_size: int | None = None,
         init_from: str | Path | None = None,
+        checkpoint_interval_s: float | None = None,
         allow_nonfinite_loss: bool = False,
     ) -> None:
         config = context.config
@@ -68,6 +70,8 @@ class Session:
             config = replace(config, micro_batch_size=micro_batch_size)
         if config.init_from is None and init_from is not None:
             config = replace(config, init_from=str(init_from))
+        if checkpoint_interval_s is not None and not context.managed:
+            config = replace(config, checkpoint_interval_s=checkpoint_interval_s)
         self.config = config
         self.device = _pick_device()
         self._context = context
@@ -86,7 +90,6 @@ class Session:
         self._loss: float | None = None
         self._scalars: dict[str, float] = {}
         self._saved_at_s = time.monotonic()
-        self._saved_step: int | None = None
         self._speed = Speedometer(context.reporter.interval_s)
         bootstrap.session_initialised = True
 
@@ -174,14 +177,16 @@ class Session:
         size = self.config.global_batch_size if self._context.managed else global_batch_size
         if size is None:
             raise ValueError("session.dataloader() needs global_batch_size= when the script runs without the service")
-        samples = len(dataset)  # type: ignore[arg-type]  # map-style datasets have a length
+        if not hasattr(dataset, "__len__"):
+            raise TypeError(
+                f"session.dataloader() needs a map-style dataset, with __len__ and __getitem__; "
+                f"{type(dataset).__name__} has no length, so nobody could say which of its samples were used"
+            )
+        samples = len(dataset)
         plan = BatchPlan(samples=samples, global_batch_size=size, seed=self.config.seed, shuffle=shuffle)
         said = self.config.samples
         if said is not None and said != samples:
-            self._say(
-                ReportKind.WARNING,
-                message=f"the submission says samples={said}, the dataset has {samples}; the dataset counts",
-            )
+            self._warn(f"the submission says samples={said}, the dataset has {samples}; the dataset counts")
         self._loader = ElasticLoader(
             dataset,
             plan,
@@ -215,10 +220,12 @@ class Session:
         """Open one optimizer step: the boundary at which this worker may save, or save and leave."""
         if self._registered is None:
             raise ValueError("call session.register() before session.step()")
+        if self._finished:
+            raise RuntimeError("session.step() after session.finish(): the result is out already")
         self._start()
         self._boundary()
         seed = mix_seed(self.config.seed, self._step, self.rank)
-        return Step(self, self._registered.model, self.config.micro_batch_size, seed)
+        return Step(self, self._registered.model, self.config.micro_batch_size, seed, self._position())
 
     def log(self, **scalars: float | Tensor) -> None:
         """Attach numbers to the next progress report, ``loss`` among them."""
@@ -280,6 +287,8 @@ class Session:
             dist.init_process_group(backend, timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S))
 
     def _disband(self) -> None:
+        # What the script does from here on is its own; a SIGTERM ends it again.
+        signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -307,15 +316,16 @@ class Session:
         return total is not None and self._step >= total
 
     def _restore(self, registered: Registered) -> None:
-        found = promoted(self._context.checkpoints, self._warn)
-        if found is not None and found.incarnation == self.config.incarnation:
+        found = agree_on_checkpoint(self._context.checkpoints, self.config.incarnation, self._warn)
+        if found is not None:
             checkpoint.load(registered, found)
-            self._step, self._resumed_from = found.step, found
+            self._step, self._resumed_from, self._loss = found.step, found, found.metadata.get("loss")
             bootstrap.current_step = self._step
-        elif self.config.init_from is not None:
+            return
+        if self.config.init_from is not None:
             checkpoint.load_weights(registered.model, Path(self.config.init_from))
             self._initialised_from = self.config.init_from
-        if self.world_size > 1 and found is None:
+        if self.world_size > 1:
             broadcast_model(registered.model)
 
     def _start(self) -> None:
@@ -331,6 +341,7 @@ class Session:
         micro = self.config.micro_batch_size
         if micro is None and self._loader is not None:
             micro = -(-self._loader.plan.global_batch_size // self.world_size)
+        self._check_same_data()
         self._say(
             ReportKind.STARTED,
             samples=samples,
@@ -341,6 +352,16 @@ class Session:
         )
         self._speed.leave_out()
         self._saved_at_s = time.monotonic()
+
+    def _check_same_data(self) -> None:
+        if self._resumed_from is None or self._loader is None:
+            return
+        changes = self._loader.plan.changes_since(self._resumed_from.metadata)
+        if changes:
+            self._warn(
+                f"the checkpoint was written with other data settings ({changes}): training goes on at step "
+                f"{self._step}, but samples of this epoch may be used twice or not at all"
+            )
 
     def _boundary(self) -> None:
         if self._leaving:
@@ -373,7 +394,12 @@ class Session:
                 incarnation=self.config.incarnation,
                 generation=self._context.generation,
                 step=self._step,
-                metadata={"epoch": epoch, "step_in_epoch": step_in_epoch, "loss": _finite_or_none(self._loss)},
+                metadata={
+                    "epoch": epoch,
+                    "step_in_epoch": step_in_epoch,
+                    "loss": _finite_or_none(self._loss),
+                    **(asdict(self._loader.plan) if self._loader else {}),
+                },
             )
             if not self._context.managed:
                 promote(self._context.checkpoints, info)
@@ -420,13 +446,15 @@ def init(
     micro_batch_size: int | None = None,
     init_from: str | Path | None = None,
     checkpoint_dir: str | Path | None = None,
+    checkpoint_interval_s: float | None = None,
     allow_nonfinite_loss: bool = False,
 ) -> Session:
     """Join the training: alone, under torchrun, or under the service; the same call.
 
     ``epochs`` or ``steps`` is the script's own length, ``micro_batch_size`` the most samples in one forward pass,
     ``init_from`` the folder of a checkpoint whose weights to start from, ``checkpoint_dir`` where to keep
-    checkpoints (``ELASTICFLOW_CHECKPOINT_DIR``, else ``./elasticflow-checkpoints``); under the service what was
+    checkpoints (``ELASTICFLOW_CHECKPOINT_DIR``, else ``./elasticflow-checkpoints``),
+    ``checkpoint_interval_s`` how often to save (60 s); under the service what was
     submitted wins over all of them. Raises ValueError for lengths that contradict each other.
     """
     if epochs is not None and steps is not None:
@@ -437,6 +465,7 @@ def init(
         steps=steps,
         micro_batch_size=micro_batch_size,
         init_from=init_from,
+        checkpoint_interval_s=checkpoint_interval_s,
         allow_nonfinite_loss=allow_nonfinite_loss,
     )
 

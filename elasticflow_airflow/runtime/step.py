@@ -36,8 +36,10 @@ class StepOwner(Protocol):
 class Step:
     """Context manager of one step. Use :meth:`split` once and :meth:`backward` for every micro-batch it yields."""
 
-    def __init__(self, owner: StepOwner, model: nn.Module, micro_batch_size: int | None, seed: int) -> None:
-        self._owner, self._model = owner, model
+    def __init__(
+        self, owner: StepOwner, model: nn.Module, micro_batch_size: int | None, seed: int, position: tuple[int, int]
+    ) -> None:
+        self._owner, self._model, self._position = owner, model, position
         self._micro_batch_size, self._seed = micro_batch_size, seed
         self._weight: float | None = None
         self._weighted_loss = torch.zeros((), dtype=torch.float64)
@@ -68,11 +70,18 @@ class Step:
             raise RuntimeError("step.split() may be used once in a step")
         if not isinstance(batch, Batch):
             raise TypeError(f"step.split() takes what session.dataloader() yields, not {type(batch).__name__}")
+        if (batch.epoch, batch.step_in_epoch) != self._position:
+            raise RuntimeError(
+                f"batch {batch.step_in_epoch} of epoch {batch.epoch} came to the step for batch {self._position[1]} of "
+                f"epoch {self._position[0]}: every batch of the loader needs exactly one session.step(), in order"
+            )
         size = self._micro_batch_size = min(self._micro_batch_size or batch.samples or 1, max(1, batch.samples))
         for start in range(0, batch.samples, size):
             end = min(start + size, batch.samples)
             self._weight = (end - start) / batch.global_samples
-            yield to_device(split_content(batch.content, start, end), self._owner.device)
+            whole = end - start == batch.samples
+            content = batch.content if whole else split_content(batch.content, start, end, batch.samples)
+            yield to_device(content, self._owner.device)
             if self._weight is not None:
                 raise RuntimeError("a micro-batch went by without step.backward(loss)")
         if dist.is_initialized() and dist.get_world_size() > 1:
