@@ -2,7 +2,8 @@
 
 Run by the supervisor as ``python -m elasticflow_airflow.runtime.forkserver FD``, FD being one end of a Unix socket
 pair. Each request is one JSON message with the descriptor of the worker's output; each answer one JSON message:
-``{"worker_id", "pid"}`` when it was forked, ``{"worker_id", "exit_code"}`` when it ended.
+``{"warm"}`` when the imports are done, ``{"worker_id", "pid"}`` when a worker's agent was forked, ``{"worker_id",
+"exit_code"}`` when it ended.
 
 It may only import: a process that has run a parallel operation or touched CUDA must not be forked. May import
 torch and the standard library only.
@@ -38,6 +39,7 @@ def main(descriptor: int) -> int:
     channel = socket.socket(fileno=descriptor)
     _import_everything()
     _import_more_while_idle(channel)
+    _send(channel, {"warm": True})
     # What was imported stays shared between the forks: the collector would touch, and thereby copy, all of it.
     gc.freeze()
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

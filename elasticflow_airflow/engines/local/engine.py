@@ -24,6 +24,8 @@ from elasticflow_airflow.engines.local.starting import Starter
 from elasticflow_airflow.engines.port import EngineError, EngineNode, GangObservation, GangSpec, LogChunk
 from elasticflow_airflow.runtime.protocol import Membership, RescaleMode
 
+WARM_LIMIT_S = 20.0
+"""A generation that is not warm after so long has its predecessor leave all the same."""
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 
@@ -108,7 +110,6 @@ class LocalEngine:
                 gang = self._accept(job, spec)
             if gang.dropped or gang.told or gang.never_came:
                 return
-            self._tell_earlier(job, gang, spec)
             if gang.started:
                 self._starter.go(gang, spec)
                 self._starter.start_supervisors(gang, spec)
@@ -120,6 +121,7 @@ class LocalEngine:
                 self._starter.go(gang, spec)
             else:
                 self._starter.warm_up(gang, spec)
+                self._tell_earlier(job, gang)
 
     def stop(self, job_id: str, grace_s: float, reason: str = "") -> None:
         """Tell all workers of the job to save and leave."""
@@ -145,6 +147,10 @@ class LocalEngine:
         """Every gang that is not forgotten, with what it reported since the last time."""
         with self._lock, _disk_errors(self._state_dir):
             self._starter.reap()
+            for job in list(self._jobs.values()):
+                for gang in job.gangs.values():
+                    if not gang.started and not gang.dropped:
+                        self._tell_earlier(job, gang)
             return tuple(
                 self._observer.observe(job, gang)
                 for _, job in sorted(self._jobs.items())
@@ -226,12 +232,14 @@ class LocalEngine:
             placement=spec.placement,
             plain=spec.session.progress_regex is not None or spec.session.progress_file is not None,
             grace_s=spec.grace_s,
+            reason=spec.reason,
         )
         spec.incarnation_dir.mkdir(parents=True, exist_ok=True)
         job.latest = spec.generation
         job.incarnation_dirs[spec.incarnation] = str(spec.incarnation_dir)
         job.gangs[spec.generation] = gang
-        self._mark_told(job, before=spec.generation)
+        for earlier in job.gangs.values():
+            earlier.dropped = earlier.dropped or (earlier is not gang and not earlier.started)
         self._save(job)
         return gang
 
@@ -246,17 +254,35 @@ class LocalEngine:
             gang.told, gang.dropped = gang.started, not gang.started
         return bool(fresh)
 
-    def _tell_earlier(self, job: JobRecord, gang: GangRecord, spec: GangSpec) -> None:
-        plan = Membership.read(spec.incarnation_dir)
+    def _tell_earlier(self, job: JobRecord, gang: GangRecord) -> None:
+        """Tell the generations before to leave, as soon as this one is warm: until then they may as well train."""
+        if not self._may_tell(job, gang):
+            return
+        if self._mark_told(job, before=gang.generation):
+            self._save(job)
+        folder = Path(gang.incarnation_dir)
+        plan = Membership.read(folder)
         if plan is None or plan.generation < gang.generation:
-            Membership(generation=gang.generation, mode=spec.mode, members=gang.members, reason=spec.reason).write(
-                spec.incarnation_dir
-            )
-        reason = f"generation {spec.generation} replaces it" + (f": {spec.reason}" if spec.reason else "")
+            Membership(
+                generation=gang.generation, mode=RescaleMode.RESTART, members=gang.members, reason=gang.reason
+            ).write(folder)
+        reason = f"generation {gang.generation} replaces it" + (f": {gang.reason}" if gang.reason else "")
         for earlier in job.gangs.values():
             if earlier.generation < gang.generation:
                 same_plan = earlier.incarnation_dir == gang.incarnation_dir
-                self._tell(job, earlier, None if same_plan else gang.generation, Order(spec.grace_s, reason))
+                self._tell(job, earlier, None if same_plan else gang.generation, Order(gang.grace_s, reason))
+
+    def _may_tell(self, job: JobRecord, gang: GangRecord) -> bool:
+        training = any(
+            earlier.started and not earlier.told and self._observer.is_training(job, earlier)
+            for earlier in job.gangs.values()
+            if earlier.generation < gang.generation
+        )
+        return (
+            not training
+            or all(gang.folder(node_id).warm.exists() for node_id in gang.nodes)
+            or self._observer.elapsed(job, gang, "warm up", WARM_LIMIT_S)
+        )
 
     def _tell(self, job: JobRecord, gang: GangRecord, plan_generation: int | None, order: Order) -> None:
         """Tell a gang that is marked to leave: by a plan without members (None: it has one already), and by order."""

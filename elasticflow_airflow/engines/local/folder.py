@@ -5,6 +5,7 @@ Layout, inside an incarnation's folder::
     supervisors/g000001-node0/spec.json       what to run (SupervisorSpec), by the engine, before the supervisor starts
                               order.json      told to leave (Order), by the engine
                               go              the generation may start, by the engine
+                              warm            the imports are done, by the supervisor
                               lease           touched by the engine at each apply and renew
                               status.json     what is (Status), by the supervisor, which holds a lock on it for life
                               <worker>.trainer.json  pid of the trainer, by the trainer
@@ -153,6 +154,11 @@ class SupervisorFolder:
     def go(self) -> Path:
         """Written by the engine when the generation may start; until then the supervisor only warms up."""
         return self.path / "go"
+
+    @property
+    def warm(self) -> Path:
+        """Written by the supervisor when all imports are done."""
+        return self.path / "warm"
 
     @property
     def log(self) -> Path:

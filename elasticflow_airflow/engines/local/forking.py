@@ -22,6 +22,7 @@ class ForkServer:
         """Start it, from the main thread: its life is tied to the thread that spawns it."""
         self.pids: dict[str, int] = {}
         self.exit_codes: dict[str, int] = {}
+        self.warm = False
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -52,6 +53,9 @@ class ForkServer:
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
             while message := self._channel.recv(_MAX_MESSAGE, socket.MSG_DONTWAIT):
                 answer = json.loads(message)
+                if "warm" in answer:
+                    self.warm = True
+                    continue
                 known = self.pids if "pid" in answer else self.exit_codes
                 known[answer["worker_id"]] = answer.get("pid", answer.get("exit_code"))
         code = self._process.poll()

@@ -77,6 +77,11 @@ class Observer:
             self._ended[key] = replace(observation, reports=())
         return observation
 
+    def is_training(self, job: JobRecord, gang: GangRecord) -> bool:
+        """Whether its workers were heard to train (or are plain, and there)."""
+        heard = self._heard.get((job.job_id, gang.generation))
+        return gang.plain or (heard is not None and bool(heard.started))
+
     def has_ended(self, job: JobRecord, gang: GangRecord) -> bool:
         """Whether no process of it is left and none will come."""
         if (job.job_id, gang.generation) in self._ended:
@@ -117,7 +122,7 @@ class Observer:
         for node_id in waiting:
             if self._is_coming_up(gang.folder(node_id)):
                 return None
-            if not self._elapsed(job, gang, f"start {node_id}", START_LIMIT_S):
+            if not self.elapsed(job, gang, f"start {node_id}", START_LIMIT_S):
                 return None
         if len(waiting) < len(gang.nodes):
             gang.order(Order(0.0, f"no supervisor came up on {waiting[0]}", kill=True))
@@ -127,9 +132,10 @@ class Observer:
         return Verdict(GangState.ENDED, GangOutcome.LOST, gang.never_came)
 
     def _settled(self, job: JobRecord, gang: GangRecord, statuses: Mapping[str, Status | None]) -> bool:
-        return all_trainers_there(gang, statuses) and self._elapsed(job, gang, "settle", SETTLED_S)
+        return all_trainers_there(gang, statuses) and self.elapsed(job, gang, "settle", SETTLED_S)
 
-    def _elapsed(self, job: JobRecord, gang: GangRecord, what: str, limit_s: float) -> bool:
+    def elapsed(self, job: JobRecord, gang: GangRecord, what: str, limit_s: float) -> bool:
+        """Whether so much time has passed since this was asked first."""
         now_s = time.monotonic()
         return now_s - self._first_seen_s.setdefault((job.job_id, gang.generation, what), now_s) > limit_s
 

@@ -25,6 +25,7 @@ class GangRecord:
     placement: tuple[Slot, ...]
     plain: bool
     grace_s: float
+    reason: str = ""
     started: bool = False
     dropped: bool = False
     """Never started, and never will be: a later generation or a stop came first."""

@@ -135,6 +135,10 @@ class Supervisor:
     def _wait_for_go(self) -> bool:
         while not self._folder.go.exists():
             self._move_output(GO_TICK_S)
+            if self._server is not None and not self._server.warm:
+                self._server.poll()
+                if self._server.warm:
+                    self._folder.warm.touch()
             if self._folder.read_order() is not None or self._lease_has_expired():
                 return False
         return True
