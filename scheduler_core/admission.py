@@ -50,11 +50,15 @@ class Admission:
         problem = self._impossible(work)
         if problem is not None:
             return Verdict(None, False, problem, None)
-        found = self._try(work, deadline - config.deadline_margin_s, config.rescue_orders)
+        found = self._try(work, deadline - config.deadline_margin_s, self._effort(config.rescue_orders))
         if found is not None:
             draft, anew = found
             return Verdict(draft, anew, self._why_admitted(draft), deadline)
         return Verdict(None, False, self._why_not(work, deadline), self._earliest(work))
+
+    def _effort(self, tries: int) -> int:
+        """Bound tries by how much each costs, so that a decision among many jobs stays quick."""
+        return min(tries, max(2, 300 // (len(self.planner.jobs) + 1))) if tries else 0
 
     def _impossible(self, work: Work) -> str | None:
         job = self.job.job
@@ -136,7 +140,7 @@ class Admission:
         asked = self.job.job.deadline_s
         low = max(now + self._least(work), (asked - config.deadline_margin_s) if asked is not None else now)
         high = certain
-        for _ in range(config.offer_probes):
+        for _ in range(self._effort(config.offer_probes)):
             if high - low <= max(1.0, 0.01 * (high - now)):
                 break
             middle = (low + high) / 2

@@ -37,7 +37,7 @@ def share_now(draft: Draft, work: Work, limit: float) -> Course | None:
 
 
 def share_later(draft: Draft, work: Work, limit: float) -> Course | None:
-    """Find the earliest end, at one size throughout, beginning now or whenever slots become free; None: not by limit."""
+    """Find the earliest end, at one size throughout, beginning now or whenever slots become free, if by ``limit``."""
     now, layout, book = draft.now, draft.layout, draft.book
     left = work.left_at(now)
     best: Course | None = None
@@ -164,9 +164,10 @@ def _option(draft: Draft, work: Work, config: SchedulerConfig) -> tuple[float, C
     candidates = [s for s in work.sizes if s > size]
     if not candidates:
         return None
-    candidates = candidates[:1] + ([work.size] if work.size in candidates[1:] else [])
     now, layout, book = draft.now, draft.layout, draft.book
     free_now = book.everything & ~book.taken[0] | mask
+    keeps = work.size in candidates and not work.mask & ~free_now  # what it holds already costs no pause
+    candidates = [work.size] if keeps else candidates[:1]
     left, cost = work.left_at(now), work.cost_of_change(now)
     least = max(TOLERANCE_S, max(config.min_saving_pauses * work.pause_s, config.min_saving_s) if size else 0.0)
     best: tuple[float, Course] | None = None

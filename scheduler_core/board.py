@@ -115,9 +115,9 @@ class Board:
             until = now + self.config.overdue_s
             job.course = Course((Holding(now, until, job.mask),), course.finish_s, course.promised_s)
             for other in self.jobs.values():
-                if other is not job and other.course is not None:
-                    if any(h.mask & job.mask and h.start_s < until and h.end_s > now for h in other.course.holdings):
-                        self._break(other)
+                booked = other.course.holdings if other is not job and other.course is not None else ()
+                if any(h.mask & job.mask and h.start_s < until and h.end_s > now for h in booked):
+                    self._break(other)
 
     def _follow(self, job: LiveJob, holdings: tuple[Holding, ...], now: float) -> None:
         """Compute a course again from the job's real state; book longer if it needs longer and nobody minds."""

@@ -18,7 +18,7 @@ class SchedulerConfig:
     deadline_margin_s: float = 0.0
     """New promises and new plans end this much before the deadline (delays of wake-ups, of the engine)."""
     offer_margin_s: float = 0.0
-    """Added to the earliest feasible deadline that a rejection offers, so that a resubmit a moment later is admitted."""
+    """Added to the earliest feasible deadline that a rejection offers: a resubmit a moment later is admitted, too."""
     offer_probes: int = 6
     """How often bisection tries a deadline with the full admission; more is more exact and slower."""
     rescue_orders: int = 6

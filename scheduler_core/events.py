@@ -1,4 +1,4 @@
-"""What happens to the scheduler: the only inputs of :class:`~elasticflow_airflow.scheduler_core.scheduler.Scheduler`."""
+"""What happens to the scheduler: the only inputs of ``scheduler_core.scheduler.Scheduler``."""
 
 from __future__ import annotations
 

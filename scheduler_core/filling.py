@@ -45,6 +45,7 @@ def minimum_share(free: FreeCapacity, work: Work, now: float, extra_s: float = 0
     limit = work.limit_s + TOLERANCE_S / 2
     left = work.left_at(now)
     cost = work.cost_of_change(now)
+    runs: list[tuple[float, float, int]] | None = None
     for level in work.sizes:
         if level == work.size:
             finish = work.since_s + extra_s + work.remaining / work.speeds[level]
@@ -57,22 +58,25 @@ def minimum_share(free: FreeCapacity, work: Work, now: float, extra_s: float = 0
             return [Share(now, now + TOLERANCE_S, level)]
         if free.fits(now, end, level):
             return [Share(now, end, level)]
-        share = _follow(free, work, now, level, extra_s, limit)
+        if runs is None:
+            horizon = limit
+            if limit == INFINITY:
+                horizon = max(free.times[-1], now) + 10.0 * len(work.sizes) * (work.least_time_s() + extra_s) + 1e6
+            runs = free.placeable(work.sizes, now, horizon)
+        share = _follow(work, now, level, extra_s, runs)
         if share is not None:
             return share
     return None
 
 
-def _follow(free: FreeCapacity, work: Work, now: float, level: int, extra_s: float, limit: float) -> list[Share] | None:
-    """Hold ``min(level, what fits)`` at every moment, changing only where a change repays its pause."""
-    if limit == INFINITY:
-        limit = max(free.times[-1], now) + work.least_time_s() * len(work.sizes) * 4 + 1e6
-    sizes = tuple(s for s in work.sizes if s <= level)
-    runs = free.placeable(sizes, now, limit)
+def _follow(
+    work: Work, now: float, level: int, extra_s: float, runs: list[tuple[float, float, int]]
+) -> list[Share] | None:
+    """Hold ``min(level, what fits)`` at every moment of ``runs``, changing only where a change repays its pause."""
     shares: list[Share] = []
     left, size, ready, starting = work.left_at(now), work.size, work.since_s, work.starting
     owed = extra_s
-    for start, end, fit in runs:
+    for start, end, fit in _capped(runs, level):
         if fit == 0:
             size = 0
             continue
@@ -106,3 +110,16 @@ def _follow(free: FreeCapacity, work: Work, now: float, level: int, extra_s: flo
             return shares
         left = max(0.0, left - speed * (end - begin))
     return None
+
+
+def _capped(runs: list[tuple[float, float, int]], level: int) -> list[tuple[float, float, int]]:
+    """Cut the sizes of ``runs`` at ``level`` and join what has become equal."""
+    joined: list[tuple[float, float, int]] = []
+    since, before = runs[0][0], min(level, runs[0][2])
+    for start, _, fit in runs:
+        size = fit if fit < level else level
+        if size != before:
+            joined.append((since, start, before))
+            since, before = start, size
+    joined.append((since, runs[-1][1], before))
+    return joined

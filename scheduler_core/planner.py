@@ -64,7 +64,7 @@ class Planner:
         return [self.bound(job, self.work(job)) for job in self.jobs if job.promised and not job.at_risk]
 
     def turns(self) -> list[Work]:
-        """Best-effort jobs that waited too long, as work that newcomers may not push away: one turn each, as planned."""
+        """Best-effort jobs that waited too long, as work that newcomers may not push away: a turn each, as planned."""
         turns: list[Work] = []
         for job in self.jobs:
             if not (job.competes and job.best_effort and job.course is not None and job.course.holdings):

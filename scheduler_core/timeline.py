@@ -91,11 +91,12 @@ class FreeCapacity:
         for size in usable:
             fit[least[size.bit_length() - 1] >= size] = size
         runs: list[tuple[float, float, int]] = []
-        begin, current = start_s, int(fit[0])
-        for offset in np.flatnonzero(np.diff(fit)).tolist():
-            at = self.times[i + offset + 1]
-            runs.append((begin, at, current))
-            begin, current = at, int(fit[offset + 1])
+        sizes_at = fit.tolist()
+        begin, current = start_s, sizes_at[0]
+        for at, size in zip(self.times[i + 1 : j], sizes_at[1:], strict=True):
+            if size != current:
+                runs.append((begin, at, current))
+                begin, current = at, size
         runs.append((begin, end_s, current))
         return runs
 
@@ -194,7 +195,15 @@ class Bookings:
         What ``own`` has booked counts as free.
         """
         times, taken = self.times, self.taken
-        for k in range(max(0, bisect_right(times, start_s + TOLERANCE_S) - 1), len(times)):
+        first = max(0, bisect_right(times, start_s + TOLERANCE_S) - 1)
+        if len(own) == 1 and own[0].start_s <= max(start_s, self.now):
+            covered = bisect_left(times, own[0].end_s)
+            others = mask & ~own[0].mask
+            for k in range(first, covered):
+                if taken[k] & others:
+                    return max(start_s, times[k])
+            first, own = max(first, covered), ()
+        for k in range(first, len(times)):
             blocked = taken[k] & mask
             if blocked:
                 for begin, end, held in own:

@@ -39,7 +39,7 @@ def placeable(gangs: Iterable[int], blocks: Iterable[int]) -> bool:
 def check_plan(
     job: Job, plan: Plan, now: float, remaining: float, *, size_now: int = 0, free_from: float | None = None
 ) -> list[str]:
-    """Everything wrong with one plan of a job that holds ``size_now`` slots at ``now``, able to step at ``free_from``."""
+    """Everything wrong with one plan of a job that holds ``size_now`` slots and can step at ``free_from``."""
     wrong: list[str] = []
     assert job.curve is not None
     most = job.max_workers or 1 << 30

@@ -1,0 +1,308 @@
+"""From verdict to decision: what follows when a job is admitted, refused, measured, or has to wait.
+
+The part of the scheduler that asks admission control and adopts plans; which events lead here is told in
+:mod:`~elasticflow_airflow.scheduler_core.scheduler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from elasticflow_airflow.scheduler_core.admission import Admission, Verdict
+from elasticflow_airflow.scheduler_core.board import Board
+from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.decisions import (
+    Admit,
+    Decision,
+    Reject,
+    Terms,
+    Wait,
+    WakeMeAt,
+)
+from elasticflow_airflow.scheduler_core.draft import Draft
+from elasticflow_airflow.scheduler_core.explain import duration, moment
+from elasticflow_airflow.scheduler_core.jobs import LiveJob
+from elasticflow_airflow.scheduler_core.planner import Planner
+from elasticflow_airflow.scheduler_core.profiling import candidate_sizes, enough, wait_limit
+from elasticflow_airflow.scheduler_core.values import (
+    Job,
+    Node,
+    OnReject,
+    Phase,
+    Plan,
+    ScalingCurve,
+)
+from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding
+from elasticflow_airflow.scheduler_core.work import plan_of as public_plan
+
+
+class Decider:
+    """Live jobs, their plans, and the decisions about them."""
+
+    def __init__(self, config: SchedulerConfig | None = None, nodes: Iterable[Node] = ()) -> None:
+        self.config = config or SchedulerConfig()
+        self._board = Board(self.config, nodes)
+        self._numbers = 0
+        self._promises = 0
+
+    def plan_of(self, job_id: str) -> Plan | None:
+        """The stored plan of a live job from its last change on; None while it has none.
+
+        Raises:
+            KeyError: there is no such live job.
+        """
+        job = self._job(job_id)
+        if job.course is None:
+            return None
+        work, course = job.work(self._board.layout, self.config), job.course
+        if not course.holdings:
+            return Plan(job_id, (), course.finish_s, course.promised_s)
+        first = course.holdings[0]
+        if first.mask == job.mask:  # the gang that makes steps since as_of_s goes on
+            going_on = Holding(min(first.start_s, job.as_of_s), first.end_s, first.mask)
+            course = Course((going_on, *course.holdings[1:]), course.finish_s, course.promised_s)
+        return public_plan(work, course, max(job.as_of_s, course.holdings[0].start_s))
+
+    def _job(self, job_id: str) -> LiveJob:
+        job = self._board.jobs.get(job_id)
+        if job is None:
+            raise KeyError(f"no live job {job_id!r}; known are {sorted(self._board.jobs)}")
+        return job
+
+    def _new(self, job: Job, now: float) -> LiveJob:
+        return LiveJob(
+            job=job,
+            phase=Phase.ADMITTED,
+            best_effort=job.deadline_s is None,
+            number=self._numbers,
+            remaining=job.total_steps,
+            as_of_s=now,
+            waiting_since_s=now,
+        )
+
+    def _register(self, live: LiveJob) -> None:
+        if live.job_id not in self._board.jobs:
+            self._board.jobs[live.job_id] = live
+            self._numbers += 1
+
+    def _take_best_effort(self, live: LiveJob, now: float, reason: str) -> list[Decision]:
+        live.phase, live.best_effort, live.at_risk = Phase.ADMITTED, True, False
+        live.profiling = None
+        live.course = None
+        live.changed()
+        self._register(live)
+        rest = self._replan(now, "slots are free", retry=False)
+        plan = self._plan_now(live)
+        return [Admit(live.job_id, Terms.BEST_EFFORT, None, plan, reason), *rest]
+
+    def _plan_now(self, live: LiveJob) -> Plan | None:
+        """The plan of a job just decided on; None without a known end."""
+        if live.course is None or live.course.finish_s == INFINITY:
+            return None
+        return self.plan_of(live.job_id)
+
+    def _begin_profiling(self, live: LiveJob, now: float) -> list[Decision]:
+        deadline = live.job.deadline_s
+        if deadline is not None and deadline <= now:
+            return [
+                Reject(live.job_id, f"the deadline {moment(deadline)} is past: it is {moment(now)} now", None),
+                *self._board.wake(now),
+            ]
+        if not candidate_sizes(live, 1 << (self._board.layout.levels - 1)) or not self._board.nodes:
+            reason = f"no block of at least {live.job.min_workers} slots exists in this cluster"
+            return [Reject(live.job_id, reason, None), *self._board.wake(now)]
+        live.phase = Phase.PROFILING
+        self._register(live)
+        return self._replan(now, "a job has to be measured", retry=False)
+
+    def _decide(self, live: LiveJob, now: float) -> list[Decision]:
+        """Admission of a job with a known speed; with the consequences its submitter asked for."""
+        before: list[Decision] = []
+        if live.job_id not in self._board.jobs:
+            board = self._board
+            # a rejected arrival must leave no trace: time passes in the stored courses only when it stays
+            stale = board.broken or bool(board.late) or self._behind(now)
+            if stale:
+                before = self._replan(now, "the plan of the cluster says so", retry=False, wake=False)
+        verdict = self._ask(live, now)
+        if verdict.draft is not None:
+            return before + self._admit(live, verdict, Terms.DEADLINE, now)
+        return before + self._refuse(live, verdict, now)
+
+    def _behind(self, now: float) -> bool:
+        for job in self._board.jobs.values():
+            course = job.course
+            if course is not None and course.holdings:
+                first = course.holdings[0]
+                if first.end_s > now and first.start_s < now - TOLERANCE_S and first.mask != job.mask:
+                    return True
+        return False
+
+    def _ask(self, live: LiveJob, now: float) -> Verdict:
+        planner = Planner(self.config, self._board.layout, [j for j in self._board.jobs.values() if j is not live], now)
+        return Admission(planner, live).decide()
+
+    def _admit(self, live: LiveJob, verdict: Verdict, terms: Terms, now: float) -> list[Decision]:
+        if verdict.draft is None:
+            raise ValueError(f"{live.job_id!r} has no proven plan; only a plan admits")
+        live.phase, live.best_effort, live.at_risk = Phase.ADMITTED, False, False
+        live.profiling = None
+        live.promise = self._promises
+        self._promises += 1
+        live.course = verdict.draft.courses[live.job_id]
+        live.changed()
+        self._register(live)
+        out: list[Decision] = []
+        self._finish(self._board.planner(now), verdict.draft, now, out, f"{live.job_id} was admitted")
+        plan = self.plan_of(live.job_id)
+        return [Admit(live.job_id, terms, live.job.deadline_s, plan, verdict.reason), *out, *self._board.wake(now)]
+
+    def _refuse(self, live: LiveJob, verdict: Verdict, now: float) -> list[Decision]:
+        job, offer = live.job, verdict.earliest_deadline_s
+        known = live.job_id in self._board.jobs
+        choice = job.on_reject
+        if choice is OnReject.BEST_EFFORT:
+            return self._take_best_effort(live, now, f"cannot be promised: {verdict.reason}; runs as best effort")
+        if choice is OnReject.RENEGOTIATE and offer is not None and offer <= (job.latest_deadline_s or -INFINITY):
+            live.job = replace(job, deadline_s=offer)
+            live.changed()
+            again = self._ask(live, now)
+            if again.draft is not None:
+                again.reason = (
+                    f"the deadline {moment(job.deadline_s or 0.0)} cannot be promised ({verdict.reason}); "
+                    f"accepted {moment(offer)} instead: {again.reason}"
+                )
+                return self._admit(live, again, Terms.RENEGOTIATED, now)
+            live.job = job
+            live.changed()
+        if choice is OnReject.WAIT and job.deadline_s is not None:
+            least = live.work(self._board.layout, self.config).least_time_s()
+            until = job.deadline_s - least
+            if until > now:
+                live.phase = Phase.WAITING
+                live.course = None
+                self._register(live)
+                rest = self._replan(now, f"{live.job_id} waits", retry=False) if known else self._board.wake(now)
+                if live.said_waiting == "wait":
+                    return rest
+                live.said_waiting = "wait"
+                reason = f"waits for capacity until {moment(until)}: {verdict.reason}"
+                return [Wait(live.job_id, reason, until), *rest]
+        decision = Reject(live.job_id, self._advice(verdict), offer)
+        if not known:
+            return [decision, *self._board.wake(now)]
+        del self._board.jobs[live.job_id]
+        return [decision, *self._replan(now, f"{live.job_id} was rejected", retry=False)]
+
+    def _advice(self, verdict: Verdict) -> str:
+        offer = verdict.earliest_deadline_s
+        if offer is None:
+            return f"{verdict.reason}; it could run as best effort, or on more capacity"
+        return (
+            f"{verdict.reason}; the earliest deadline that can be promised now is {moment(offer)}; "
+            "or submit it as best effort, or add capacity"
+        )
+
+    def _replan(self, now: float, why: str, *, retry: bool, wake: bool = True) -> list[Decision]:
+        """Make the stored courses true, mend what is broken, use what is free; ``retry``: ask again for who waits."""
+        board, out = self._board, list[Decision]()
+        board.refresh(now)
+        self._expire_profiling(now, out)
+        planner = board.planner(now)
+        if board.broken:
+            draft = planner.fresh(rescue=self.config.rescue_orders) or planner.salvage()
+            board.broken = False
+        else:
+            draft = planner.stored()
+        self._finish(planner, draft, now, out, why)
+        if retry:
+            for job in [j for j in board.jobs.values() if j.phase is Phase.WAITING]:
+                out += [d for d in self._decide(job, now) if not is_wake(d)]
+        self._say_waiting(out)
+        return out + (board.wake(now) if wake else [])
+
+    def _finish(self, planner: Planner, draft: Draft, now: float, out: list[Decision], why: str) -> None:
+        """Complete a draft of promises, prefer a fresh plan if that feeds more jobs, and adopt."""
+        draft = planner.complete(draft)
+        starved = planner.starved(draft)
+        if starved and planner.luxury(draft):
+            other = planner.fresh()
+            if other is not None:
+                other = planner.complete(other)
+                if planner.starved(other) < starved:
+                    draft = other
+        self._board.adopt(draft, now, out, why)
+
+    def _after_measuring(self, job: LiveJob, now: float) -> list[Decision]:
+        board = self._board
+        job.profiling = None
+        largest = 1 << (board.layout.levels - 1)
+        over = enough(job, largest, now, self.config)
+        if over is None:
+            job.course = None
+            out = self._replan(now, "the next size is measured", retry=False)
+            if (
+                job.profiling is not None
+                or not job.measured
+                or job.job_id not in board.jobs
+                or job.phase is not Phase.PROFILING
+            ):
+                return out
+            return [d for d in out if not is_wake(d)] + self._decide_measured(job, now)
+        return self._decide_measured(job, now)
+
+    def _decide_measured(self, job: LiveJob, now: float) -> list[Decision]:
+        """Profiling is over: admission on what was measured."""
+        if not job.measured:
+            reason = "no number of workers could be measured; give scaling_curve= (steps/s by number of workers)"
+            if job.job.on_reject is OnReject.BEST_EFFORT:
+                return self._take_best_effort(job, now, f"{reason}; runs as best effort")
+            del self._board.jobs[job.job_id]
+            return [Reject(job.job_id, reason, None), *self._replan(now, f"{job.job_id} was rejected", retry=False)]
+        if job.remaining is None:
+            return self._board.wake(now)
+        job.job = replace(job.job, curve=ScalingCurve(job.measured))
+        job.settle(self._board.layout, self.config, now)
+        job.course = None
+        job.changed()
+        return self._decide(job, now)
+
+    def _expire_profiling(self, now: float, out: list[Decision]) -> None:
+        """Give up sizes that take too long, and jobs that waited too long for slots to be measured on."""
+        for job in list(self._board.jobs.values()):
+            if job.phase is not Phase.PROFILING:
+                continue
+            if job.profiling is not None and now >= job.profiling.until_s - TOLERANCE_S:
+                job.failed_sizes.add(job.profiling.size)
+                out += [d for d in self._after_measuring(job, now) if not is_wake(d)]
+            elif job.profiling is None and not job.measured:
+                limit = wait_limit(job, self.config)
+                if limit is not None and now >= limit - TOLERANCE_S:
+                    reason = (
+                        f"waited {duration(now - job.waiting_since_s)} for slots to measure its speed on, and the "
+                        f"deadline {moment(job.job.deadline_s or 0.0)} comes too near; give scaling_curve= (steps/s by "
+                        "number of workers) so that it can be decided on at once, a later deadline, or best effort"
+                    )
+                    if job.job.on_reject is OnReject.BEST_EFFORT:
+                        out += [d for d in self._take_best_effort(job, now, reason) if not is_wake(d)]
+                    else:
+                        del self._board.jobs[job.job_id]
+                        out.append(Reject(job.job_id, reason, None))
+
+    def _say_waiting(self, out: list[Decision]) -> None:
+        for job in self._board.jobs.values():
+            if job.phase is Phase.PROFILING and not job.mask:
+                if job.said_waiting != "profile":
+                    job.said_waiting = "profile"
+                    until = wait_limit(job, self.config)
+                    out.append(
+                        Wait(job.job_id, "waits for slots that no promise needs, to measure its speed on them", until)
+                    )
+            elif job.phase is Phase.PROFILING:
+                job.said_waiting = ""
+
+
+def is_wake(decision: Decision) -> bool:
+    """Whether a decision only asks to be woken."""
+    return isinstance(decision, WakeMeAt)
