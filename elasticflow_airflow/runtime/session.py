@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ class Leaving(SystemExit):
 
 
 class NonFiniteLoss(FloatingPointError):  # noqa: N818  (it is named for what it is)
-    """The loss is NaN or infinite: what would be trained from here on is worth nothing."""
+    """The loss, or a weight, is NaN or infinite: what would be trained from here on is worth nothing."""
 
 
 class Session:
@@ -269,12 +269,7 @@ class Session:
         self._speed.step_done()
         self._loss = loss
         if not math.isfinite(loss) and not self._allow_nonfinite_loss:
-            message = (
-                f"the loss is {loss} at step {self._step}: nothing after it would be worth keeping. Lower the learning "
-                "rate, clip gradients or look at the batch; checkpoints from before stay valid."
-            )
-            self._say(ReportKind.FAILED, message=message, kind="nan_loss")
-            raise NonFiniteLoss(message)
+            self._diverged(f"the loss is {loss} at step {self._step}")
         if self._speed.due:
             self._progress()
         return loss
@@ -380,11 +375,22 @@ class Session:
         self._disband()
         raise Leaving
 
+    def _diverged(self, what: str) -> NoReturn:
+        message = (
+            f"{what}: nothing after it would be worth keeping. Lower the learning rate, clip gradients or look at the "
+            "batch; checkpoints from before stay valid."
+        )
+        self._say(ReportKind.FAILED, message=message, kind="nan_loss")
+        raise NonFiniteLoss(message)
+
     def _save(self) -> CandidateInfo | None:
         """Write a checkpoint (rank 0 only; every worker has the same state)."""
         self._saved_at_s = time.monotonic()
         if not self.is_main or self._registered is None:
             return None
+        if not self._allow_nonfinite_loss and not all(p.isfinite().all() for p in self._registered.model.parameters()):
+            # A finite loss with gradients that are not: found here, or the checkpoint would be spoilt.
+            self._diverged(f"the model has weights that are no numbers after step {self._step}")
         began_s = time.perf_counter()
         epoch, step_in_epoch = self._position()
         try:

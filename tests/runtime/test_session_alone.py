@@ -1,0 +1,446 @@
+"""A script run alone: the session promotes its own checkpoints and resumes from them."""
+
+# What raises here is the end of a step: the with statement and what is in it belong together.
+# ruff: noqa: PT012, SIM117
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+from elasticflow_airflow import runtime
+from elasticflow_airflow.runtime.manifest import list_candidates, promoted
+from elasticflow_airflow.runtime.protocol import Promotion
+
+HERE = Path("elasticflow-checkpoints")
+
+
+def regression() -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    return TensorDataset(torch.randn(20, 4, generator=generator), torch.randn(20, 2, generator=generator))
+
+
+def terminate_at(step: int):
+    def before_step(done: int) -> None:
+        if done == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return before_step
+
+
+def interrupted(build, step: int, **arguments):
+    """Train until a SIGTERM before step ``step``; the step under way is finished first."""
+    training = build(**arguments)
+    with pytest.raises(SystemExit) as left:
+        training.run(before_step=terminate_at(step))
+    assert left.value.code == 0
+    assert training.session.steps_done == step + 1
+    return training
+
+
+# -- length -------------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_training(training, capsys):
+    run = training(epochs=2).run()
+    assert run.epochs_seen == [0, 1]
+    assert sorted(run.used) == sorted([*range(20), *range(20)])
+    assert run.session.steps_done == run.session.total_steps == 8  # 20 samples are 6 + 6 + 6 + 2
+    assert run.losses[-1] < run.losses[0]
+    assert (run.session.rank, run.session.world_size, run.session.is_main) == (0, 1, True)
+    run.session.finish(metrics={"accuracy": torch.tensor(0.5)})
+    run.session.finish()
+    out = capsys.readouterr().out
+    assert "elasticflow: started step=0 samples=20 steps=8 micro_batch_size=6" in out
+    assert out.count("elasticflow: finished step=8 metrics={'accuracy': 0.5}") == 1
+    found = promoted(HERE.absolute(), pytest.fail)
+    assert found is not None
+    assert (found.step, found.metadata["epoch"], found.metadata["step_in_epoch"]) == (8, 2, 0)
+
+
+def test_steps_end_in_the_middle_of_an_epoch(training):
+    run = training(steps=6).run()
+    assert run.epochs_seen == [0, 1]
+    assert len(run.losses) == run.session.total_steps == 6
+    assert sorted(run.used[:20]) == list(range(20))
+    assert len(run.used) == 32
+
+
+def test_the_script_may_say_the_length_where_it_loops(training):
+    assert training().run(count=3).session.total_steps == 12
+
+
+def test_what_init_says_wins_over_the_loop(training):
+    assert training(epochs=1).run(count=3).session.total_steps == 4
+
+
+def test_an_unknown_length_is_an_error(training):
+    run = training()
+    with pytest.raises(ValueError, match="the length of the training is not known yet"):
+        _ = run.session.total_steps
+    with pytest.raises(
+        ValueError, match=r"nobody has said how long to train: call session\.epochs\(n\), or give steps="
+    ):
+        run.run()
+
+
+def test_epochs_and_steps_contradict(session_globals):
+    with pytest.raises(ValueError, match="give steps= or epochs=, not both"):
+        runtime.init(epochs=1, steps=5)
+
+
+# -- the gradient -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 5, 100])
+def test_micro_batches_give_the_gradient_of_the_whole_batch(training, micro_batch_size):
+    whole = training(epochs=2, checkpoint_dir="whole").run()
+    parts = training(epochs=2, checkpoint_dir="parts", micro_batch_size=micro_batch_size).run()
+    assert parts.used == whole.used
+    assert parts.losses == pytest.approx(whole.losses, rel=1e-5)
+    torch.testing.assert_close(parts.parameters(), whole.parameters(), rtol=1e-4, atol=1e-6)
+
+
+def test_the_session_trains_as_a_plain_loop_does(training):
+    run = training(epochs=2, shuffle=False, register={"order": _Order()}).run()
+    torch.manual_seed(11)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+    inputs, targets = run.loader._dataset.tensors
+    for _ in range(2):
+        for start in range(0, 20, 6):
+            loss = nn.functional.mse_loss(model(inputs[start : start + 6]), targets[start : start + 6])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+    plain = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    torch.testing.assert_close(run.parameters(), plain, rtol=1e-5, atol=1e-6)
+    assert run.losses[-1] == pytest.approx(float(loss.detach()), rel=1e-4)
+
+
+class _Order:
+    """Something with a state that is no tensor."""
+
+    def state_dict(self):
+        return {"order": [1, 2, 3]}
+
+    def load_state_dict(self, state):
+        assert state == {"order": [1, 2, 3]}
+
+
+# -- stop and resume ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [0, 2, 3, 4, 6])
+def test_sigterm_saves_and_the_next_run_goes_on_as_if_undisturbed(training, step):
+    undisturbed = training(epochs=2, checkpoint_dir="undisturbed").run()
+    first = interrupted(training, step, epochs=2)
+    second = training(epochs=2)
+    assert second.session.steps_done == step + 1
+    assert second.session.epoch == (step + 1) // 4
+    second.run()
+    assert first.used + second.used == undisturbed.used
+    assert first.losses + second.losses == undisturbed.losses
+    assert torch.equal(second.parameters(), undisturbed.parameters())
+
+
+def test_sigterm_in_the_last_step_lets_it_finish(training):
+    run = training(epochs=1).run(before_step=terminate_at(3))
+    run.session.finish()
+    assert Promotion.read(HERE).step == 4
+
+
+def test_after_the_end_a_sigterm_is_the_scripts_own_again(training):
+    before = signal.getsignal(signal.SIGTERM)
+    run = training(epochs=1)
+    assert signal.getsignal(signal.SIGTERM) != before
+    run.run().session.finish()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_finished_run_started_again_does_nothing_more(training):
+    first = training(epochs=1).run()
+    first.session.finish()
+    again = training(epochs=1).run()
+    again.session.finish()
+    assert again.epochs_seen == []
+    assert torch.equal(again.parameters(), first.parameters())
+    assert again.session._loss == first.losses[-1]
+
+
+def test_a_longer_run_goes_on_from_a_finished_one(training):
+    training(epochs=1).run().session.finish()
+    more = training(epochs=2).run()
+    assert more.epochs_seen == [1]
+    assert sorted(more.used) == list(range(20))
+
+
+def test_other_data_settings_are_warned_of(training, capsys):
+    interrupted(training, 1, epochs=2)
+    training(epochs=2, global_batch_size=5).run()
+    err = capsys.readouterr().err
+    assert "elasticflow: warning step=2 message=the checkpoint was written with other data settings" in err
+    assert "(global_batch_size was 6, is 5): training goes on at step 2" in err
+
+
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(training, capsys):
+    run = training(epochs=1, checkpoint_interval_s=0.0).run()
+    run.session.finish()
+    newest = list_candidates(HERE.absolute())[-1]
+    (newest / "training.pt").write_bytes(b"torn")
+    again = training(epochs=1)
+    assert again.session.steps_done == 3
+    err = capsys.readouterr().err
+    assert f"skipped: checkpoint {newest}: training.pt has 4 bytes, not " in err
+
+
+def test_a_checkpoint_of_another_model_is_an_error_that_says_so(training, capsys):
+    training(epochs=1).run().session.finish()
+    session = runtime.init(epochs=1)
+    with pytest.raises(runtime.CheckpointError, match="does not fit the model"):
+        session.register(model=nn.Linear(1, 1))
+    assert "elasticflow: failed step=0" in capsys.readouterr().err
+
+
+def test_saves_by_the_clock_and_keeps_few(training):
+    run = training(epochs=3, checkpoint_interval_s=0.0)
+    seen = []
+    run.run(before_step=lambda done: seen.append([int(path.name[5:]) for path in list_candidates(HERE.absolute())]))
+    assert seen[:4] == [[], [], [1], [1, 2]]  # saved at the boundary after the step
+    assert seen[-1] == [9, 10]
+    run.session.finish()
+    assert [path.name for path in list_candidates(HERE.absolute())] == ["step-000000000011", "step-000000000012"]
+
+
+def test_no_saves_between_with_the_default_interval(training):
+    training(epochs=3).run()
+    assert not HERE.exists()
+
+
+def test_each_run_alone_is_a_generation_of_its_own(training):
+    training(epochs=1).run().session.finish()
+    training(epochs=2).run().session.finish()
+    assert [str(path.relative_to(HERE)) for path in list_candidates(HERE)] == [
+        "g000000/step-000000000004",
+        "g000001/step-000000000008",
+    ]
+
+
+def test_the_environment_names_the_checkpoint_folder(training, monkeypatch, tmp_path):
+    monkeypatch.setenv("ELASTICFLOW_CHECKPOINT_DIR", str(tmp_path / "there"))
+    training(epochs=1).run().session.finish()
+    assert list_candidates(tmp_path / "there")
+
+
+# -- init_from ----------------------------------------------------------------------------------------------------
+
+
+def test_init_from_takes_the_weights_only(training, capsys):
+    old = training(epochs=1, checkpoint_dir="old").run()
+    old.session.finish()
+    (folder,) = list_candidates(Path("old").absolute())
+    new = training(epochs=1, checkpoint_dir="new", init_from=folder)
+    assert torch.equal(new.parameters(), old.parameters())
+    assert (new.session.steps_done, new.optimizer.state_dict()["state"], new.scheduler.last_epoch) == (0, {}, 0)
+    new.run()
+    assert sorted(new.used) == list(range(20))
+    assert f"init_from={folder}" in capsys.readouterr().out
+
+
+def test_resuming_goes_before_init_from(training):
+    training(epochs=1, checkpoint_dir="old").run().session.finish()
+    (folder,) = list_candidates(Path("old").absolute())
+    interrupted(training, 1, epochs=1, checkpoint_dir="new", init_from=folder)
+    resumed = training(epochs=1, checkpoint_dir="new", init_from=folder)
+    assert resumed.session.steps_done == 2
+    assert resumed.optimizer.state_dict()["state"] != {}
+
+
+def test_init_from_a_place_where_nothing_is(training, tmp_path):
+    with pytest.raises(runtime.CheckpointError, match=r"gone: manifest\.json is missing"):
+        training(epochs=1, init_from=tmp_path / "gone")
+
+
+# -- misuse and bad days ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_ends_the_training_and_spoils_no_checkpoint(training, capsys, value):
+    inputs, targets = regression().tensors
+    targets[13] = value
+    run = training(epochs=1, dataset=TensorDataset(inputs, targets), shuffle=False, checkpoint_interval_s=0.0)
+    message = r"the loss is (nan|inf) at step 3: .*Lower the learning rate.*checkpoints from before stay valid"
+    with pytest.raises(runtime.NonFiniteLoss, match=message):
+        run.run()
+    err = capsys.readouterr().err
+    assert "elasticflow: failed step=3 message=the loss is" in err
+    assert "kind=nan_loss" in err
+    found = promoted(HERE.absolute(), pytest.fail)
+    assert found is not None
+    assert found.step == 2
+    assert math.isfinite(found.metadata["loss"])
+
+
+def test_weights_that_are_no_numbers_are_not_saved(training, capsys):
+    """The loss of a step may be finite while its gradients are not; the next loss would tell, after the save."""
+    run = training(epochs=1, checkpoint_interval_s=0.0)
+
+    def spoil(done: int) -> None:
+        if done == 2:
+            with torch.no_grad():
+                run.model[0].weight[0, 0] = float("nan")
+
+    with pytest.raises(runtime.NonFiniteLoss, match="weights that are no numbers after step 2"):
+        run.run(before_step=spoil)
+    assert Promotion.read(HERE).step == 1
+    assert "kind=nan_loss" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_no_number_may_be_allowed(training):
+    run = training(epochs=1, allow_nonfinite_loss=True)
+    with torch.no_grad():
+        run.model[0].weight.fill_(float("nan"))
+    run.run().session.finish()
+    assert all(math.isnan(loss) for loss in run.losses)
+
+
+def test_register_twice(training):
+    run = training(epochs=1)
+    with pytest.raises(ValueError, match=r"session\.register\(\) was called before; name everything in one call"):
+        run.session.register(model=run.model)
+
+
+def test_dataloader_twice(training):
+    run = training(epochs=1)
+    with pytest.raises(ValueError, match="may be called once"):
+        run.session.dataloader(run.loader._dataset, global_batch_size=2)
+
+
+def test_dataloader_alone_needs_the_batch_size(training):
+    with pytest.raises(ValueError, match="needs global_batch_size= when the script runs without the service"):
+        training(global_batch_size=None)
+
+
+def test_dataloader_refuses_streams(session_globals):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield 1
+
+    with pytest.raises(
+        TypeError, match=r"needs a map-style dataset, with __len__ and __getitem__; Stream has no length"
+    ):
+        runtime.init(epochs=1).dataloader(Stream(), global_batch_size=2)
+
+
+def test_order_of_calls(session_globals):
+    session = runtime.init(epochs=1)
+    with pytest.raises(ValueError, match=r"call session\.dataloader\(\) before session\.epochs\(\)"):
+        next(session.epochs())
+    with pytest.raises(ValueError, match=r"call session\.register\(\) before session\.step\(\)"):
+        session.step()
+
+
+def first_batch(run):
+    next(run.session.epochs())
+    return next(iter(run.loader))
+
+
+def test_a_step_without_split(training):
+    run = training(epochs=1)
+    first_batch(run)
+    with pytest.raises(RuntimeError, match=r"a step must iterate over step\.split\(batch\) to its end"):
+        with run.session.step():
+            pass
+    assert run.session.steps_done == 0
+
+
+def test_a_split_left_early(training):
+    run = training(epochs=1, micro_batch_size=2)
+    batch = first_batch(run)
+    with pytest.raises(RuntimeError, match=r"to its end"):
+        with run.session.step() as step:
+            for inputs, _ in step.split(batch):
+                step.backward(run.model(inputs).sum())
+                break
+
+
+def test_a_micro_batch_without_backward(training):
+    run = training(epochs=1, micro_batch_size=2)
+    batch = first_batch(run)
+    with pytest.raises(RuntimeError, match=r"a micro-batch went by without step\.backward\(loss\)"):
+        with run.session.step() as step:
+            for _ in step.split(batch):
+                pass
+
+
+def test_backward_twice_and_split_twice(training):
+    run = training(epochs=1)
+    batch = first_batch(run)
+    with pytest.raises(RuntimeError, match=r"step\.backward\(\) is for once per micro-batch"):
+        with run.session.step() as step:
+            for inputs, _ in step.split(batch):
+                step.backward(run.model(inputs).sum())
+                step.backward(run.model(inputs).sum())
+    with pytest.raises(RuntimeError, match=r"step\.split\(\) may be used once in a step"):
+        with run.session.step() as step:
+            for _ in range(2):
+                for inputs, _ in step.split(batch):
+                    step.backward(run.model(inputs).sum())
+
+
+def test_split_takes_our_batches_only(training):
+    run = training(epochs=1)
+    next(run.session.epochs())
+    with pytest.raises(TypeError, match=r"step\.split\(\) takes what session\.dataloader\(\) yields, not Tensor"):
+        with run.session.step() as step:
+            next(step.split(torch.zeros(3)))
+
+
+def test_a_batch_that_got_no_step(training):
+    """Skipped batches would be samples never used: an error, not a silent gap."""
+    run = training(epochs=1)
+    next(run.session.epochs())
+    batches = iter(run.loader)
+    next(batches)
+    with pytest.raises(RuntimeError, match="batch 1 of epoch 0 came to the step for batch 0 of epoch 0: every batch"):
+        with run.session.step() as step:
+            next(step.split(next(batches)))
+
+
+def test_an_epoch_without_steps(training):
+    run = training(epochs=1)
+    with pytest.raises(RuntimeError, match=r"an epoch went by without a session\.step\(\)"):
+        for _ in run.session.epochs():
+            pass
+
+
+def test_a_step_after_the_end(training):
+    run = training(epochs=1).run()
+    run.session.finish()
+    with pytest.raises(RuntimeError, match=r"session\.step\(\) after session\.finish\(\)"):
+        run.session.step()
+
+
+def test_a_checkpoint_that_cannot_be_written_says_so(training, capsys):
+    run = training(epochs=1).run()
+    HERE.write_text("in the way")
+    with pytest.raises(runtime.CheckpointError, match="cannot write a checkpoint below"):
+        run.session.finish()
+    assert "kind=checkpoint_not_written" in capsys.readouterr().err
+
+
+def test_logged_scalars_and_loss_are_printed(training, capsys, monkeypatch):
+    run = training(epochs=1)
+    run.session.log(lr=torch.tensor(0.5), loss=3)
+    run.run().session.finish()
+    assert "elasticflow: progress step=4 window_steps=4" in (out := capsys.readouterr().out)
+    assert "lr=0.5" in out
