@@ -33,7 +33,7 @@ from elasticflow_airflow.engines.port import (
 )
 from elasticflow_airflow.runtime.protocol import RescaleMode, read_json, write_json_atomic
 
-__all__ = ["BEHAVIOUR_ENV", "FakeBehaviour", "FakeEngine", "FakeWorld"]
+__all__ = ["BEHAVIOUR_ENV", "FakeBehaviour", "FakeEngine", "FakeWorld", "fake_nodes"]
 
 BEHAVIOUR_ENV = "ELASTICFLOW_FAKE"
 """In a job's environment: a JSON object of FakeBehaviour fields that this job changes."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -253,3 +255,50 @@ def test_a_new_incarnation_waits_for_the_old_one(local_bench: LocalBench) -> Non
     assert bench.engine.read_log("job", 2, "g000002-r000", 0, 1000).data
     with pytest.raises(KeyError):
         bench.engine.read_log("job", 1, "g000002-r000", 0, 1000)
+
+
+def test_the_old_generation_trains_on_until_the_new_one_is_warm(local_bench: LocalBench) -> None:
+    bench = local_bench
+    bench.engine.apply(bench.spec(1))
+    bench.wait_state(1, GangState.RUNNING)
+    second = bench.spec(2, workers=2)
+    bench.engine.apply(second)
+    supervisor = bench.folder(2)
+    while not supervisor.warm.exists():
+        # Looked at before and after: it was not warm when the plan was read.
+        plan = Membership.read(second.incarnation_dir)
+        if not supervisor.warm.exists():
+            assert plan is not None
+            assert plan.generation == 1
+        bench.pass_time()
+    gangs = bench.wait(lambda gangs: gangs[1].state is GangState.ENDED, "the old one leaves")
+    assert gangs[1].outcome is GangOutcome.STOPPED
+    assert gangs[2].state is GangState.PENDING
+    bench.engine.stop("job", 1.0)
+    assert bench.wait_state(2, GangState.ENDED).outcome is GangOutcome.STOPPED
+    assert bench.left_behind() == []
+
+
+@pytest.mark.parametrize("victim", ["fork server", "supervisor"])
+def test_a_warm_up_that_is_killed_is_made_up_for(local_bench: LocalBench, victim: str) -> None:
+    bench = local_bench
+    first = bench.spec(1, session={"progress_regex": REGEX})  # Plain, so that nothing waits for anything warm.
+    bench.engine.apply(first)
+    second = bench.spec(2, session={"steps": 5})
+    bench.engine.apply(second)
+    (supervisor,) = [child for child in children_of(os.getpid()) if b"g000002" in _command(child)]
+    servers = bench.wait(lambda _: children_of(supervisor.pid), "the server") and children_of(supervisor.pid)
+    (servers[0] if victim == "fork server" else supervisor).kill()
+    bench.wait(lambda gangs: gangs[1].state is GangState.ENDED, "the old one leaves")
+    bench.engine.apply(replace(second, cleared_generation=1))
+    bench.engine.apply(replace(second, cleared_generation=1))
+    ended = bench.wait_state(2, GangState.ENDED)
+    if victim == "supervisor":
+        assert ended.outcome is GangOutcome.FINISHED
+    else:
+        assert ended.outcome is GangOutcome.FAILED
+        assert "killed by SIGKILL" in (ended.failure or "")
+
+
+def _command(process: ProcessId) -> bytes:
+    return Path(f"/proc/{process.pid}/cmdline").read_bytes()

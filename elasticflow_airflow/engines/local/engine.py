@@ -280,7 +280,10 @@ class LocalEngine:
         )
         return (
             not training
-            or all(gang.folder(node_id).warm.exists() for node_id in gang.nodes)
+            or all(
+                folder.warm.exists() or not self._starter.is_coming_up(folder)
+                for folder in map(gang.folder, gang.nodes)
+            )
             or self._observer.elapsed(job, gang, "warm up", WARM_LIMIT_S)
         )
 

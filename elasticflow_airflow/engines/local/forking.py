@@ -45,8 +45,10 @@ class ForkServer:
     def ask(self, worker_id: str, arguments: Sequence[str], env: Mapping[str, str], output: int) -> None:
         """Ask for an agent; the request waits in the socket until the imports are done."""
         request = {"worker_id": worker_id, "arguments": list(arguments), "env": dict(env)}
-        socket.send_fds(self._channel, [json.dumps(request).encode()], [output])
         self._asked.append(worker_id)
+        # A server that has died already shows in poll(), with the exit status that tells more.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            socket.send_fds(self._channel, [json.dumps(request).encode()], [output])
 
     def poll(self) -> None:
         """Take in what the server has said; when it died, its agents died with it."""
@@ -60,6 +62,7 @@ class ForkServer:
                 known[answer["worker_id"]] = answer.get("pid", answer.get("exit_code"))
         code = self._process.poll()
         if code is not None:
+            self.warm = True  # As warm as it will ever be: nobody should wait for it.
             for worker_id in self._asked:
                 # Agents got SIGKILL from the kernel; without an agent, the server's own end is what there is to tell.
                 self.exit_codes.setdefault(worker_id, -9 if worker_id in self.pids else code or 1)

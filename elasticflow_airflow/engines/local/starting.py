@@ -95,7 +95,7 @@ class Starter:
             process = self._supervisors.get(folder.path)
             if folder.read_status() is not None or (process is not None and process.poll() is None):
                 continue
-            if process is not None and process.returncode != EXIT_NOT_NEEDED:
+            if process is not None and process.returncode > 0 and process.returncode != EXIT_NOT_NEEDED:
                 del self._supervisors[folder.path]
                 last = folder.log.read_text(errors="replace").strip().splitlines()[-3:]
                 raise EngineError(f"the supervisor on {node_id} does not start: {' / '.join(last) or 'no output'}")
