@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import pendulum
 from airflow.sdk import BaseHook
 from airflow.sdk.exceptions import AirflowNotFoundException
+from airflow.sdk.execution_time import task_runner
 from airflow.sdk.log import mask_secret
 from pydantic import SecretStr, ValidationError
 
@@ -113,8 +114,13 @@ def run_facts(context: Mapping[str, Any], *, namespace: str, retries: int) -> Ru
 
 
 def is_dag_test(context: Mapping[str, Any]) -> bool:
-    """Whether this runs under ``dag.test()``: one process, one task at a time, nobody else to wait."""
-    return getattr(context["dag_run"], "triggering_user_name", None) == "dag_test"
+    """Whether this runs inside ``dag.test()``: one process, one task at a time, nobody else to wait.
+
+    Not with ``use_executor=True``: there, tasks have processes of their own, whose end must not end their jobs.
+    """
+    comms = getattr(task_runner, "SUPERVISOR_COMMS", None)
+    in_process = comms is None or type(comms).__name__ == "InProcessSupervisorComms"
+    return in_process and getattr(context["dag_run"], "triggering_user_name", None) == "dag_test"
 
 
 def prepare(

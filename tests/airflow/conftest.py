@@ -175,9 +175,9 @@ def run_dag(airflow_db):
     return run
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def embedded_service():
-    """Run the real embedded service on the fake engine, in this home; it is gone at the end."""
+    """Run the real embedded service on the fake engine, in this home; it and its settings are gone at the end."""
     import json
     import signal
 
