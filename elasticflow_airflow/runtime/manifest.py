@@ -31,7 +31,7 @@ _REPLACED_SUFFIX = ".replaced"
 _CHUNK_BYTES = 1 << 20
 
 
-class CheckpointError(Exception):
+class CheckpointError(ValueError):
     """A checkpoint cannot be used or written; the message names the path and says what is wrong."""
 
 
@@ -142,6 +142,8 @@ def verify_candidate(path: Path, *, contents: bool = True) -> CandidateInfo:
             created_at_s=float(body["created_at_s"]),
             metadata=dict(body["metadata"]),
         )
+    except CheckpointError:
+        raise
     except FileNotFoundError as error:
         raise CheckpointError(f"checkpoint {path}: {Path(error.filename).name} is missing") from error
     except OSError as error:

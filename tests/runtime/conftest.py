@@ -31,6 +31,7 @@ from elasticflow_airflow.runtime.protocol import (
     report_path,
     session_path,
 )
+from elasticflow_airflow.runtime.reporting import ConsoleReporter, FileReporter
 
 SAMPLES = 20
 
@@ -41,6 +42,8 @@ def session_globals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     for name in (SESSION_ENV, WORKER_ENV, GENERATION_ENV, "WORLD_SIZE", "RANK", "ELASTICFLOW_CHECKPOINT_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
+    for reporter in (ConsoleReporter, FileReporter):  # However slow the machine: no progress report by the clock.
+        monkeypatch.setattr(reporter, "interval_s", 1e6)
     monkeypatch.setattr(bootstrap, "session_initialised", False)
     monkeypatch.setattr(bootstrap, "current_step", 0)
     handler = signal.getsignal(signal.SIGTERM)

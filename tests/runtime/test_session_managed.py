@@ -1,0 +1,322 @@
+"""A script under the service, whose part the test plays: it writes the plan, reads the reports and promotes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from elasticflow_airflow import runtime
+from elasticflow_airflow.runtime import bootstrap
+from elasticflow_airflow.runtime.context import detect
+from elasticflow_airflow.runtime.manifest import list_candidates
+from elasticflow_airflow.runtime.protocol import Promotion, ReportKind, RescaleMode, SessionConfig, promoted_path
+
+
+def at(step: int, act):
+    return lambda done: act() if done == step else None
+
+
+def leave(run, before_step) -> None:
+    with pytest.raises(SystemExit) as left:
+        run.run(before_step=before_step)
+    assert left.value.code == 0
+
+
+def kinds(reports) -> list[str]:
+    return [str(report.kind) for report in reports]
+
+
+# -- reports ------------------------------------------------------------------------------------------------------
+
+
+def test_the_reports_of_a_whole_training(service, training):
+    service.configure(epochs=2, samples=20)
+    service.start(4)
+    run = training(epochs=7, global_batch_size=3, micro_batch_size=2).run()
+    run.session.log(lr=torch.tensor(0.5), note=float("nan"))
+    run.session.finish(metrics={"accuracy": torch.tensor(0.5), "confusion": torch.eye(2), "f1": float("nan")})
+    reports = service.reports(4)
+    assert kinds(reports) == ["started", "progress", "checkpoint", "finished"]
+    assert {(report.generation, report.worker_id, report.rank) for report in reports} == {(4, "w0", 0)}
+    started, progress, saved, finished = reports
+    assert started.step == 0
+    assert started.data == {
+        "samples": 20,
+        "steps": 8,  # what was submitted: epochs=2 and a global batch of 6, not what the script says
+        "micro_batch_size": 2,
+        "resumed_from": None,
+        "init_from": None,
+    }
+    assert (progress.step, progress.data["window_steps"], progress.data["lr"]) == (8, 8, 0.5)
+    assert progress.data["note"] == "nan"
+    assert progress.data["window_s"] > 0
+    assert progress.data["loss"] == pytest.approx(run.losses[-1])
+    assert saved.data["path"] == finished.data["path"] == "g000004/step-000000000008"
+    assert saved.data["size_bytes"] > 0
+    assert saved.data["write_s"] > 0
+    assert finished.data["metrics"] == {"accuracy": 0.5, "confusion": [[1.0, 0.0], [0.0, 1.0]], "f1": "nan"}
+    assert bootstrap.session_initialised
+    assert bootstrap.current_step == 8
+    info = service.promote(saved)
+    assert (info.incarnation, info.generation, info.step) == (3, 4, 8)
+
+
+def test_progress_comes_by_the_clock(service, training, monkeypatch):
+    monkeypatch.setattr("elasticflow_airflow.runtime.reporting.FileReporter.interval_s", 0.0)
+    service.configure(epochs=1)
+    service.start(1)
+    training().run()
+    progress = service.reports(1, kind=ReportKind.PROGRESS)
+    assert [report.step for report in progress] == [1, 2, 3, 4]
+    assert [report.data["window_steps"] for report in progress] == [1, 1, 1, 1]
+
+
+def test_steps_are_submitted(service, training):
+    service.configure(epochs=None, steps=5)
+    service.start(1)
+    run = training(epochs=2).run()
+    assert run.session.steps_done == 5
+    assert service.reports(1)[0].data["steps"] == 5
+
+
+def test_a_wrong_number_of_samples_is_warned_of(service, training):
+    service.configure(samples=50)
+    service.start(1)
+    training()
+    (warning,) = service.reports(1, kind=ReportKind.WARNING)
+    assert warning.data["message"] == "the submission says samples=50, the dataset has 20; the dataset counts"
+
+
+def test_out_of_memory_names_the_micro_batch(service, training):
+    service.configure(micro_batch_size=4)
+    service.start(1)
+    run = training()
+
+    def fail(_inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    run.model.forward = fail
+    with pytest.raises(torch.OutOfMemoryError):
+        run.run()
+    (report,) = service.reports(1, kind=ReportKind.OUT_OF_MEMORY)
+    assert report.data == {"micro_batch_size": 4, "message": "CUDA out of memory. Tried to allocate 20.00 GiB"}
+
+
+def test_out_of_memory_names_the_share_where_nobody_chose_a_micro_batch(service, training):
+    service.configure()
+    service.start(1)
+    run = training()
+
+    def fail(_inputs):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+
+    run.model.forward = fail
+    with pytest.raises(RuntimeError):
+        run.run()
+    (report,) = service.reports(1, kind=ReportKind.OUT_OF_MEMORY)
+    assert report.data["micro_batch_size"] == 6
+
+
+def test_another_error_is_no_out_of_memory(service, training):
+    service.configure()
+    service.start(1)
+    run = training()
+    run.model.forward = lambda inputs: {}["no such"]
+    with pytest.raises(KeyError):
+        run.run()
+    assert kinds(service.reports(1)) == ["started"]
+
+
+def test_a_full_disk_costs_reports_but_not_the_training(service, training, monkeypatch, capsys):
+    service.configure(epochs=1)
+    service.start(1)
+    run = training()
+
+    def full(path, report):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("elasticflow_airflow.runtime.reporting.append_report", full)
+    run.run()
+    assert "elasticflow: report started of step 0 could not be written: [Errno 28]" in capsys.readouterr().err
+    assert run.session.steps_done == 4
+
+
+# -- leaving and coming back --------------------------------------------------------------------------------------
+
+
+def next_generation(service):
+    service.plan(5, "w0", "w1")
+
+
+def empty(service):
+    service.plan(4)
+
+
+def without_me(service):
+    service.plan(5, "w7")
+
+
+@pytest.mark.parametrize("tell", [next_generation, empty, without_me])
+@pytest.mark.parametrize("step", [0, 2, 3])
+def test_told_to_leave_it_saves_and_ends_with_status_0(service, training, tell, step):
+    undisturbed = training(epochs=2, checkpoint_dir="alone").run()
+    service.configure()
+    service.start(4)
+    first = training()
+    leave(first, at(step, lambda: tell(service)))
+    reports = service.reports(4)
+    assert kinds(reports) == ["started", "progress", "checkpoint", "stopped"]
+    assert {report.step for report in reports[1:]} == {step + 1}
+    assert not promoted_path(service.folder / "checkpoints").exists()
+    service.promote(reports[2])
+    service.start(6)
+    second = training()
+    assert second.session.steps_done == step + 1
+    second.run().session.finish()
+    started = service.reports(6)[0]
+    assert (started.step, started.data["resumed_from"]) == (step + 1, reports[2].data["path"])
+    assert first.used + second.used == undisturbed.used
+    assert torch.equal(second.parameters(), undisturbed.parameters())
+
+
+def test_sigterm_means_leave_as_well(service, training):
+    import os
+    import signal
+
+    service.configure()
+    service.start(1)
+    leave(training(), at(1, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    assert kinds(service.reports(1)) == ["started", "progress", "checkpoint", "stopped"]
+
+
+@pytest.mark.parametrize(
+    ("generation", "mode"),
+    [(4, RescaleMode.RESTART), (3, RescaleMode.RESTART), (5, RescaleMode.IN_PLACE)],
+    ids=["the same", "an old one", "a new one, in place"],
+)
+def test_plans_that_ask_nothing_of_this_worker(service, training, generation, mode):
+    service.configure()
+    service.start(4)
+    run = training()
+    run.run(before_step=at(1, lambda: service.plan(generation, "w0", mode=mode)))
+    assert run.session.steps_done == 8
+
+
+def test_only_promoted_checkpoints_count(service, training):
+    """The worker of a generation that was overtaken wrote more: nobody promoted it, nobody resumes from it."""
+    service.configure(checkpoint_interval_s=0.0)
+    service.start(1)
+    training().run().session.finish()
+    candidates = service.reports(1, kind=ReportKind.CHECKPOINT)
+    assert [report.step for report in candidates] == [*range(1, 8), 8]
+    assert len(list_candidates(service.folder / "checkpoints")) == 8  # the service removes old ones, nobody else
+    service.start(2)
+    assert training().session.steps_done == 0
+    service.promote(candidates[2])
+    assert training().session.steps_done == 3
+
+
+def test_a_damaged_promoted_checkpoint_is_reported_and_the_one_before_used(service, training):
+    service.configure(checkpoint_interval_s=0.0)
+    service.start(1)
+    training().run()
+    candidates = service.reports(1, kind=ReportKind.CHECKPOINT)
+    newest = service.promote(candidates[4])
+    (newest.path / "model.pt").write_bytes(b"torn")
+    service.start(2)
+    assert training().session.steps_done == 4
+    (warning,) = service.reports(2, kind=ReportKind.WARNING)
+    assert warning.data["message"].startswith(f"skipped: checkpoint {newest.path}: model.pt has 4 bytes, not")
+
+
+def test_a_checkpoint_of_another_incarnation_is_not_resumed(service, training):
+    service.configure(epochs=1)
+    service.start(1)
+    training().run().session.finish()
+    service.promote(service.reports(1, kind=ReportKind.CHECKPOINT)[0])
+    service.configure(epochs=1, incarnation=4)
+    service.start(2)
+    assert training().run().session.steps_done == 4
+    (warning,) = service.reports(2, kind=ReportKind.WARNING)
+    assert "belongs to incarnation 3, this is 4: training starts afresh" in warning.data["message"]
+
+
+def test_init_from_of_the_submission(service, training):
+    service.configure(epochs=1)
+    service.start(1)
+    old = training().run()
+    old.session.finish()
+    info = service.promote(service.reports(1, kind=ReportKind.CHECKPOINT)[0])
+    (service.folder / "checkpoints").rename(service.folder.parent / "yesterday")
+    folder = service.folder.parent / "yesterday" / info.path.relative_to(service.folder / "checkpoints")
+    service.configure(epochs=1, init_from=str(folder))
+    service.start(2)
+    new = training()
+    assert torch.equal(new.parameters(), old.parameters())
+    assert new.session.steps_done == 0
+    new.run()
+    assert service.reports(2)[0].data["init_from"] == str(folder)
+
+
+def test_a_checkpoint_that_does_not_fit_fails_with_a_reason(service, training):
+    service.configure(epochs=1)
+    service.start(1)
+    training().run().session.finish()
+    service.promote(service.reports(1, kind=ReportKind.CHECKPOINT)[0])
+    service.start(2)
+    with pytest.raises(runtime.CheckpointError):
+        runtime.init().register(model=torch.nn.Linear(1, 1))
+    (failed,) = service.reports(2, kind=ReportKind.FAILED)
+    assert failed.data["kind"] == "bad_checkpoint"
+    assert "does not fit the model" in failed.data["message"]
+
+
+def test_a_loss_that_is_no_number_is_reported(service, training):
+    service.configure()
+    service.start(1)
+    run = training()
+    with torch.no_grad():
+        run.model[0].weight.fill_(float("nan"))
+    with pytest.raises(runtime.NonFiniteLoss):
+        run.run()
+    (failed,) = service.reports(1, kind=ReportKind.FAILED)
+    assert (failed.step, failed.data["kind"]) == (1, "nan_loss")
+    assert service.reports(1, kind=ReportKind.CHECKPOINT) == []
+
+
+# -- where it runs ------------------------------------------------------------------------------------------------
+
+
+def test_the_session_file_decides(service):
+    config = service.configure(args=("--data", "x"))
+    service.start(9, worker="w5")
+    context = detect("ignored")
+    assert (context.managed, context.worker_id, context.generation) == (True, "w5", 9)
+    assert context.config == config
+    assert context.checkpoints == service.folder / "checkpoints"
+
+
+def test_a_missing_or_damaged_session_file(service):
+    service.start(1)
+    with pytest.raises(ValueError, match=r"no session file at .*session\.json"):
+        detect()
+    (service.folder / "session.json").write_text(json.dumps([1]))
+    with pytest.raises(ValueError, match="does not hold a JSON object"):
+        detect()
+
+
+def test_the_configuration_comes_through_the_file_as_it_was(service):
+    config = service.configure(args=("a", "b"), seed=7, progress_regex="step (\\d+)")
+    assert SessionConfig.read(service.folder / "session.json") == config
+
+
+def test_promotion_read_back(service, training):
+    service.configure(epochs=1)
+    service.start(1)
+    training().run().session.finish()
+    info = service.promote(service.reports(1, kind=ReportKind.CHECKPOINT)[0])
+    assert Promotion.read(service.folder / "checkpoints") == Promotion(
+        path="g000001/step-000000000004", generation=1, step=4, digest=info.digest
+    )
