@@ -12,6 +12,7 @@ from dataclasses import replace
 from elasticflow_airflow.scheduler_core.allocation import as_soon_as_possible, grow, while_free, window
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.draft import Draft, mask_at
+from elasticflow_airflow.scheduler_core.filling import minimum_share
 from elasticflow_airflow.scheduler_core.jobs import LiveJob, overdue
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.profiling import next_size, window_s
@@ -125,7 +126,7 @@ class Planner:
         if newcomer is not None:
             works.append(newcomer)
         draft = self._proven(deadline_order(works))
-        if draft is None and rescue:
+        if draft is None and rescue and all(work.sizes for work in works):
             for order in rescue_orders(works, self.now, rescue):
                 draft = self._proven(order)
                 if draft is not None:
@@ -170,7 +171,11 @@ class Planner:
             if courses is not None:
                 break
             until = next((i for i, work in enumerate(ordered) if work.job_id == late), len(ordered) - 1)
-            victim = max(ordered[: until + 1], key=lambda work: age.get(work.job_id, 0))
+            unfit = ordered[until]
+            if minimum_share(self.free, unfit, self.now) is None:
+                victim = unfit  # not even alone
+            else:
+                victim = max(ordered[: until + 1], key=lambda work: age.get(work.job_id, 0))
             works.remove(victim)
             dropped.append(victim)
             courses = {}

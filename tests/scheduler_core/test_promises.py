@@ -98,9 +98,9 @@ def _nodes(sizes: list[int]) -> list[Node]:
     return [Node(node_id=f"n{i}", slots=size) for i, size in enumerate(sizes)]
 
 
-def _tell(world: ModuleType, story: tuple, config: SchedulerConfig | None = None):
+def _tell(world: ModuleType, story: tuple, config: SchedulerConfig | None = None, lag_s: float = 0.0):
     sizes, arrivals, others, reports, started = story
-    play = world.World(Scheduler(config, _nodes(sizes)), reports=reports, gang_started=started)
+    play = world.World(Scheduler(config, _nodes(sizes)), reports=reports, gang_started=started, lag_s=lag_s)
     for job in arrivals:
         play.submit(job.submitted_s, job)
     for when, event in others:
@@ -225,5 +225,23 @@ def test_a_restored_scheduler_goes_on_and_keeps_the_promises(world: ModuleType, 
     states, nodes = play.scheduler.states(), play.scheduler.nodes()
     play.scheduler = Scheduler(None, nodes)
     play.obey(play.scheduler.restore(states, crash))
+    play.run()
+    assert not play.late()
+
+
+@QUICK
+@given(story=stories())
+def test_a_margin_covers_wake_ups_that_come_late(world: ModuleType, story) -> None:
+    play = _tell(world, story, SchedulerConfig(deadline_margin_s=15.0), lag_s=0.4)
+    assert not play.late()
+
+
+@QUICK
+@given(story=stories(), factor=st.floats(0.91, 1.0))
+def test_a_stated_error_of_the_curves_covers_slower_jobs(world: ModuleType, story, factor: float) -> None:
+    sizes, arrivals, _, _, started = story
+    play = world.World(Scheduler(SchedulerConfig(speed_error=0.1), _nodes(sizes)), reports=True, gang_started=started)
+    for job in arrivals:
+        play.submit(job.submitted_s, job, {n: speed * factor for n, speed in job.curve.steps_per_s.items()})
     play.run()
     assert not play.late()

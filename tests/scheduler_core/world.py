@@ -56,7 +56,9 @@ class Run:
 class World:
     """Drives a real Scheduler and checks every decision as it is made."""
 
-    def __init__(self, scheduler: Scheduler, *, reports: bool = False, gang_started: bool = False) -> None:
+    def __init__(
+        self, scheduler: Scheduler, *, reports: bool = False, gang_started: bool = False, lag_s: float = 0.0
+    ) -> None:
         self.scheduler = scheduler
         self.nodes: dict[str, Node] = {node.node_id: node for node in scheduler.nodes()}
         self.runs: dict[str, Run] = {}
@@ -67,6 +69,7 @@ class World:
         self.log: list[tuple[float, de.Decision]] = []
         self.gang_started = gang_started
         self.reports = reports
+        self.lag_s = lag_s
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
@@ -138,6 +141,14 @@ class World:
             case ev.JobAmended(job_id):
                 if job_id in self.runs and self.runs[job_id].ended_s is None:
                     self.tell(event)
+            case ev.NodeLost(node_id):
+                if self.nodes.pop(node_id, None) is not None:
+                    for run in self.runs.values():
+                        if any(slot.node_id == node_id for slot in run.slots):
+                            run.advance(self.now)
+                            run.slots = ()
+                            run.version += 1
+                    self.tell(event)
             case ev.NodeJoined(node):
                 self.nodes[node.node_id] = node
                 self.tell(event)
@@ -179,7 +190,7 @@ class World:
                 case de.WakeMeAt(at):
                     assert at > self.now
                     self.wake_s = at
-                    self.at(at, ("wake", at), 3)
+                    self.at(at + self.lag_s, ("wake", at), 3)
         self.check_slots()
 
     def _change(self, run: Run, slots: tuple[Slot, ...]) -> None:

@@ -1,0 +1,90 @@
+"""Minimum satisfactory share by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elasticflow_airflow.scheduler_core.filling import Share, fill, minimum_share
+from elasticflow_airflow.scheduler_core.placement import Layout
+from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
+from elasticflow_airflow.scheduler_core.values import Node
+from elasticflow_airflow.scheduler_core.work import Holding, Work, course_of, legs_of, plan_of
+
+
+@pytest.fixture
+def free() -> FreeCapacity:
+    return FreeCapacity(Layout([Node(node_id="n", slots=4)]), 0.0)
+
+
+def work(**fields: object) -> Work:
+    plain = Work(
+        job_id="a",
+        remaining=100.0,
+        since_s=0.0,
+        mask=0,
+        size=0,
+        speed_now=0.0,
+        starting=False,
+        sizes=(1, 2, 4),
+        speeds={1: 1.0, 2: 1.6, 4: 2.5},
+        startup_s=0.0,
+        pause_s=0.0,
+        tail_s=0.0,
+        limit_s=100.0,
+    )
+    return replace(plain, **fields)  # type: ignore[arg-type]  # tests name the fields
+
+
+def test_the_smallest_level_that_meets_the_deadline_is_taken(free: FreeCapacity) -> None:
+    assert minimum_share(free, work(), 0.0) == [Share(0.0, 100.0, 1)]
+    assert minimum_share(free, work(limit_s=99.0), 0.0) == [Share(0.0, 62.5, 2)]
+    assert minimum_share(free, work(limit_s=62.0), 0.0) == [Share(0.0, 40.0, 4)]
+    assert minimum_share(free, work(limit_s=39.0), 0.0) is None
+
+
+def test_start_up_and_tail_count(free: FreeCapacity) -> None:
+    assert minimum_share(free, work(startup_s=10.0, tail_s=5.0), 0.0) == [Share(0.0, 77.5, 2)]
+
+
+def test_keeping_the_size_costs_nothing_and_changing_it_a_pause(free: FreeCapacity) -> None:
+    running = work(mask=0b11, size=2, speed_now=1.6, pause_s=20.0, limit_s=62.5)
+    assert minimum_share(free, running, 0.0) == [Share(0.0, 62.5, 2)]
+    assert minimum_share(free, replace(running, limit_s=62.0), 0.0) == [Share(0.0, 60.0, 4)]
+
+
+def test_a_level_follows_what_is_free(free: FreeCapacity) -> None:
+    free.reserve(0.0, 50.0, 2)
+    # two until 50 (80 steps), then four: 20 / 2.5 = 8 s
+    assert minimum_share(free, work(limit_s=60.0), 0.0) == [Share(0.0, 50.0, 2), Share(50.0, 58.0, 4)]
+    # with a pause of 5 s the change still pays for the deadline
+    assert minimum_share(free, work(limit_s=63.5, pause_s=5.0, sizes=(1, 4)), 0.0) is None
+
+
+def test_extra_pauses_are_paid(free: FreeCapacity) -> None:
+    assert minimum_share(free, work(limit_s=100.0), 0.0, 5.0) == [Share(0.0, 67.5, 2)]
+
+
+def test_jobs_are_filled_one_after_another_and_the_first_that_does_not_fit_is_named(free: FreeCapacity) -> None:
+    first, second = work(job_id="x", limit_s=41.0), work(job_id="y", limit_s=79.0)
+    shares, unfit = fill(free, [first, second], 0.0, {})
+    assert shares == {"x": [Share(0.0, 40.0, 4)]}
+    assert unfit == "y"  # from 40 on, 39 s with four are 97.5 steps
+
+
+def test_the_walk_through_holdings_pays_every_change() -> None:
+    job = work(startup_s=10.0, pause_s=5.0, tail_s=2.0, limit_s=1e9)
+    holdings = [Holding(0.0, 30.0, 0b1), Holding(30.0, 50.0, 0b11), Holding(60.0, 200.0, 0b1)]
+    legs, finish = legs_of(job, holdings, 0.0)
+    assert [leg.ready_s for leg in legs] == [10.0, 35.0, 70.0]  # start-up, pause, start-up after the gap
+    assert finish == 70.0 + 100 - 20 - 1.6 * 15
+    plan = plan_of(job, course_of(job, holdings, 0.0), 0.0)
+    assert [segment.lost_s for segment in plan.segments] == [10.0, 5.0, 10.0]
+    assert plan.promised_s == plan.finish_s + 2.0
+
+
+def test_a_pause_under_way_is_paid_to_its_end_and_a_start_up_again_when_disturbed() -> None:
+    starting = work(mask=0b1, size=1, speed_now=1.0, since_s=20.0, starting=True, startup_s=20.0, pause_s=5.0)
+    assert legs_of(starting, [Holding(10.0, 500.0, 0b1)], 10.0)[1] == 120.0
+    assert legs_of(starting, [Holding(10.0, 500.0, 0b11)], 10.0)[1] == 10.0 + 20.0 + 62.5

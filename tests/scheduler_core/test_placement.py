@@ -1,0 +1,131 @@
+"""Buddy placement by example, and its counting rule against brute force."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticflow_airflow.scheduler_core.filling import Share
+from elasticflow_airflow.scheduler_core.placement import Layout
+from elasticflow_airflow.scheduler_core.rolling import NoPlaceError, place
+from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
+from elasticflow_airflow.scheduler_core.values import Node, Placement, Slot
+from elasticflow_airflow.scheduler_core.work import Work
+
+
+def layout_of(*sizes: int) -> Layout:
+    return Layout([Node(node_id=f"n{i}", slots=size) for i, size in enumerate(sizes)])
+
+
+def work_of(name: str, mask: int = 0) -> Work:
+    return Work(
+        job_id=name,
+        remaining=1.0,
+        since_s=0.0,
+        mask=mask,
+        size=mask.bit_count(),
+        speed_now=1.0,
+        starting=False,
+        sizes=(1, 2, 4, 8),
+        speeds={1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0},
+        startup_s=0.0,
+        pause_s=0.0,
+        tail_s=0.0,
+        limit_s=100.0,
+    )
+
+
+def test_a_node_of_six_is_four_and_two_and_three_and_three_hold_no_four() -> None:
+    six = layout_of(6)
+    assert six.largest(six.usable) == 4
+    assert six.capacity(six.usable) == [6, 6, 4]
+    threes = layout_of(3, 3)
+    assert threes.largest(threes.usable) == 2
+    assert threes.capacity(threes.usable) == [6, 4]
+
+
+def test_whole_equal_nodes_combine_and_three_of_them_make_two_and_one() -> None:
+    layout = layout_of(4, 4, 4)
+    assert layout.capacity(layout.usable) == [12, 12, 12, 8]
+    assert layout.largest(layout.usable) == 8
+
+
+def test_a_busy_slot_breaks_the_blocks_around_it() -> None:
+    layout = Layout([Node(node_id="a", slots=4), Node(node_id="b", slots=4, busy=frozenset({1}))])
+    assert layout.largest(layout.usable) == 4
+    assert layout.capacity(layout.usable) == [7, 6, 4, 0]
+
+
+def test_the_smallest_block_that_holds_a_gang_is_taken() -> None:
+    layout = layout_of(8)
+    assert layout.find(0b11110011, 2) == 0b11
+    assert layout.find(0b11110011, 4) == 0b11110000
+    assert layout.find(0b11110011, 8) == 0
+
+
+def test_a_gang_grows_into_the_block_around_it_and_keeps_its_ranks() -> None:
+    layout = layout_of(4)
+    assert layout.enclosing(0b1111, 0b1000, 2) == 0b1100
+    before = Placement((Slot("n0", 3),))
+    assert layout.placement_of(0b1100, before).slots == (Slot("n0", 3), Slot("n0", 2))
+
+
+def test_spanning_gangs_stay_neighbours_when_nodes_go() -> None:
+    nodes = [Node(node_id=name, slots=2) for name in "bcd"]
+    apart = Layout(nodes)
+    gang = Placement(tuple(Slot(n, i) for n in "cd" for i in range(2)))
+    assert apart.find(apart.mask_of(gang), 4) == 0
+    together = Layout(nodes, [["c", "d"]])
+    assert together.find(together.mask_of(gang), 4) == together.mask_of(gang)
+
+
+def test_who_is_in_the_way_migrates_and_is_counted() -> None:
+    layout = layout_of(4)
+    works = [work_of("a", 0b0001), work_of("b", 0b0100), work_of("c")]
+    shares = {"a": [Share(0.0, 50.0, 1)], "b": [Share(0.0, 50.0, 1)], "c": [Share(10.0, 50.0, 2)]}
+    holdings, migrations = place(layout, works, shares, 0.0, 0)
+    assert sum(migrations.values()) == 1
+    assert holdings["c"][0].mask.bit_count() == 2
+    moved = next(iter(migrations))
+    assert [h.start_s for h in holdings[moved]] == [0.0, 10.0]
+
+
+def test_a_draining_node_counts_until_it_goes() -> None:
+    layout = Layout([Node(node_id="a", slots=2), Node(node_id="b", slots=2, draining_until_s=50.0)])
+    free = FreeCapacity(layout, 0.0)
+    assert free.fits(0.0, 50.0, 4)
+    assert not free.fits(0.0, 51.0, 4)
+    assert free.placeable((1, 2, 4), 0.0, 100.0) == [(0.0, 50.0, 4), (50.0, 100.0, 2)]
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    sizes=st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=4),
+    gangs=st.lists(st.sampled_from([1, 1, 2, 4, 8]), min_size=1, max_size=8),
+)
+def test_counting_by_size_says_exactly_what_can_be_placed(plan_checker: ModuleType, sizes, gangs) -> None:
+    layout = layout_of(*sizes)
+    free = FreeCapacity(layout, 0.0)
+    counted = True
+    for gang in gangs:
+        counted = counted and free.fits(0.0, 10.0, gang)
+        if counted:
+            free.reserve(0.0, 10.0, gang)
+    assert counted == plan_checker.placeable(gangs, plan_checker.buddy_blocks(sizes))
+    works = [work_of(f"j{i}") for i in range(len(gangs))]
+    shares = {f"j{i}": [Share(0.0, 10.0, gang)] for i, gang in enumerate(gangs)}
+    try:
+        holdings, _ = place(layout, works, shares, 0.0, 0)
+    except NoPlaceError:
+        assert not counted
+        return
+    if counted:  # when enough buddy blocks are free, every gang has its place, and only its own
+        taken = 0
+        for i, gang in enumerate(gangs):
+            (holding,) = holdings[f"j{i}"]
+            assert holding.mask.bit_count() == gang
+            assert layout.find(holding.mask, gang) == holding.mask
+            assert holding.mask & taken == 0
+            taken |= holding.mask
