@@ -23,7 +23,7 @@ class SchedulerConfig:
     """How often bisection tries a deadline with the full admission; more is more exact and slower."""
     rescue_orders: int = 6
     """How many other orders of filling are tried before a rejection."""
-    proof_rounds: int = 4
+    proof_rounds: int = 8
     """How often the filling is repeated with the pauses of the migrations that placing it turned out to need."""
 
     min_saving_pauses: float = 0.5

@@ -36,7 +36,10 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """The deadline cannot be promised. ``earliest_deadline_s`` would be admitted at this very moment (None: never)."""
+    """The deadline cannot be promised. ``earliest_deadline_s`` would be admitted at this very moment (None: never).
+
+    The scheduler has forgotten the job: slots that it held (for profiling) count as free, so its gang must be stopped.
+    """
 
     job_id: str
     reason: str
