@@ -59,9 +59,12 @@ class Decider:
         if not course.holdings:
             return Plan(job_id, (), course.finish_s, course.promised_s)
         first = course.holdings[0]
+        holdings = course.holdings
         if first.mask == job.mask:  # the gang that makes steps since as_of_s goes on
-            going_on = Holding(min(first.start_s, job.as_of_s), first.end_s, first.mask)
-            course = Course((going_on, *course.holdings[1:]), course.finish_s, course.promised_s)
+            holdings = (Holding(min(first.start_s, job.as_of_s), first.end_s, first.mask), *holdings[1:])
+        elif job.mask and job.as_of_s < first.start_s:  # it waits for slots whose holder is about to leave
+            holdings = (Holding(job.as_of_s, first.start_s, job.mask), *holdings)
+        course = Course(holdings, course.finish_s, course.promised_s)
         return public_plan(work, course, max(job.as_of_s, course.holdings[0].start_s))
 
     def _job(self, job_id: str) -> LiveJob:
