@@ -244,6 +244,8 @@ class Session:
         self._barrier()
         self._say_if_main(ReportKind.FINISHED, **data)
         self._disband()
+        # What the script does from here on is its own; a SIGTERM ends it again.
+        signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
 
     # -- called by Step -----------------------------------------------------------------------------------------
 
@@ -282,8 +284,6 @@ class Session:
             dist.init_process_group(backend, timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S))
 
     def _disband(self) -> None:
-        # What the script does from here on is its own; a SIGTERM ends it again.
-        signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
         if dist.is_initialized():
             dist.destroy_process_group()
 

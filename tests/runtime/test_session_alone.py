@@ -167,6 +167,12 @@ def test_after_the_end_a_sigterm_is_the_scripts_own_again(training):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_second_sigterm_does_not_spoil_the_exit_of_who_has_saved(training):
+    run = interrupted(training, 1, epochs=1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert run.session.steps_done == 2
+
+
 def test_a_finished_run_started_again_does_nothing_more(training):
     first = training(epochs=1).run()
     first.session.finish()
