@@ -283,3 +283,24 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def adopt(source: Path, checkpoints: Path, *, incarnation: int) -> CandidateInfo:
+    """Copy a checkpoint of an earlier incarnation into another one's folder, as what it begins with (generation 0).
+
+    Raises CheckpointError when the source is damaged or the disk does not take the copy. Idempotent.
+    """
+    info = verify_candidate(source)
+    final = checkpoints / candidate_name(0, info.step)
+    if final.exists():
+        return verify_candidate(final)
+    with writing(checkpoints, 0, info.step) as temporary:
+        try:
+            for file in source.iterdir():
+                if file.name != MANIFEST:
+                    shutil.copyfile(file, temporary / file.name)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {source} could not be copied to {checkpoints}: {error}") from error
+        return publish(
+            temporary, checkpoints, incarnation=incarnation, generation=0, step=info.step, metadata=info.metadata
+        )

@@ -1,0 +1,50 @@
+"""``python -m elasticflow_airflow.service``: run the service in the foreground, or embedded in a state directory."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from elasticflow_airflow.service.lifecycle import CannotServeError, lock_state_dir, log, serve, set_up_logging
+from elasticflow_airflow.service.settings import ServiceSettings
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; returns the exit status. Another service on the same state directory is fine when embedded."""
+    parser = argparse.ArgumentParser(prog="python -m elasticflow_airflow.service", description=__doc__)
+    parser.add_argument("--embedded", action="store_true", help="Unix socket; leave when idle")
+    parser.add_argument("--state-dir", type=Path)
+    options = parser.parse_args(arguments)
+    if options.state_dir is not None:
+        os.environ["ELASTICFLOW_STATE_DIR"] = str(options.state_dir)
+    try:
+        settings = ServiceSettings()
+    except ValidationError as error:
+        for item in error.errors():
+            name = "_".join(str(part) for part in item["loc"]).upper()
+            sys.stderr.write(f"elasticflow: ELASTICFLOW_{name}: {item['msg']}\n")
+        return 2
+    set_up_logging(settings.log_level)
+    os.umask(0o077)
+    try:
+        with lock_state_dir(settings.state_dir) as ours:
+            if not ours:
+                holder = settings.state_dir / "service.json"
+                log.info(
+                    "another service holds this state directory", state_dir=str(settings.state_dir), see=str(holder)
+                )
+                return 0 if options.embedded else 1
+            serve(settings, embedded=options.embedded)
+    except CannotServeError as error:
+        sys.stderr.write(f"elasticflow: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""Drives the engine towards what the rows say: only here are ``apply``, ``stop``, ``renew`` and ``forget`` called.
+
+Works on what was committed; everything here may be repeated. What the engine refuses is remembered, and becomes the
+job's end when it refuses too often.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from elasticflow_airflow.engines.port import Engine, EngineError, GangSpec, GangState
+from elasticflow_airflow.runtime.protocol import Promotion, SessionConfig, checkpoint_dir
+from elasticflow_airflow.service import crashpoints
+from elasticflow_airflow.service.books import Books, alive, incarnation_dir
+from elasticflow_airflow.service.codec import placement_from_json
+from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.snapshots import Snapshots
+from elasticflow_airflow.wire import State
+
+log = structlog.get_logger()
+
+Secrets = Callable[[IncarnationRow], Mapping[str, str]]
+_SEED_BITS = 31
+
+
+@dataclass(slots=True)
+class Refusals:
+    """How often in a row the engine refused to start a job's gang, and what it said last."""
+
+    count: int = 0
+    message: str = ""
+
+
+@dataclass(slots=True)
+class Actuator:
+    """Calls the engine. Remembers only what saves calls: a restarted service repeats them, which changes nothing."""
+
+    engine: Engine
+    settings: ServiceSettings
+    snapshots: Snapshots
+    secrets: Secrets
+    refusals: dict[str, Refusals] = field(default_factory=dict)
+    drained: set[tuple[str, int]] = field(default_factory=set)
+    """Terminal incarnations whose gangs the engine has forgotten; the next pass writes it down."""
+    _renewed_at_s: float = 0.0
+    _written: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
+
+    def act(self, books: Books) -> None:
+        """Make the engine do what the rows say."""
+        renew = time.monotonic() - self._renewed_at_s >= self.settings.renew_interval_s
+        if renew:
+            self._renewed_at_s = time.monotonic()
+        for row in books.rows:
+            self._write_promotion(row)
+            generations = books.open_of(row)
+            desired = books.desired(row)
+            if desired is not None and desired.desired == "run" and not row.terminal:
+                if desired.state != GangState.ENDED:
+                    self._apply(row, desired)
+            elif any(alive(g) or g.state == GangState.PENDING for g in generations):
+                reason = row.state_reason or "no longer wanted"
+                self._try("stop", self.engine.stop, row.job_id, self.settings.grace_s, reason)
+            if renew and any(alive(g) for g in generations):
+                self._try("renew", self.engine.renew, row.job_id)
+            if row.terminal and not row.drained and not generations:
+                self._forget(books, row)
+
+    def _write_promotion(self, row: IncarnationRow) -> None:
+        """Before any gang may start from it; the row was committed first."""
+        key = (row.job_id, row.incarnation)
+        if row.promoted is None or self._written.get(key) == row.promoted:
+            return
+        folder = incarnation_dir(self.settings.state_dir, row.job_id, row.incarnation)
+        promotion = Promotion(**row.promoted)
+        if Promotion.read(checkpoint_dir(folder)) != promotion:
+            promotion.write(folder)
+            crashpoints.point("after promotion")
+        self._written[key] = dict(row.promoted)
+
+    def _apply(self, row: IncarnationRow, generation: GenerationRow) -> None:
+        crashpoints.point("before apply")
+        try:
+            incarnation_dir(self.settings.state_dir, row.job_id, row.incarnation).mkdir(
+                mode=0o700, parents=True, exist_ok=True
+            )
+            self.engine.apply(self.spec_of(row, generation))
+        except (EngineError, OSError) as error:
+            refusals = self.refusals.setdefault(row.job_id, Refusals())
+            refusals.count += 1
+            refusals.message = str(error)
+        else:
+            self.refusals.pop(row.job_id, None)
+        crashpoints.point("after apply")
+
+    def _forget(self, books: Books, row: IncarnationRow) -> None:
+        """Forgetting goes by job: wait until no incarnation of the job has an end that is not handled."""
+        if not any(g.job_id == row.job_id and not g.handled for g in books.generations.values()):
+            self._try("forget", self.engine.forget, row.job_id)
+            self.drained.add((row.job_id, row.incarnation))
+            self._written.pop((row.job_id, row.incarnation), None)
+            self.refusals.pop(row.job_id, None)
+
+    def _try(self, name: str, call: Callable[..., None], *arguments: object) -> None:
+        """Call the engine; a refusal is logged, and asked for again in the next pass."""
+        crashpoints.point(f"before {name}")
+        try:
+            call(*arguments)
+        except EngineError as error:
+            log.warning("the engine refused", call=name, job=arguments[0], error=str(error))
+        crashpoints.point(f"after {name}")
+
+    def spec_of(self, row: IncarnationRow, generation: GenerationRow) -> GangSpec:
+        """The gang that a generation's row describes."""
+        submission = row.submission
+        command = submission["command"]
+        folder = incarnation_dir(self.settings.state_dir, row.job_id, row.incarnation)
+        code_dir = self.snapshots.path(command["snapshot"])
+        length = submission["length"]
+        session = SessionConfig(
+            job_id=row.job_id,
+            incarnation=row.incarnation,
+            incarnation_dir=str(folder),
+            code_dir=str(code_dir),
+            script=command["script"],
+            module=command["module"],
+            args=tuple(command["args"]),
+            working_dir=command["working_dir"],
+            steps=length["steps"],
+            epochs=length["epochs"],
+            samples=length["samples"],
+            global_batch_size=int(submission["global_batch_size"]),
+            micro_batch_size=row.micro_batch_size,
+            init_from=row.init_from_path,
+            seed=int(row.equality_key[:8], 16) & ((1 << _SEED_BITS) - 1),
+            checkpoint_interval_s=self.settings.checkpoint_interval_s,
+            keep_checkpoints=self.settings.keep_checkpoints,
+            progress_regex=submission["progress_regex"],
+            progress_file=submission["progress_file"],
+        )
+        return GangSpec(
+            job_id=row.job_id,
+            incarnation=row.incarnation,
+            generation=generation.generation,
+            cleared_generation=row.cleared_generation,
+            placement=placement_from_json(generation.placement).slots,
+            session=session,
+            python=command["python"] or sys.executable,
+            env=dict(command["env"]),
+            secret_env=self.secrets(row),
+            lease_s=row.lease_s,
+            grace_s=self.settings.grace_s,
+            reason=generation.reason,
+        )
+
+
+def record_refusals(books: Books, actuator: Actuator) -> None:
+    """Say what the engine refused, and end jobs that it refused too often."""
+    for job_id, refusals in list(actuator.refusals.items()):
+        row = books.live(job_id)
+        if row is None:
+            del actuator.refusals[job_id]
+        elif refusals.count == 1 or refusals.count >= books.settings.apply_attempts:
+            books.event("not_started", f"the workers could not be started: {refusals.message}", row)
+            if refusals.count >= books.settings.apply_attempts:
+                books.end(row, State.FAILED, f"could not be started: {refusals.message}", failure=refusals.message)
+
+
+def record_drained(books: Books, actuator: Actuator) -> None:
+    """Write down which terminal incarnations need no further pass."""
+    for row in books.rows:
+        if (row.job_id, row.incarnation) in actuator.drained:
+            row.drained = True
+    actuator.drained.clear()

@@ -1,0 +1,353 @@
+"""The HTTP API: routes, error bodies, authorization, and the stream of events. All rules are elsewhere.
+
+Every route needs the token over TCP (a Unix socket is guarded by its permissions); ``/healthz`` alone is open, and says
+nothing but that somebody listens. Error bodies never repeat what was sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import FastAPI, Path, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from elasticflow_airflow import __version__
+from elasticflow_airflow.engines.port import Engine, EngineNode
+from elasticflow_airflow.service.jobs import JobDesk
+from elasticflow_airflow.service.notify import Notifier
+from elasticflow_airflow.service.refusal import Refusal, no_such_job
+from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.snapshots import SnapshotRefusedError, Snapshots
+from elasticflow_airflow.service.store import Store
+from elasticflow_airflow.service.view import event_of
+from elasticflow_airflow.wire import (
+    API_VERSION,
+    AmendAnswer,
+    AmendRequest,
+    Attachment,
+    AttachRequest,
+    ClaimRequest,
+    Event,
+    Health,
+    JobStatus,
+    JobSubmission,
+    LogPiece,
+    Problem,
+    SlotStatus,
+)
+
+_KEEP_ALIVE_S = 15.0
+_STREAM_CHUNK = 200
+JobId = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9-]{0,119}$")]
+Sha256 = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
+LogName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,119}$")]
+
+
+@dataclass(slots=True)
+class Traffic:
+    """When somebody last asked for anything, and how many requests are under way."""
+
+    last_monotonic_s: float = field(default_factory=time.monotonic)
+    under_way: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceParts:
+    """What the routes work with. ``nodes`` and ``problem`` ask the loop."""
+
+    store: Store
+    notifier: Notifier
+    snapshots: Snapshots
+    engine: Engine
+    desk: JobDesk
+    settings: ServiceSettings
+    nodes: Callable[[], tuple[EngineNode, ...]]
+    problem: Callable[[], str]
+    traffic: Traffic
+    started_at: float
+
+
+def build_app(parts: ServiceParts, token: str | None) -> FastAPI:
+    """The application. ``token`` None: whoever can open the socket may do everything."""
+    app = FastAPI(title="elasticflow", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    _add_errors(app)
+    _add_health(app, parts)
+    _add_snapshots(app, parts)
+    _add_jobs(app, parts)
+    _add_events_and_logs(app, parts)
+    app.add_middleware(TokenGuard, token=token)
+    app.add_middleware(TrafficCounter, traffic=parts.traffic)
+    return app
+
+
+class TokenGuard:
+    """Lets nobody in without the token (RFC 6750), compared in constant time."""
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app = app
+        self._expected = None if token is None else f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer 401."""
+        if scope["type"] == "http" and self._expected is not None and scope["path"] != "/healthz":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._expected):
+                what = "wrong" if given else "missing"
+                refusal = Refusal(
+                    401, "unauthorized", f"the token is {what}", "send Authorization: Bearer <the service's token>"
+                )
+                response = _problem(refusal)
+                response.headers["WWW-Authenticate"] = "Bearer"
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class TrafficCounter:
+    """Knows when the service is idle."""
+
+    def __init__(self, app: ASGIApp, traffic: Traffic) -> None:
+        self._app, self._traffic = app, traffic
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Count a request from its beginning to its end."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        self._traffic.under_way += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._traffic.under_way -= 1
+            self._traffic.last_monotonic_s = time.monotonic()
+
+
+def _problem(refusal: Refusal) -> JSONResponse:
+    body = Problem(error=refusal.error, message=refusal.message, hint=refusal.hint)
+    return JSONResponse(body.model_dump(), status_code=refusal.status)
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(Refusal)
+    async def refused(_request: Request, error: Refusal) -> JSONResponse:
+        return _problem(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
+        # Only where and what: the value itself may be a secret.
+        wrong = "; ".join(
+            f"{'.'.join(str(part) for part in item['loc'] if part != 'body') or 'body'}: {item['msg']}"
+            for item in error.errors()
+        )
+        return _problem(Refusal(422, "invalid", wrong, "correct the named arguments"))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(_request: Request, error: HTTPException) -> JSONResponse:
+        return _problem(Refusal(error.status_code, "http", str(error.detail)))
+
+
+def _add_health(app: FastAPI, parts: ServiceParts) -> None:
+    @app.get("/healthz", response_class=PlainTextResponse)
+    def healthz() -> str:
+        return "ok"
+
+    @app.get("/v1/version")
+    def version() -> dict[str, str]:
+        return {"version": __version__, "api": API_VERSION}
+
+    @app.get("/v1/health")
+    def health() -> Health:
+        problem = parts.problem()
+        with parts.store.read() as reader:
+            live = reader.live_count()
+            held = {
+                (str(node), int(index)): generation.job_id
+                for generation in reader.open_generations()
+                if generation.state in ("starting", "running", "leaving")
+                for node, index in generation.placement
+            }
+        return Health(
+            status="degraded" if problem else "ok",
+            version=__version__,
+            engine=parts.engine.name,
+            pid=os.getpid(),
+            started_at=parts.started_at,
+            state_dir=str(parts.settings.state_dir),
+            live_jobs=live,
+            slots=[
+                SlotStatus(
+                    node_id=node.node_id,
+                    index=index,
+                    job_id=held.get((node.node_id, index)),
+                    busy=node.busy.get(index),
+                )
+                for node in parts.nodes()
+                for index in range(node.slots)
+            ],
+            problems=[problem] if problem else [],
+        )
+
+
+def _add_snapshots(app: FastAPI, parts: ServiceParts) -> None:
+    @app.api_route("/v1/snapshots/{sha256}", methods=["GET", "HEAD"])
+    def has_snapshot(sha256: Sha256) -> Response:
+        if not parts.snapshots.has(sha256):
+            raise Refusal(404, "snapshot_missing", f"the code {sha256} was not uploaded", "upload it")
+        return Response(status_code=204)
+
+    @app.put("/v1/snapshots/{sha256}")
+    async def put_snapshot(sha256: Sha256, request: Request) -> Response:
+        incoming = await run_in_threadpool(parts.snapshots.incoming)
+        try:
+            size = 0
+            with incoming.open("wb") as file:
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    # A tar has headers and padding: twice the limit is enough for any that is within it.
+                    if size > 2 * parts.snapshots.max_bytes:
+                        raise Refusal(
+                            413,
+                            "snapshot_too_large",
+                            f"the code is larger than {parts.snapshots.max_bytes} bytes",
+                            "put the script in a folder of its own, or ignore what it does not need",
+                        )
+                    await run_in_threadpool(file.write, chunk)
+            await run_in_threadpool(parts.snapshots.accept, sha256, incoming)
+        except SnapshotRefusedError as error:
+            status = 413 if error.too_large else 422
+            raise Refusal(status, "snapshot_refused", str(error), error.hint) from error
+        except OSError as error:
+            raise Refusal(
+                507,
+                "disk",
+                f"the code could not be kept: {error.strerror or error}",
+                "free space in the state directory",
+            ) from error
+        finally:
+            incoming.unlink(missing_ok=True)
+        return Response(status_code=204)
+
+
+def _add_jobs(app: FastAPI, parts: ServiceParts) -> None:
+    desk = parts.desk
+
+    @app.put("/v1/jobs/{job_id}")
+    def submit(job_id: JobId, submission: JobSubmission, response: Response) -> Attachment:
+        attachment = desk.submit(job_id, submission)
+        response.status_code = 201 if attachment.created else 200
+        return attachment
+
+    @app.post("/v1/jobs/{job_id}/attach")
+    def attach(job_id: JobId, request: AttachRequest) -> Attachment:
+        return desk.attach(job_id, request.lease_s)
+
+    @app.get("/v1/jobs")
+    def list_jobs(
+        state: str | None = None,
+        dag_id: str | None = None,
+        live: bool | None = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    ) -> list[JobStatus]:
+        return desk.list_jobs(state, dag_id, live, limit)
+
+    @app.get("/v1/jobs/{job_id}")
+    def status(job_id: JobId) -> JobStatus:
+        return desk.status(job_id)
+
+    @app.patch("/v1/jobs/{job_id}")
+    def amend(job_id: JobId, request: AmendRequest) -> AmendAnswer:
+        return desk.amend(job_id, request)
+
+    @app.post("/v1/jobs/{job_id}/cancel")
+    def cancel(job_id: JobId, request: ClaimRequest) -> JobStatus:
+        return desk.cancel(job_id, request.claim, request.reason)
+
+    @app.post("/v1/jobs/{job_id}/acknowledge")
+    def acknowledge(job_id: JobId, request: ClaimRequest) -> JobStatus:
+        return desk.acknowledge(job_id, request.claim)
+
+    @app.post("/v1/jobs/{job_id}/lease")
+    def lease(job_id: JobId, request: ClaimRequest) -> JobStatus:
+        return desk.renew(job_id, request.claim)
+
+
+def _add_events_and_logs(app: FastAPI, parts: ServiceParts) -> None:
+    def read_events(after: int, job_id: str | None, limit: int) -> list[Event]:
+        with parts.store.read() as reader:
+            return [event_of(row) for row in reader.events(after, job_id, limit)]
+
+    @app.get("/v1/jobs/{job_id}/events")
+    def job_events(job_id: JobId, after: int = 0, limit: Annotated[int, Query(ge=1, le=1000)] = 200) -> list[Event]:
+        parts.desk.status(job_id)
+        return read_events(after, job_id, limit)
+
+    @app.get("/v1/events")
+    async def stream(request: Request, after: int | None = None, job_id: str | None = None) -> StreamingResponse:
+        last = request.headers.get("last-event-id", "")
+        start = int(last) if last.isdigit() else after or 0
+        return StreamingResponse(
+            _event_stream(parts.notifier, read_events, start, job_id, request.is_disconnected),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-store"},
+        )
+
+    @app.get("/v1/jobs/{job_id}/logs/{log_name}")
+    def log(
+        job_id: JobId,
+        log_name: LogName,
+        offset: Annotated[int, Query(ge=0)] = 0,
+        limit: Annotated[int, Query(ge=1, le=1 << 20)] = 1 << 16,
+        incarnation: Annotated[int | None, Query(ge=1)] = None,
+    ) -> LogPiece:
+        with parts.store.read() as reader:
+            job = reader.job(job_id)
+        if job is None:
+            raise no_such_job(job_id)
+        try:
+            piece = parts.engine.read_log(job_id, incarnation or job.incarnation, log_name, offset, limit)
+        except KeyError as error:
+            raise Refusal(
+                404, "log_not_found", f"job {job_id} has no log {log_name!r}", "its status lists log_names"
+            ) from error
+        return LogPiece(
+            text=piece.data.decode(errors="replace"),
+            start_offset=piece.start_offset,
+            next_offset=piece.next_offset,
+            end_of_file=piece.end_of_file,
+        )
+
+
+async def _event_stream(
+    notifier: Notifier,
+    read: Callable[[int, str | None, int], list[Event]],
+    after: int,
+    job_id: str | None,
+    gone: Callable[[], Awaitable[bool]],
+) -> AsyncIterator[str]:
+    """Server-sent events: what is stored after ``after``, then whatever comes."""
+    changed = notifier.subscribe()
+    try:
+        while not await gone():
+            changed.clear()
+            events = await run_in_threadpool(read, after, job_id, _STREAM_CHUNK)
+            for event in events:
+                after = event.event_id
+                yield f"id: {event.event_id}\nevent: {event.kind}\ndata: {event.model_dump_json()}\n\n"
+            if events:
+                continue
+            try:
+                await asyncio.wait_for(changed.wait(), _KEEP_ALIVE_S)
+            except TimeoutError:
+                yield ": still here\n\n"
+    finally:
+        notifier.unsubscribe(changed)

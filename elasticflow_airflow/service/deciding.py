@@ -1,0 +1,257 @@
+"""Asks the scheduler and writes down what it decides: verdicts, generations, reasons. Calls no engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from elasticflow_airflow.engines.port import GangState
+from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.decisions import (
+    Admit,
+    Amended,
+    AmendRejected,
+    AtRisk,
+    Decision,
+    OnTrack,
+    Purpose,
+    Reject,
+    Resize,
+    Suspend,
+    Terms,
+    Wait,
+    WakeMeAt,
+)
+from elasticflow_airflow.scheduler_core.events import Event
+from elasticflow_airflow.service import history
+from elasticflow_airflow.service.books import Books, alive
+from elasticflow_airflow.service.codec import plan_to_json, slots_to_json
+from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.wire import State
+
+
+def feed(books: Books, event: Event) -> None:
+    """Tell the scheduler what happened and write down everything that it decides."""
+    books.fed = True
+    books.wake_at = None  # The scheduler asks anew after each event.
+    record_all(books, books.scheduler.handle(event, books.now))
+
+
+def record_all(books: Books, decisions: Sequence[Decision]) -> None:
+    """Write down decisions that were made together: of each job only where it ends up.
+
+    A job that gives its slots up and gets others (or the same) in one breath never stands without any. One that gets
+    the very slots that its gang trains on goes on there, and the scheduler hears that nothing has to start.
+    """
+    moved = {decision.job_id for decision in decisions if isinstance(decision, Resize)}
+    goes_on = []
+    for decision in decisions:
+        if isinstance(decision, Suspend | Wait) and decision.job_id in moved:
+            continue
+        record(books, decision)
+        if isinstance(decision, Resize):
+            row = books.live(decision.job_id)
+            generation = None if row is None else books.desired(row)
+            if generation is not None and generation.state == GangState.RUNNING and generation.running_at is not None:
+                goes_on.append(ev.GangStarted(decision.job_id, decision.placement))
+    for started in goes_on:
+        feed(books, started)
+
+
+def record(books: Books, decision: Decision) -> None:
+    """Write down one decision."""
+    if isinstance(decision, WakeMeAt):
+        books.wake_at = decision.at_s
+        return
+    row = books.live(decision.job_id)
+    if row is None or row.ending:
+        return  # It is on its way out, whatever the scheduler would have liked.
+    if isinstance(decision, Admit):
+        _admit(books, row, decision)
+    elif isinstance(decision, Reject):
+        _reject(books, row, decision)
+    elif isinstance(decision, Wait):
+        _wait(books, row, decision)
+    elif isinstance(decision, Resize):
+        _resize(books, row, decision)
+    elif isinstance(decision, Suspend):
+        _suspend(books, row, decision)
+    elif isinstance(decision, Amended):
+        _amended(books, row, decision)
+    elif isinstance(decision, AmendRejected):
+        _amend_rejected(books, row, decision)
+    elif isinstance(decision, AtRisk):
+        row.at_risk = True
+        row.projected_finish_at = decision.projected_s
+        books.event(
+            "at_risk", decision.reason, row, deadline_at=decision.deadline_s, projected_at=_finite(decision.projected_s)
+        )
+    elif isinstance(decision, OnTrack):
+        row.at_risk = False
+        row.projected_finish_at = decision.projected_s
+        reason = f"fits its deadline again: projected end {when(decision.projected_s)}"
+        books.event("on_track", reason, row, deadline_at=decision.deadline_s, projected_at=decision.projected_s)
+
+
+def _admit(books: Books, row: IncarnationRow, decision: Admit) -> None:
+    asked = row.deadline_at
+    if decision.terms is Terms.BEST_EFFORT:
+        row.best_effort, row.deadline_at = True, None
+    elif decision.deadline_s is not None:
+        row.deadline_at = decision.deadline_s
+    event_id = books.event(
+        "admitted",
+        decision.reason,
+        row,
+        terms=decision.terms.value,
+        deadline_at=row.deadline_at,
+        asked_deadline_at=asked,
+    )
+    row.verdict = {
+        "decision": {"deadline": "admitted"}.get(decision.terms.value, decision.terms.value),
+        "reason": decision.reason,
+        "deadline_at": row.deadline_at,
+        "event_id": event_id,
+        "plan": plan_to_json(decision.plan),
+    }
+    was_profiling = row.state == State.PROFILING
+    generation = books.desired(row)
+    if generation is not None and generation.purpose == Purpose.PROFILE:
+        generation.purpose = Purpose.TRAIN.value  # Unless a Resize follows, it simply goes on.
+    running = generation is not None and generation.state == GangState.RUNNING
+    books.set_state(row, State.RUNNING if running else State.ADMITTED, decision.reason)
+    if was_profiling and row.speeds:
+        history.remember(books.tx, books.jobs[row.job_id], row, books.now, complete=True)
+
+
+def _reject(books: Books, row: IncarnationRow, decision: Reject) -> None:
+    earliest = offered(decision.earliest_deadline_s)
+    reason = decision.reason
+    if earliest is not None:
+        reason += f"; the earliest deadline that can be promised now is {when(earliest)}"
+    event_id = books.event("rejected", reason, row, deadline_at=row.deadline_at, earliest_deadline_at=earliest)
+    row.verdict = {
+        "decision": "rejected",
+        "reason": reason,
+        "deadline_at": row.deadline_at,
+        "earliest_deadline_at": earliest,
+        "event_id": event_id,
+    }
+    books.end(row, State.REJECTED, reason)
+
+
+def _wait(books: Books, row: IncarnationRow, decision: Wait) -> None:
+    if row.state == State.WAITING and row.state_reason == decision.reason:
+        return
+    event_id = books.event("waiting", decision.reason, row, until=decision.until_s)
+    if row.verdict.get("decision", "undecided") == "undecided":
+        row.verdict = {"decision": "undecided", "reason": decision.reason, "event_id": event_id}
+    if books.desired(row) is None:
+        books.set_state(row, State.WAITING, decision.reason)
+
+
+def _resize(books: Books, row: IncarnationRow, decision: Resize) -> None:
+    job = books.jobs[row.job_id]
+    slots = slots_to_json(decision.placement.slots)
+    profile = decision.purpose is Purpose.PROFILE
+    current = books.desired(row)
+    if current is not None and current.placement == slots and current.desired == "run" and not _over(current):
+        current.purpose = decision.purpose.value
+        books.event("resized", decision.reason, row, generation=current.generation, workers=len(slots))
+        return
+    job.generation += 1
+    generation = GenerationRow(
+        job_id=row.job_id,
+        generation=job.generation,
+        incarnation=row.incarnation,
+        placement=slots,
+        workers=len(slots),
+        purpose=decision.purpose.value,
+        reason=decision.reason,
+        created_at=books.now,
+        fresh_start=not any(alive(g) for g in books.open_of(row)),
+        desired="run",
+        stop_cause="",
+        state="ordered",
+        judged=False,
+        handled=False,
+        window={},
+        folded={},
+        notes={},
+        log_names=[],
+    )
+    books.tx.add(generation)
+    books.generations[row.job_id, job.generation] = generation
+    before = current.workers if current is not None else 0
+    row.desired_generation = job.generation
+    books.event(
+        "resized",
+        decision.reason,
+        row,
+        generation=job.generation,
+        workers=len(slots),
+        workers_before=before,
+        slots=slots,
+        purpose=decision.purpose.value,
+    )
+    if profile:
+        books.set_state(row, State.PROFILING, decision.reason)
+    elif row.state in (State.SUBMITTED, State.WAITING, State.PROFILING):
+        books.set_state(row, State.ADMITTED, decision.reason)
+    else:
+        row.state_reason = decision.reason
+
+
+def _suspend(books: Books, row: IncarnationRow, decision: Suspend) -> None:
+    row.desired_generation = None
+    books.event("suspended", decision.reason, row)
+    books.set_state(row, State.SUSPENDED, decision.reason)
+
+
+def _amended(books: Books, row: IncarnationRow, decision: Amended) -> None:
+    row.deadline_at, row.value = decision.deadline_s, decision.value
+    row.best_effort = decision.deadline_s is None
+    row.deadline_passed = False
+    until = "best effort" if decision.deadline_s is None else f"deadline {when(decision.deadline_s)}"
+    reason = f"amended: {until}, value {decision.value:g}"
+    event_id = books.event("amended", reason, row, deadline_at=decision.deadline_s, value=decision.value)
+    if row.verdict.get("decision", "undecided") != "undecided":
+        row.verdict = {
+            **row.verdict,
+            "decision": "best_effort" if decision.deadline_s is None else "admitted",
+            "reason": reason,
+            "deadline_at": decision.deadline_s,
+            "event_id": event_id,
+            "plan": plan_to_json(decision.plan),
+        }
+    if books.amendment is not None and books.amendment.job_id == row.job_id:
+        books.amendment.answer = {"accepted": True, "reason": reason, "earliest_deadline_at": None}
+
+
+def _amend_rejected(books: Books, row: IncarnationRow, decision: AmendRejected) -> None:
+    earliest = offered(decision.earliest_deadline_s)
+    books.event("amend_rejected", decision.reason, row, earliest_deadline_at=earliest)
+    if books.amendment is not None and books.amendment.job_id == row.job_id:
+        answer = {"accepted": False, "reason": decision.reason, "earliest_deadline_at": earliest}
+        books.amendment.answer = answer
+
+
+def offered(earliest_s: float | None) -> float | None:
+    """Round the deadline that is offered up to a whole minute: what people copy."""
+    return None if earliest_s is None else math.ceil(earliest_s / 60.0) * 60.0
+
+
+def when(at_s: float) -> str:
+    """A time for a sentence, in UTC."""
+    if not math.isfinite(at_s):
+        return "never"
+    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _over(generation: GenerationRow) -> bool:
+    return generation.state in (GangState.ENDED, GangState.LEAVING)

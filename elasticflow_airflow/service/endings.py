@@ -1,0 +1,280 @@
+"""Brings jobs to their end: what their last generation's end means, and the result that they leave.
+
+Works on rows and files of the job; calls no engine. A job is over when its last worker has left and every checkpoint
+is judged.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from elasticflow_airflow.engines.port import GangOutcome
+from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.decisions import Purpose
+from elasticflow_airflow.service import history
+from elasticflow_airflow.service.books import Books, incarnation_dir
+from elasticflow_airflow.service.deciding import feed, when
+from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.wire import JobResult, State
+
+
+def conclude(books: Books) -> None:
+    """End every job whose end was decided and whose workers have all left."""
+    for row in books.rows:
+        if row.ending and not row.terminal and not books.open_of(row):
+            _conclude(books, row)
+
+
+def _conclude(books: Books, row: IncarnationRow) -> None:
+    assert row.ending is not None  # the caller looked
+    state, reason = State(row.ending["state"]), str(row.ending["reason"])
+    if state is State.SUCCEEDED and row.ending["use_checkpoint"] and row.promoted is None:
+        state, reason = State.FAILED, f"{reason}, but there is no checkpoint to use"
+        row.ending = {**row.ending, "failure": reason}
+    row.finished_at = books.now
+    row.failure = row.ending["failure"]
+    if state is State.SUCCEEDED and not row.ending["use_checkpoint"]:
+        _measure_tail(books, row)
+    if state is not State.REJECTED:
+        row.result = result_of(books, row, state).model_dump(mode="json")
+    if state is State.SUCCEEDED:
+        history.remember(
+            books.tx,
+            books.jobs[row.job_id],
+            row,
+            books.now,
+            complete=bool(row.speeds) and _never_asked_for_curve(row),
+            success=True,
+        )
+    row.terminal = True
+    row.secret_env = None
+    row.scheduler_state = None
+    row.at_risk = False
+    row.lease_expires_at = None
+    row.projected_finish_at = row.finished_at if state is State.SUCCEEDED else None
+    books.set_state(row, state, reason)
+    if state is not State.REJECTED:
+        books.event(state.value, reason, row, **(_summary(row) if row.result else {}))
+    # Only now may the scheduler give the slots away for good; by id, it knows no incarnations.
+    if books.knows(row.job_id):
+        if state is State.SUCCEEDED:
+            feed(books, ev.JobFinished(row.job_id))
+        elif state is State.CANCELLED:
+            feed(books, ev.JobCancelled(row.job_id))
+        else:
+            feed(books, ev.JobFailed(row.job_id))
+
+
+def _never_asked_for_curve(row: IncarnationRow) -> bool:
+    """A job that ended while it was profiled has shown what there is to show."""
+    return not row.submission["scaling_curve"] and row.state == State.PROFILING
+
+
+def _measure_tail(books: Books, row: IncarnationRow) -> None:
+    if row.last_step_at is not None:
+        tail_s = max(0.0, books.now - row.last_step_at) + books.settings.wake_up_allowance_s
+        row.costs = {**row.costs, "tail_s": tail_s}
+
+
+def result_of(books: Books, row: IncarnationRow, state: State) -> JobResult:
+    """What the job leaves."""
+    generations = books.tx.generations(row.job_id, row.incarnation)
+    path = None
+    if row.promoted is not None:
+        checkpoints = incarnation_dir(books.settings.state_dir, row.job_id, row.incarnation) / "checkpoints"
+        path = str(checkpoints / row.promoted["path"])
+    deadline_at = row.deadline_at
+    finished_at = books.now
+    return JobResult(
+        checkpoint_path=path,
+        checkpoint_digest=row.promoted["digest"] if row.promoted else None,
+        steps=row.step,
+        final_loss=row.loss,
+        metrics=row.metrics,
+        finished_at=finished_at,
+        met=None if deadline_at is None else state is State.SUCCEEDED and finished_at <= deadline_at,
+        slack_s=None if deadline_at is None else deadline_at - finished_at,
+        gpu_seconds=gpu_seconds(generations, finished_at),
+        rescales=rescales(generations),
+    )
+
+
+def gpu_seconds(generations: list[GenerationRow], now: float) -> float:
+    """Slots held, times how long."""
+    return sum(
+        g.workers * max(0.0, (g.ended_at if g.ended_at is not None else now) - g.holding_at)
+        for g in generations
+        if g.holding_at is not None
+    )
+
+
+def rescales(generations: list[GenerationRow]) -> int:
+    """How often the number of workers changed between gangs that trained (profiling apart)."""
+    sizes = [g.workers for g in generations if g.purpose == Purpose.TRAIN and g.running_at is not None]
+    return sum(1 for before, after in pairwise(sizes) if before != after)
+
+
+def _summary(row: IncarnationRow) -> dict[str, object]:
+    assert row.result is not None  # the caller looked
+    names = ("met", "slack_s", "steps", "final_loss", "gpu_seconds", "rescales", "checkpoint_path", "finished_at")
+    return {name: row.result[name] for name in names}
+
+
+def settle(books: Books) -> None:
+    """Decide what the end of each ended and judged generation means."""
+    for generation in sorted(books.generations.values(), key=lambda g: g.generation):
+        if generation.state == "ended" and generation.judged and not generation.handled:
+            row = books.row(generation.job_id, generation.incarnation)
+            generation.handled = True
+            if row is None:
+                continue
+            row.cleared_generation = max(row.cleared_generation, generation.generation)
+            if not row.terminal:
+                _settle(books, row, generation)
+
+
+def _settle(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+    outcome = generation.outcome
+    if outcome == GangOutcome.FINISHED and not (row.ending and row.ending["state"] != State.SUCCEEDED):
+        _finished(books, row, generation)
+        return
+    if row.ending:
+        return
+    was_desired = row.desired_generation == generation.generation
+    if outcome == GangOutcome.FAILED and generation.notes.get("kind") == "nan_loss":
+        books.end(row, State.FAILED, f"the loss is not a number at step {row.step}", failure=_failure(generation))
+    elif generation.notes.get("out_of_memory") is not None and outcome == GangOutcome.FAILED:
+        _out_of_memory(books, row, generation)
+    elif not was_desired:
+        if outcome == GangOutcome.FAILED:
+            reason = f"generation {generation.generation} failed while it was leaving: {_first_line(generation)}"
+            books.event("warning", reason, row, generation=generation.generation)
+    elif generation.stop_cause == "hang":
+        _again(books, row, f"restarts after a hang at step {row.step}")
+    elif outcome == GangOutcome.FAILED:
+        _failed(books, row, generation)
+    elif outcome == GangOutcome.LOST:
+        _lost(books, row, generation)
+    else:
+        _again(books, row, "its workers have left, which nobody asked for (was the machine asleep?)")
+
+
+def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+    finished = generation.notes.get("finished")
+    total = row.total_steps
+    done = row.step
+    if finished is None and row.ever_reported and total is not None and done < total - 1:
+        # A plain script may count its steps from 0.
+        reason = (
+            f"the script ended with status 0 after {done} of {total} steps: it must go on until all are done"
+            " (did it stop early, or resume from nothing?)"
+        )
+        books.end(row, State.FAILED, reason, failure=reason)
+        return
+    if finished is None and not row.ever_reported and total is not None and not row.best_effort:
+        reason = (
+            f"the script ended with status 0 after reporting 0 of {total} steps: a script that does not use the"
+            " session needs progress_regex= or progress_file= for a deadline, or best_effort=True"
+        )
+        books.end(row, State.FAILED, reason, failure=reason)
+        return
+    if finished is not None and total is not None and done < total:
+        reason = f"the script says that it is finished after {done} of {total} steps"
+        books.end(row, State.FAILED, reason, failure=reason)
+        return
+    if finished is not None and finished.get("path") and (row.promoted or {}).get("path") != finished["path"]:
+        reason = f"the final checkpoint {finished['path']} is missing or damaged"
+        _restart_or_fail(books, row, generation, reason, progressed=True)
+        return
+    parts = [f"done: {done} steps"]
+    if row.loss is not None:
+        parts.append(f"loss {row.loss:.4g}")
+    if row.deadline_at is not None:
+        slack = row.deadline_at - books.now
+        side = "before" if slack >= 0 else "after"
+        parts.append(f"{abs(slack):.0f} s {side} the deadline {when(row.deadline_at)}")
+    elif not row.ever_reported:
+        parts.append("best effort: the script reported no progress")
+    books.end(row, State.SUCCEEDED, ", ".join(parts))
+
+
+def _out_of_memory(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+    said = generation.notes["out_of_memory"]
+    global_batch = int(row.submission["global_batch_size"])
+    micro = int(said.get("micro_batch_size") or row.micro_batch_size or global_batch)
+    if micro <= 1:
+        reason = "the device's memory does not suffice for a micro-batch of 1: use a smaller model or a larger device"
+        books.end(row, State.FAILED, reason, failure=f"{reason}\n{said.get('message', '')}".strip())
+        return
+    row.micro_batch_size = micro // 2
+    _again(
+        books,
+        row,
+        f"out of memory with a micro-batch of {micro}: tries again with {micro // 2}; the global batch stays"
+        f" {global_batch}",
+    )
+
+
+def _failed(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+    if generation.notes.get("exit_zero") and generation.notes.get("finished") is None:
+        total = f" of {row.total_steps}" if row.total_steps is not None else ""
+        reason = f"the script ended with status 0 after {row.step}{total} steps, before it was finished"
+        if not row.ever_reported:
+            if row.best_effort or row.total_steps is None:
+                reason = "the script ended with status 0 and never reported any step: taken as a best-effort success"
+                books.event("warning", reason, row)
+                books.end(row, State.SUCCEEDED, reason)
+                return
+            reason += ": a script that does not use the session needs progress_regex= or progress_file= for a deadline"
+        books.end(row, State.FAILED, reason, failure=reason)
+        return
+    by_signal = bool(generation.notes.get("signalled"))
+    if generation.notes.get("kind") == "bad_checkpoint":
+        by_signal = True
+    progressed = row.step > max(row.restart_step, 0) or (row.promoted or {}).get("step", -1) > row.restart_step
+    _restart_or_fail(books, row, generation, _first_line(generation), progressed=progressed or by_signal)
+
+
+def _lost(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+    promoted = (row.promoted or {}).get("step", 0)
+    row.losses = 1 if promoted > max(row.restart_step, 0) else row.losses + 1
+    if row.losses > books.settings.max_losses:
+        reason = f"lost its workers {row.losses} times in a row without progress: {_first_line(generation)}"
+        books.end(row, State.FAILED, reason, failure=_failure(generation))
+        return
+    _again(books, row, f"lost its workers: {_first_line(generation)}")
+
+
+def _restart_or_fail(
+    books: Books, row: IncarnationRow, generation: GenerationRow, reason: str, *, progressed: bool
+) -> None:
+    if row.restarts >= books.settings.max_restarts or not progressed:
+        why = "without progress since the start" if not progressed else f"after {row.restarts} restarts"
+        books.end(row, State.FAILED, f"failed {why}: {reason}", failure=_failure(generation) or reason)
+        return
+    row.restarts += 1
+    _again(books, row, f"restart {row.restarts} of {books.settings.max_restarts} after a failure: {reason}")
+
+
+def _again(books: Books, row: IncarnationRow, reason: str) -> None:
+    """The gang is gone; the scheduler decides when and where the next one starts."""
+    step = (row.promoted or {}).get("step", 0)
+    row.restart_step = step
+    row.desired_generation = None
+    row.step = min(row.step, step) if row.promoted else row.step
+    books.event("restarting", f"{reason}; goes on from step {step}", row, step=step)
+    if books.knows(row.job_id):
+        total = row.total_steps
+        if total is not None and row.promoted:
+            feed(books, ev.JobProgressed(row.job_id, remaining_steps=float(max(0, total - step))))
+        feed(books, ev.GangLost(row.job_id))
+
+
+def _failure(generation: GenerationRow) -> str:
+    return generation.failure or generation.notes.get("message") or "no message"
+
+
+def _first_line(generation: GenerationRow) -> str:
+    text = generation.notes.get("message") or generation.failure or "no message"
+    lines = [line for line in str(text).splitlines() if line.strip()]
+    return lines[0][:300] if lines else "no message"

@@ -1,0 +1,44 @@
+"""What past runs of a recurring task tell the next one: its scaling curve, costs and length. Rows in, rows out.
+
+Kept under the task (namespace, DAG, task, map index) and a *signature* of what makes runs comparable: device type,
+global batch size and the code's entry. Arguments change from day to day and are not part of it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from elasticflow_airflow.service.models import HistoryRow, IncarnationRow, JobRow
+from elasticflow_airflow.service.store import Writer
+
+
+def signature_of(submission: dict[str, Any], device_type: str) -> str:
+    """What makes two runs of a task comparable."""
+    command = submission["command"]
+    return json.dumps([device_type, submission["global_batch_size"], command["script"] or command["module"]])
+
+
+def remember(
+    tx: Writer, job: JobRow, row: IncarnationRow, now: float, *, complete: bool = False, success: bool = False
+) -> None:
+    """Keep what this run has shown so far; newer numbers replace older ones of the same size."""
+    past = tx.history(job.recurring_key, row.signature)
+    if past is None:
+        past = HistoryRow(
+            recurring_key=job.recurring_key,
+            signature=row.signature,
+            speeds={},
+            complete=False,
+            costs={},
+            total_steps=None,
+            runs=0,
+            updated_at=now,
+        )
+        tx.add(past)
+    past.speeds = {**past.speeds, **row.speeds}
+    past.costs = {**past.costs, **row.costs}
+    past.complete = past.complete or complete
+    past.total_steps = row.total_steps if row.total_steps is not None else past.total_steps
+    past.runs = (past.runs or 0) + int(success)
+    past.updated_at = now

@@ -1,0 +1,218 @@
+"""Tells the scheduler what callers want: new jobs, cancels, amendments, owners that are away or back.
+
+Reads what handlers wrote, writes what follows; calls no engine. Leases are measured on the monotonic clock, so that a
+clock that jumps expires nobody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elasticflow_airflow.runtime.manifest import CheckpointError, adopt
+from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.values import Job, OnReject
+from elasticflow_airflow.service import history
+from elasticflow_airflow.service.books import Books, incarnation_dir
+from elasticflow_airflow.service.codec import curve_from_json
+from elasticflow_airflow.service.deciding import feed, when
+from elasticflow_airflow.service.models import CandidateRow, IncarnationRow
+from elasticflow_airflow.wire import Length, State
+
+
+def introduce(books: Books, device_type: str) -> None:
+    """Ask the scheduler about every new incarnation whose predecessor it has forgotten."""
+    for row in books.rows:
+        if row.introduced or row.terminal or books.knows(row.job_id):
+            continue
+        if row.cancel_reason is None and not row.ending:
+            _introduce(books, row, device_type)
+
+
+def _introduce(books: Books, row: IncarnationRow, device_type: str) -> None:
+    submission = row.submission
+    job = books.jobs[row.job_id]
+    row.introduced = True
+    row.signature = history.signature_of(submission, device_type)
+    row.verdict = {"decision": "undecided", "reason": ""}
+    past = books.tx.history(job.recurring_key, row.signature)
+    if past is not None:
+        row.costs = {**past.costs, **row.costs}
+    length = Length.model_validate(submission["length"])
+    row.total_steps = length.total_steps(int(submission["global_batch_size"]))
+    if row.total_steps is None and past is not None:
+        row.total_steps = past.total_steps
+    speeds = _known_speeds(submission, past.speeds if past is not None and past.complete else None)
+    if row.resume_from is not None:
+        _resume(books, row)
+    _say_where_it_starts(books, row)
+    if row.deadline_at is not None and row.deadline_at <= books.now:
+        reason = f"its deadline {when(row.deadline_at)} has passed already: choose a later one, or best_effort=True"
+        _reject_at_once(books, row, reason)
+        return
+    reason = "its scaling curve is known" if speeds else "its speed is not known yet: it is measured first"
+    books.event("submitted", f"submitted; {reason}", row, deadline_at=row.deadline_at, curve=speeds)
+    done = row.step
+    remaining = None if row.total_steps is None else float(max(0, row.total_steps - done))
+    feed(
+        books,
+        ev.JobSubmitted(
+            Job(
+                job_id=row.job_id,
+                submitted_s=row.submitted_at,
+                deadline_s=row.deadline_at,
+                total_steps=remaining,
+                curve=curve_from_json(speeds) if speeds else None,
+                costs=books.costs_of(row),
+                min_workers=int(submission["min_workers"]),
+                max_workers=submission["max_workers"],
+                value=row.value,
+                on_reject=OnReject(submission["on_reject"]),
+                latest_deadline_s=submission["latest_deadline_at"],
+            )
+        ),
+    )
+    if row.state == State.SUBMITTED and not row.ending:
+        books.set_state(row, State.WAITING, row.verdict.get("reason") or "waits for slots")
+
+
+def _known_speeds(submission: Mapping[str, Any], past: Mapping[str, float] | None) -> dict[str, float] | None:
+    given = submission["scaling_curve"] or past
+    return {str(workers): float(speed) for workers, speed in given.items()} if given else None
+
+
+def _resume(books: Books, row: IncarnationRow) -> None:
+    """Take over the last valid checkpoint of the incarnation before, which did not succeed."""
+    before = books.tx.incarnation(row.job_id, row.resume_from or 0)
+    if before is None or before.promoted is None:
+        return
+    state_dir = books.settings.state_dir
+    source = incarnation_dir(state_dir, row.job_id, before.incarnation) / "checkpoints" / before.promoted["path"]
+    target = incarnation_dir(state_dir, row.job_id, row.incarnation) / "checkpoints"
+    try:
+        info = adopt(source, target, incarnation=row.incarnation)
+    except CheckpointError as error:
+        books.event("warning", f"starts from the beginning: {error}", row)
+        return
+    path = str(info.path.relative_to(target))
+    row.promoted = {"path": path, "generation": info.generation, "step": info.step, "digest": info.digest}
+    row.step = row.restart_step = info.step
+    books.tx.add(
+        CandidateRow(
+            job_id=row.job_id,
+            incarnation=row.incarnation,
+            path=path,
+            generation=info.generation,
+            step=info.step,
+            digest=info.digest,
+            status="valid",
+        )
+    )
+    reason = f"goes on from step {info.step}, the last valid checkpoint of incarnation {before.incarnation}"
+    books.event("resumed", reason, row, step=info.step)
+
+
+def _say_where_it_starts(books: Books, row: IncarnationRow) -> None:
+    wanted = row.submission["init_from"]
+    if wanted == "latest" and row.init_from_path is None:
+        books.event(
+            "initialised", 'init_from="latest": there is no earlier success of this task, so it starts fresh', row
+        )
+    elif row.init_from_path is not None and not Path(row.init_from_path).is_dir():
+        reason = f"init_from={row.init_from_path}: there is no such checkpoint folder on this machine"
+        books.end(row, State.FAILED, reason, failure=reason)
+
+
+def _reject_at_once(books: Books, row: IncarnationRow, reason: str) -> None:
+    event_id = books.event("rejected", reason, row, deadline_at=row.deadline_at)
+    row.verdict = {
+        "decision": "rejected",
+        "reason": reason,
+        "deadline_at": row.deadline_at,
+        "earliest_deadline_at": None,
+        "event_id": event_id,
+    }
+    books.end(row, State.REJECTED, reason)
+
+
+def cancel(books: Books) -> None:
+    """End what somebody wants cancelled."""
+    for row in books.rows:
+        if row.cancel_reason is not None and not row.terminal:
+            # A decided end other than success gives way to nobody; a success that is nearly there stays one.
+            books.end(row, State.CANCELLED, row.cancel_reason or "cancelled")
+
+
+def amend(books: Books) -> None:
+    """Ask the scheduler about amendments, in order."""
+    for amendment in books.tx.open_amendments():
+        row = books.row(amendment.job_id, amendment.incarnation)
+        if row is not None and not row.introduced and not row.terminal:
+            continue
+        if row is None or row.terminal or row.ending or not books.knows(row.job_id):
+            amendment.answer = {"accepted": False, "reason": "the job is over", "earliest_deadline_at": None}
+            continue
+        books.amendment = amendment
+        feed(
+            books,
+            ev.JobAmended(
+                row.job_id,
+                deadline_s=amendment.deadline_at,
+                value=amendment.value,
+                best_effort=amendment.best_effort,
+            ),
+        )
+        books.amendment = None
+        if amendment.answer is None:
+            amendment.answer = {"accepted": True, "reason": "nothing changed", "earliest_deadline_at": None}
+
+
+@dataclass(slots=True)
+class _Lease:
+    renewals: int
+    renewed_at_monotonic_s: float
+
+
+class Leases:
+    """When each owner was heard last, in this process' monotonic time; a restart gives everybody a new first limit."""
+
+    def __init__(self) -> None:
+        self._leases: dict[tuple[str, int], _Lease] = {}
+
+    def check(self, books: Books, monotonic_s: float) -> None:
+        """Park jobs whose owner is away, cancel those whose owner stays away, and take back who is there again."""
+        live = {(row.job_id, row.incarnation): row for row in books.rows if row.introduced and not row.terminal}
+        for key in self._leases.keys() - live.keys():
+            del self._leases[key]
+        for key, row in live.items():
+            lease = self._leases.get(key)
+            if lease is None or lease.renewals != row.renewals:
+                self._leases[key] = _Lease(row.renewals, monotonic_s)
+                row.lease_expires_at = books.now + row.lease_s
+                if row.parked and lease is not None:
+                    _unpark(books, row)
+            elif not row.ending:
+                _expire(books, row, monotonic_s - lease.renewed_at_monotonic_s)
+
+
+def _expire(books: Books, row: IncarnationRow, away_s: float) -> None:
+    if away_s > row.lease_s + row.orphan_s:
+        reason = f"nobody has asked for the job for {away_s:.0f} s: cancelled"
+        books.end(row, State.CANCELLED, reason)
+    elif away_s > row.lease_s and not row.parked:
+        row.parked = True
+        reason = f"nobody has asked for the job for {away_s:.0f} s: suspended with a checkpoint until somebody does"
+        books.event("parked", reason, row)
+        feed(books, ev.JobParked(row.job_id))
+        row.desired_generation = None
+        books.set_state(row, State.SUSPENDED, reason)
+
+
+def _unpark(books: Books, row: IncarnationRow) -> None:
+    row.parked = False
+    reason = "its owner is back"
+    books.event("unparked", reason, row)
+    books.set_state(row, State.ADMITTED, reason)
+    feed(books, ev.JobUnparked(row.job_id))

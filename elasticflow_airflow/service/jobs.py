@@ -1,0 +1,317 @@
+"""What callers want of jobs: submit or attach, amend, cancel, acknowledge, renew. The rules of identity and claim.
+
+Runs in the threads of HTTP handlers: writes wishes into the store, wakes the loop, and waits for its answer. Calls
+neither the scheduler nor the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from elasticflow_airflow.service.models import AmendmentRow, IncarnationRow, JobRow
+from elasticflow_airflow.service.notify import Notifier
+from elasticflow_airflow.service.refusal import Refusal, no_such_job, stale_claim
+from elasticflow_airflow.service.secrets import SecretBox
+from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.snapshots import Snapshots
+from elasticflow_airflow.service.store import Reader, Store, Writer
+from elasticflow_airflow.service.view import status_of
+from elasticflow_airflow.wire import (
+    AmendAnswer,
+    AmendRequest,
+    Attachment,
+    JobStatus,
+    JobSubmission,
+    State,
+)
+
+_NAMED_FILES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class JobDesk:
+    """The service's side of every call about jobs. ``slots`` tells how many slots there are in all, 0 if unknown."""
+
+    store: Store
+    notifier: Notifier
+    snapshots: Snapshots
+    secrets: SecretBox
+    settings: ServiceSettings
+    slots: Callable[[], int]
+    clock: Callable[[], float]
+
+    def submit(self, job_id: str, submission: JobSubmission) -> Attachment:
+        """Attach to the live or unacknowledged equal job, or open a new incarnation; waits for the verdict.
+
+        Raises Refusal: wrong id, code that was not uploaded, sizes that never fit.
+        """
+        self._check(job_id, submission)
+        sealed = self.secrets.seal({name: value.get_secret_value() for name, value in submission.secret_env.items()})
+        with self.store.write() as tx:
+            job = tx.job(job_id)
+            row = tx.incarnation(job_id, job.incarnation) if job is not None and job.incarnation else None
+            if job is not None and row is not None and _attachable(row, submission):
+                created, warnings = False, self._attach(tx, row, submission)
+            else:
+                job = job or self._new_job(tx, job_id, submission)
+                self._supersede(row)
+                row, created, warnings = self._open(tx, job, row, submission, sealed), True, []
+            job.claim += 1
+            claim, incarnation = job.claim, row.incarnation
+        self.notifier.wake()
+        status = self._await_verdict(job_id, incarnation)
+        return Attachment(job=status, claim=claim, created=created, warnings=warnings)
+
+    def attach(self, job_id: str, lease_s: float | None) -> Attachment:
+        """Take a new claim on the current incarnation. Raises Refusal 404."""
+        with self.store.write() as tx:
+            job, row = _current(tx, job_id)
+            job.claim += 1
+            row.renewals += 1
+            row.lease_s = lease_s if lease_s is not None else row.lease_s
+            claim = job.claim
+        self.notifier.wake()
+        return Attachment(job=self.status(job_id), claim=claim, created=False)
+
+    def status(self, job_id: str) -> JobStatus:
+        """Everything about a job. Raises Refusal 404."""
+        with self.store.read() as reader:
+            job, row = _current(reader, job_id)
+            return status_of(job, row, reader.generations(job_id, row.incarnation))
+
+    def list_jobs(self, state: str | None, dag_id: str | None, live: bool | None, limit: int) -> list[JobStatus]:
+        """Jobs, newest first."""
+        with self.store.read() as reader:
+            found = reader.list_current(state=state, dag_id=dag_id, live=live, limit=limit)
+            return [status_of(job, row, reader.generations(row.job_id, row.incarnation)) for job, row in found]
+
+    def renew(self, job_id: str, claim: int) -> JobStatus:
+        """Renew the lease. Raises Refusal 404, 409."""
+        with self.store.write() as tx:
+            job, row = _claimed(tx, job_id, claim)
+            if row.terminal:
+                return status_of(job, row, tx.generations(job_id, row.incarnation))
+            row.renewals += 1
+            parked = row.parked
+            status = status_of(job, row, tx.generations(job_id, row.incarnation))
+        if parked:
+            self.notifier.wake()
+        return status
+
+    def cancel(self, job_id: str, claim: int, reason: str) -> JobStatus:
+        """Cancel, once the workers have saved and left; a job that is over stays as it is. Raises Refusal 404, 409."""
+        with self.store.write() as tx:
+            _, row = _claimed(tx, job_id, claim)
+            if not row.terminal and row.cancel_reason is None:
+                row.cancel_reason = reason or "cancelled by its owner"
+        self.notifier.wake()
+        return self.status(job_id)
+
+    def acknowledge(self, job_id: str, claim: int) -> JobStatus:
+        """Airflow has recorded the success: the next submit trains anew. Raises Refusal 404, 409."""
+        with self.store.write() as tx:
+            _, row = _claimed(tx, job_id, claim)
+            if row.state != State.SUCCEEDED:
+                raise Refusal(
+                    409,
+                    "not_succeeded",
+                    f"job {job_id} is {row.state}, and only a success can be acknowledged",
+                    "look at its status first",
+                )
+            if not row.acknowledged:
+                row.acknowledged = True
+                tx.add_event("acknowledged", "Airflow has recorded the success", row)
+        self.notifier.changed()
+        return self.status(job_id)
+
+    def amend(self, job_id: str, request: AmendRequest) -> AmendAnswer:
+        """Change deadline or value, if that can be promised; waits for the answer. Raises Refusal 404, 409, 503."""
+        with self.store.write() as tx:
+            _, row = _claimed(tx, job_id, request.claim)
+            amendment = AmendmentRow(
+                job_id=job_id,
+                incarnation=row.incarnation,
+                deadline_at=request.deadline_at,
+                value=request.value,
+                best_effort=request.best_effort,
+            )
+            tx.add(amendment)
+            tx.session.flush()
+            amendment_id = amendment.amendment_id
+        self.notifier.wake()
+        answer = self.notifier.wait_for(lambda: self._answer(amendment_id), self.settings.verdict_wait_s)
+        if answer is None:
+            raise Refusal(503, "no_answer_yet", "the scheduler has not answered yet", "ask again in a moment")
+        return AmendAnswer(**answer, job=self.status(job_id))
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _check(self, job_id: str, submission: JobSubmission) -> None:
+        if submission.identity.job_id != job_id:
+            raise Refusal(
+                422,
+                "wrong_job_id",
+                f"the submission's identity makes the id {submission.identity.job_id!r}, not {job_id!r}",
+                "send it to the id that JobIdentity.job_id gives",
+            )
+        sha256 = submission.command.snapshot
+        if not self.snapshots.has(sha256):
+            raise Refusal(422, "snapshot_missing", f"the code {sha256} was not uploaded", "upload the snapshot first")
+        script = submission.command.script
+        if script is not None:
+            root = self.snapshots.path(sha256)
+            path = (root / script).resolve()
+            if not path.is_relative_to(root.resolve()) or not path.is_file():
+                raise Refusal(
+                    422,
+                    "script_missing",
+                    f"script {script!r} is not in the uploaded code",
+                    "check script= and .gitignore",
+                )
+        python = submission.command.python
+        if python is not None and not Path(python).is_file():
+            raise Refusal(
+                422,
+                "interpreter_missing",
+                f"python={python!r}: there is no such interpreter on the machine of the service",
+                "give the absolute path of one that has torch, or leave python= out",
+            )
+        slots = self.slots()
+        if slots and submission.min_workers > slots:
+            raise Refusal(
+                422,
+                "too_many_workers",
+                f"min_workers={submission.min_workers} never fits: the cluster has {slots} slots",
+                "ask for fewer workers",
+            )
+
+    def _attach(self, tx: Writer, row: IncarnationRow, submission: JobSubmission) -> list[str]:
+        row.renewals += 1
+        row.lease_s, row.orphan_s = submission.lease_s, submission.orphan_s
+        deadline_at = None if submission.best_effort else submission.deadline_at
+        asked = row.submission
+        changed = (asked["deadline_at"], asked["best_effort"], asked["value"]) != (
+            submission.deadline_at,
+            submission.best_effort,
+            submission.value,
+        )
+        if changed and not row.terminal:
+            tx.add(
+                AmendmentRow(
+                    job_id=row.job_id,
+                    incarnation=row.incarnation,
+                    deadline_at=deadline_at,
+                    value=submission.value,
+                    best_effort=submission.best_effort,
+                )
+            )
+            row.submission = {
+                **asked,
+                "deadline_at": submission.deadline_at,
+                "best_effort": submission.best_effort,
+                "value": submission.value,
+            }
+        if row.terminal:
+            return []
+        return self._warn_of_changed_code(asked["command"]["snapshot"], submission.command.snapshot)
+
+    def _warn_of_changed_code(self, old: str, new: str) -> list[str]:
+        if old == new:
+            return []
+        files = self.snapshots.changed_files(old, new)
+        named = ", ".join(files[:_NAMED_FILES]) + (", …" if len(files) > _NAMED_FILES else "")
+        warning = (
+            "the code has changed since the job was submitted, and the job goes on with what was submitted; changed: "
+            f"{named or 'names only'}. Clear the task after it has ended to train with the new code."
+        )
+        return [warning]
+
+    def _new_job(self, tx: Writer, job_id: str, submission: JobSubmission) -> JobRow:
+        identity = submission.identity
+        job = JobRow(
+            job_id=job_id,
+            identity=identity.model_dump(mode="json"),
+            recurring_key=identity.recurring_key,
+            dag_id=identity.dag_id,
+            claim=0,
+            incarnation=0,
+            generation=0,
+            created_at=self.clock(),
+        )
+        tx.add(job)
+        tx.session.flush()
+        return job
+
+    def _supersede(self, row: IncarnationRow | None) -> None:
+        if row is not None and not row.terminal and row.cancel_reason is None:
+            row.cancel_reason = "superseded: the task was submitted again with a changed specification"
+
+    def _open(
+        self, tx: Writer, job: JobRow, before: IncarnationRow | None, submission: JobSubmission, sealed: bytes | None
+    ) -> IncarnationRow:
+        job.incarnation += 1
+        equality_key = submission.equality_key()
+        # What it reached is known when it is introduced: by then the incarnation before has come to its end.
+        resume = before is not None and before.state != State.SUCCEEDED and before.equality_key == equality_key
+        init_from = submission.init_from
+        if init_from == "latest":
+            latest = tx.last_success(job.recurring_key, job.job_id)
+            init_from = None if latest is None or latest.result is None else latest.result["checkpoint_path"]
+        row = IncarnationRow(
+            job_id=job.job_id,
+            incarnation=job.incarnation,
+            submission=submission.model_dump(mode="json", exclude={"secret_env"}),
+            secret_env=sealed,
+            equality_key=equality_key,
+            submitted_at=self.clock(),
+            resume_from=before.incarnation if before is not None and resume else None,
+            init_from_path=init_from,
+            lease_s=submission.lease_s,
+            orphan_s=submission.orphan_s,
+            renewals=1,
+            deadline_at=None if submission.best_effort else submission.deadline_at,
+            best_effort=submission.best_effort,
+            value=submission.value,
+        )
+        tx.add(row)
+        tx.session.flush()
+        return row
+
+    def _await_verdict(self, job_id: str, incarnation: int) -> JobStatus:
+        def look() -> JobStatus | None:
+            with self.store.read() as reader:
+                row = reader.incarnation(job_id, incarnation)
+                known = row is not None and (row.terminal or (row.introduced and row.state != State.SUBMITTED))
+            return self.status(job_id) if known else None
+
+        return self.notifier.wait_for(look, self.settings.verdict_wait_s) or self.status(job_id)
+
+    def _answer(self, amendment_id: int) -> dict[str, object] | None:
+        with self.store.read() as reader:
+            amendment = reader.amendment(amendment_id)
+            return None if amendment is None else amendment.answer
+
+
+def _attachable(row: IncarnationRow, submission: JobSubmission) -> bool:
+    """Whether an attempt goes on with this incarnation: equal, and live or a success that nobody acknowledged."""
+    if row.equality_key != submission.equality_key() or row.cancel_reason is not None:
+        return False
+    if row.terminal:
+        return row.state == State.SUCCEEDED and not row.acknowledged
+    return not (row.ending and row.ending["state"] != State.SUCCEEDED)
+
+
+def _current(reader: Reader, job_id: str) -> tuple[JobRow, IncarnationRow]:
+    found = reader.current(job_id)
+    if found is None:
+        raise no_such_job(job_id)
+    return found
+
+
+def _claimed(reader: Reader, job_id: str, claim: int) -> tuple[JobRow, IncarnationRow]:
+    job, row = _current(reader, job_id)
+    if claim != job.claim:
+        raise stale_claim(job_id, claim, job.claim)
+    return job, row

@@ -1,0 +1,70 @@
+"""How the parts of the service wake each other: handlers wake the loop, the loop wakes waiting handlers and streams.
+
+Only a signal that something may have changed: what changed is read from the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Notifier:
+    """Thread-safe. One loop waits in :meth:`sleep`; handlers wait in :meth:`wait_for`; streams register events."""
+
+    def __init__(self) -> None:
+        self._wake = threading.Event()
+        self._changed = threading.Condition()
+        self._version = 0
+        self._streams: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
+
+    def wake(self) -> None:
+        """Tell the loop that somebody wants something."""
+        self._wake.set()
+
+    def sleep(self, timeout_s: float | None) -> None:
+        """The loop's wait: until :meth:`wake`, or for ``timeout_s`` seconds (None: for ever)."""
+        self._wake.wait(timeout_s)
+        self._wake.clear()
+
+    def changed(self) -> None:
+        """Tell all waiting handlers and streams to look again."""
+        with self._changed:
+            self._version += 1
+            self._changed.notify_all()
+            streams = list(self._streams.items())
+        for event, loop in streams:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(event.set)
+
+    def wait_for(self, look: Callable[[], T | None], timeout_s: float) -> T | None:
+        """Call ``look`` until it returns something other than None, again after each change; None when time is up."""
+        end = time.monotonic() + timeout_s
+        while True:
+            with self._changed:
+                version = self._version
+            found = look()
+            if found is not None:
+                return found
+            with self._changed:
+                while self._version == version:
+                    left = end - time.monotonic()
+                    if left <= 0 or not self._changed.wait(left):
+                        return look()
+
+    def subscribe(self) -> asyncio.Event:
+        """An event of the calling asyncio loop that is set at each change; give it back with :meth:`unsubscribe`."""
+        event = asyncio.Event()
+        with self._changed:
+            self._streams[event] = asyncio.get_running_loop()
+        return event
+
+    def unsubscribe(self, event: asyncio.Event) -> None:
+        """Forget an event of :meth:`subscribe`."""
+        with self._changed:
+            self._streams.pop(event, None)

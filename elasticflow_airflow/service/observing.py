@@ -1,0 +1,296 @@
+"""Folds what the engine reports into the rows: states of gangs, progress, checkpoints, what went wrong.
+
+Every report is folded in exactly once, though the engine may deliver it again after a restart. Decides only what a
+report itself says (progress that goes backwards, a loss that is no number); calls no engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState
+from elasticflow_airflow.runtime.protocol import Report, ReportKind
+from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.decisions import Purpose
+from elasticflow_airflow.service import measuring
+from elasticflow_airflow.service.books import Books
+from elasticflow_airflow.service.codec import placement_from_json
+from elasticflow_airflow.service.deciding import feed
+from elasticflow_airflow.service.models import CandidateRow, GenerationRow, IncarnationRow
+from elasticflow_airflow.service.secrets import redact
+from elasticflow_airflow.wire import State
+
+Secrets = Callable[[IncarnationRow], Mapping[str, str]]
+_FAILURE_CHARACTERS = 20_000
+
+
+class Inbox:
+    """Reports that were delivered but are not stored yet: a pass that fails must not lose them.
+
+    An engine delivers each report of a generation once per life of the engine object, in order; counting from its
+    first one tells which are folded in already.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[str, int], list[tuple[int, Report]]] = {}
+        self._counts: dict[tuple[str, int, str], int] = {}
+
+    def deliver(self, observations: Sequence[GangObservation]) -> None:
+        """Take in what an observation brought."""
+        for gang in observations:
+            for report in gang.reports:
+                key = (gang.job_id, gang.generation, report.worker_id)
+                number = self._counts.get(key, 0)
+                self._counts[key] = number + 1
+                self._waiting.setdefault((gang.job_id, gang.generation), []).append((number, report))
+
+    def waiting(self, job_id: str, generation: int) -> list[tuple[int, Report]]:
+        """Reports to fold in, each with its number among those of its worker."""
+        return self._waiting.get((job_id, generation), [])
+
+    def stored(self) -> None:
+        """Everything that waited is in the store."""
+        self._waiting.clear()
+
+
+def fold(books: Books, observations: Sequence[GangObservation], inbox: Inbox, secrets: Secrets) -> None:
+    """Bring the rows up to what was observed."""
+    seen = {(gang.job_id, gang.generation): gang for gang in observations}
+    for key, generation in list(books.generations.items()):
+        row = books.row(generation.job_id, generation.incarnation)
+        if row is None or generation.state == GangState.ENDED:
+            continue
+        gang = seen.get(key)
+        if gang is None:
+            _fold_absence(books, row, generation)
+            continue
+        hidden = secrets(row)
+        _fold_reports(books, row, generation, inbox.waiting(*key), hidden)
+        _fold_state(books, row, generation, gang, hidden)
+
+
+def _fold_absence(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+    """The engine does not know it: it was never started, or all trace of it is gone."""
+    if generation.state == "ordered":
+        if row.desired_generation != generation.generation:
+            generation.state, generation.outcome = GangState.ENDED.value, GangOutcome.STOPPED.value
+            generation.judged = True
+        return
+    generation.state, generation.outcome = GangState.ENDED.value, GangOutcome.LOST.value
+    generation.ended_at = books.now
+    generation.failure = "the engine knows nothing of it any more"
+
+
+def _fold_state(
+    books: Books, row: IncarnationRow, generation: GenerationRow, gang: GangObservation, hidden: Mapping[str, str]
+) -> None:
+    generation.log_names = sorted({*generation.log_names, *(worker.log_name for worker in gang.workers)})
+    before, generation.state = generation.state, gang.state.value
+    if gang.state in (GangState.STARTING, GangState.RUNNING, GangState.LEAVING) and generation.holding_at is None:
+        generation.holding_at = books.now
+    if gang.state is GangState.RUNNING and before != GangState.RUNNING and generation.running_at is None:
+        _running(books, row, generation)
+    if gang.state is GangState.ENDED:
+        generation.ended_at = books.now
+        generation.outcome = None if gang.outcome is None else gang.outcome.value
+        codes = [worker.exit_code for worker in gang.workers]
+        notes = dict(generation.notes)
+        notes["exit_zero"] = bool(codes) and all(code == 0 for code in codes)
+        notes["signalled"] = any(code is not None and code < 0 for code in codes)
+        generation.notes = notes
+        if gang.failure:
+            generation.failure = redact(gang.failure, hidden)[-_FAILURE_CHARACTERS:]
+
+
+def _running(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+    generation.running_at = books.now
+    if row.desired_generation != generation.generation or row.ending:
+        return
+    if generation.purpose == Purpose.TRAIN and row.state in (State.ADMITTED, State.SUSPENDED):
+        books.set_state(row, State.RUNNING, generation.reason)
+    books.event(
+        "started",
+        f"generation {generation.generation} trains with {generation.workers} "
+        f"{'worker' if generation.workers == 1 else 'workers'} from step {row.step}",
+        row,
+        generation=generation.generation,
+        workers=generation.workers,
+        step=row.step,
+    )
+    feed(books, ev.GangStarted(row.job_id, placement_from_json(generation.placement)))
+
+
+def _fold_reports(
+    books: Books,
+    row: IncarnationRow,
+    generation: GenerationRow,
+    reports: Sequence[tuple[int, Report]],
+    hidden: Mapping[str, str],
+) -> None:
+    folded = dict(generation.folded)
+    progressed = False
+    for number, report in reports:
+        if number < folded.get(report.worker_id, 0):
+            continue
+        folded[report.worker_id] = number + 1
+        if report.rank == 0 or report.kind in (ReportKind.FAILED, ReportKind.OUT_OF_MEMORY):
+            progressed |= _fold_report(books, row, generation, report, hidden)
+    if folded != generation.folded:
+        generation.folded = folded
+    if progressed:
+        _tell_progress(books, row, generation)
+
+
+def _fold_report(
+    books: Books, row: IncarnationRow, generation: GenerationRow, report: Report, hidden: Mapping[str, str]
+) -> bool:
+    """Fold in one report; True when it is news of progress."""
+    data: Mapping[str, Any] = report.data
+    note: dict[str, Any] = {}
+    message = redact(str(data.get("message", "")), hidden)
+    match report.kind:
+        case ReportKind.STARTED:
+            return _started(books, row, generation, report)
+        case ReportKind.PROGRESS:
+            return _progress(books, row, generation, report)
+        case ReportKind.CHECKPOINT:
+            _candidate(books, row, generation, str(data.get("path", "")), report.step)
+        case ReportKind.STOPPED:
+            note = {"stopped": report.step}
+        case ReportKind.FINISHED:
+            note = {"finished": {"path": data.get("path")}}
+            row.metrics = dict(data.get("metrics") or {})
+            row.step = max(row.step, report.step)
+            row.loss = _number(data.get("loss"), row.loss)
+            if data.get("path"):
+                _candidate(books, row, generation, str(data["path"]), report.step)
+        case ReportKind.OUT_OF_MEMORY:
+            note = {"out_of_memory": {"micro_batch_size": data.get("micro_batch_size"), "message": message}}
+        case ReportKind.FAILED:
+            note = {"message": message, "kind": data.get("kind"), "rank": report.rank}
+        case ReportKind.WARNING:
+            books.event("warning", message, row, generation=generation.generation)
+    if note:
+        # Who failed first names the cause; the others only lost their peer.
+        generation.notes = {**note, **generation.notes} if report.kind is ReportKind.FAILED else generation.notes | note
+    return False
+
+
+def _started(books: Books, row: IncarnationRow, generation: GenerationRow, report: Report) -> bool:
+    row.ever_reported = True
+    generation.first_step = report.step
+    data = report.data
+    if data.get("micro_batch_size") and row.micro_batch_size is None:
+        generation.notes = {**generation.notes, "micro_batch_size": data["micro_batch_size"]}
+    if data.get("init_from"):
+        books.event("initialised", f"starts from the weights of {data['init_from']}", row)
+    steps = data.get("steps")
+    if steps is None or row.total_steps == steps:
+        return False
+    if row.total_steps is not None:
+        reason = f"the training says that it is {steps} steps long, not {row.total_steps}"
+        books.event("length", reason, row, steps=steps)
+    row.total_steps = int(steps)
+    if books.knows(row.job_id) and not row.ending:
+        left = float(max(0, row.total_steps - report.step))
+        feed(books, ev.JobProgressed(row.job_id, remaining_steps=left, total_steps=float(row.total_steps)))
+    return False
+
+
+def _progress(books: Books, row: IncarnationRow, generation: GenerationRow, report: Report) -> bool:
+    row.ever_reported = True
+    last = generation.last_step
+    if last is not None and report.step < last:
+        reason = f"the progress went backwards, from step {last} to {report.step}, without a restart"
+        books.end(row, State.FAILED, reason, failure=reason)
+        return False
+    data = report.data
+    loss = data.get("loss")
+    if isinstance(loss, str) or (isinstance(loss, float) and not math.isfinite(loss)):
+        reason = f"the loss is {loss} at step {report.step}"
+        books.end(row, State.FAILED, reason, failure=reason)
+        return False
+    at_s = min(report.at_s, books.now)
+    steps, seconds = data.get("window_steps"), data.get("window_s")
+    if steps is None and last is not None and generation.last_step_at is not None:
+        steps, seconds = report.step - last, at_s - generation.last_step_at
+    if steps and seconds and seconds > 0:
+        generation.window = measuring.add_window(generation.window, int(steps), float(seconds), books.enough)
+    generation.last_step, generation.last_step_at = report.step, at_s
+    if generation.first_step is None:
+        generation.first_step = report.step
+    row.step, row.last_step_at = report.step, at_s
+    row.loss = _number(loss, row.loss)
+    speed = measuring.recent_speed(generation.window, books.enough)
+    if speed is not None:
+        row.steps_per_s = speed
+    return True
+
+
+def _tell_progress(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+    if row.desired_generation != generation.generation or row.ending or not books.knows(row.job_id):
+        return
+    _measure(books, row, generation)
+    if generation.purpose == Purpose.PROFILE and not generation.notes.get("measured"):
+        speed = measuring.measured_speed(generation.window, books.enough)
+        if speed is not None:
+            generation.notes = {**generation.notes, "measured": True}
+            reason = f"measured {speed:.3g} steps/s with {generation.workers} workers"
+            books.event("measured", reason, row, workers=generation.workers, steps_per_s=speed)
+            _tell_remaining(books, row, None)
+            feed(books, ev.JobMeasured(row.job_id, generation.workers, speed, books.costs_of(row)))
+            return
+    training = generation.purpose == Purpose.TRAIN
+    _tell_remaining(books, row, row.steps_per_s if training and generation.running_at is not None else None)
+
+
+def _tell_remaining(books: Books, row: IncarnationRow, speed: float | None) -> None:
+    if row.total_steps is not None:
+        feed(
+            books,
+            ev.JobProgressed(row.job_id, remaining_steps=float(max(0, row.total_steps - row.step)), steps_per_s=speed),
+        )
+
+
+def _measure(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+    """Keep the speed at this size, and once a generation what its start or its pause cost."""
+    speed = measuring.measured_speed(generation.window, books.enough)
+    if speed is None or generation.last_step_at is None:
+        return
+    row.speeds = {**row.speeds, str(generation.workers): speed}
+    if generation.notes.get("cost_measured"):
+        return
+    generation.notes = {**generation.notes, "cost_measured": True}
+    began_at = measuring.training_began_at(generation.window, generation.last_step_at, speed)
+    if generation.fresh_start:
+        name, since = "startup_s", generation.created_at
+    else:
+        earlier = [g for g in books.tx.generations(row.job_id, row.incarnation) if g.generation < generation.generation]
+        times = [g.last_step_at for g in earlier if g.last_step_at is not None]
+        if not times:
+            return
+        name, since = "pause_s", times[-1]
+    row.costs = {**row.costs, name: max(0.0, began_at - since)}
+
+
+def _candidate(books: Books, row: IncarnationRow, generation: GenerationRow, path: str, step: int) -> None:
+    known = {c.path for c in books.tx.candidates(row.job_id, row.incarnation)}
+    if path and path not in known:
+        books.tx.add(
+            CandidateRow(
+                job_id=row.job_id,
+                incarnation=row.incarnation,
+                path=path,
+                generation=generation.generation,
+                step=step,
+                digest="",
+                status="new",
+            )
+        )
+        books.tx.session.flush()
+
+
+def _number(value: Any, otherwise: float | None) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else otherwise

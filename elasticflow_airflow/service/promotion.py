@@ -1,0 +1,98 @@
+"""Decides which checkpoint of an incarnation counts, from what the look at the candidates showed.
+
+Only generations of the incarnation itself, never older than the one promoted before: a stale worker can publish
+nothing. Rows in, rows out; ``promoted.json`` is written by the loop once the rows are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elasticflow_airflow.engines.port import GangState
+from elasticflow_airflow.service.books import Books, incarnation_dir
+from elasticflow_airflow.service.candidates import CandidateDesk, Looked, Verified
+from elasticflow_airflow.service.models import CandidateRow, IncarnationRow
+
+
+def record(books: Books, looked: Sequence[Looked]) -> None:
+    """Take in what was found out about candidates, and promote the best."""
+    for one in looked:
+        row = books.row(one.job_id, one.incarnation)
+        if row is None:
+            continue
+        rows = {c.path: c for c in books.tx.candidates(one.job_id, one.incarnation)}
+        for verified in one.verified:
+            _record(books, row, rows.get(verified.path), verified)
+        for path in one.deleted:
+            if path in rows:
+                rows[path].status = "deleted"
+        if one.verified:
+            books.tx.session.flush()
+            _promote_best(books, row)
+        if one.generation is not None:
+            generation = books.generations.get((one.job_id, one.generation))
+            if generation is not None:
+                generation.judged = True
+
+
+def _record(books: Books, row: IncarnationRow, known: CandidateRow | None, verified: Verified) -> None:
+    if verified.generation != 0 and (row.job_id, verified.generation) not in books.generations:
+        return  # Neither a generation of this incarnation that is open, nor what it began with.
+    candidate = known
+    if candidate is None:
+        candidate = CandidateRow(
+            job_id=row.job_id,
+            incarnation=row.incarnation,
+            path=verified.path,
+            generation=verified.generation,
+            step=verified.step,
+            digest="",
+            status="new",
+        )
+        books.tx.add(candidate)
+    candidate.digest = verified.digest
+    candidate.status = "invalid" if verified.problem else "valid"
+    if verified.problem:
+        reason = f"checkpoint {verified.path} is damaged and is not used: {verified.problem}"
+        books.event("checkpoint_damaged", reason, row, path=verified.path)
+
+
+def _promote_best(books: Books, row: IncarnationRow) -> None:
+    valid = [c for c in books.tx.candidates(row.job_id, row.incarnation) if c.status == "valid"]
+    if not valid:
+        return
+    best = max(valid, key=lambda c: (c.generation, c.step))
+    current = row.promoted
+    if current is not None and (current["generation"], current["step"]) >= (best.generation, best.step):
+        return
+    row.promoted = {"path": best.path, "generation": best.generation, "step": best.step, "digest": best.digest}
+    books.event("checkpoint", f"the checkpoint of step {best.step} counts from now on", row, **row.promoted)
+
+
+def ask(books: Books, desk: CandidateDesk) -> None:
+    """Have candidates verified, ended generations looked through, and old candidates deleted."""
+    for candidate in books.tx.new_candidates():
+        row = books.row(candidate.job_id, candidate.incarnation)
+        if row is not None:
+            checkpoints = incarnation_dir(books.settings.state_dir, row.job_id, row.incarnation) / "checkpoints"
+            desk.ask_candidate(row.job_id, row.incarnation, checkpoints, candidate.path)
+    for generation in books.generations.values():
+        if generation.state == GangState.ENDED and not generation.judged:
+            checkpoints = incarnation_dir(books.settings.state_dir, generation.job_id, generation.incarnation)
+            rows = books.tx.candidates(generation.job_id, generation.incarnation)
+            known = frozenset(c.path for c in rows if c.status != "new")
+            desk.ask_generation(
+                generation.job_id, generation.incarnation, generation.generation, checkpoints / "checkpoints", known
+            )
+    for row in books.rows:
+        _ask_to_delete(books, desk, row)
+
+
+def _ask_to_delete(books: Books, desk: CandidateDesk, row: IncarnationRow) -> None:
+    if row.promoted is None:
+        return
+    valid = [c for c in books.tx.candidates(row.job_id, row.incarnation) if c.status == "valid"]
+    for candidate in valid[: -books.settings.keep_checkpoints]:
+        if candidate.path != row.promoted["path"]:
+            checkpoints = incarnation_dir(books.settings.state_dir, row.job_id, row.incarnation) / "checkpoints"
+            desk.ask_delete(row.job_id, row.incarnation, checkpoints, candidate.path)

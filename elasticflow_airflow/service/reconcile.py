@@ -1,0 +1,260 @@
+"""The reconcile loop: one thread that owns the scheduler and the engine, and drives what is to what should be.
+
+Each pass looks, thinks inside one write transaction, and acts on what was committed. A pass that fails, or a kill at
+any point of it, is repaired by the next: the scheduler is rebuilt from the store, and every call to the engine may be
+repeated.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import structlog
+
+from elasticflow_airflow.engines.port import Engine, EngineError, EngineNode, GangObservation, GangState
+from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
+from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.decisions import Purpose
+from elasticflow_airflow.scheduler_core.values import Node
+from elasticflow_airflow.service import crashpoints, endings, introducing, observing, promotion, watching
+from elasticflow_airflow.service.actuating import Actuator, record_drained, record_refusals
+from elasticflow_airflow.service.books import Books, alive
+from elasticflow_airflow.service.candidates import CandidateDesk, Looked
+from elasticflow_airflow.service.codec import state_from_json, state_to_json
+from elasticflow_airflow.service.deciding import feed, record_all
+from elasticflow_airflow.service.models import IncarnationRow
+from elasticflow_airflow.service.notify import Notifier
+from elasticflow_airflow.service.secrets import SecretBox, SecretError
+from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.snapshots import Snapshots
+from elasticflow_airflow.service.store import Store
+
+_RETRY_S = 1.0
+_CLOCK_JUMP_S = 5.0
+_PROJECTION_CHANGE_S = 0.5
+
+log = structlog.get_logger()
+
+
+class Reconciler:
+    """The loop. ``clock`` gives UTC seconds and ``monotonic`` seconds that never jump."""
+
+    def __init__(
+        self,
+        store: Store,
+        engine: Engine,
+        settings: ServiceSettings,
+        notifier: Notifier,
+        snapshots: Snapshots,
+        secrets: SecretBox,
+        desk: CandidateDesk,
+        *,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._engine, self._settings, self._notifier = store, engine, settings, notifier
+        self._box, self._desk, self._clock, self._monotonic = secrets, desk, clock, monotonic
+        self._actuator = Actuator(engine, settings, snapshots, self._secrets_of)
+        self._inbox = observing.Inbox()
+        self._leases = introducing.Leases()
+        self._patience = watching.Patience()
+        self._scheduler: Scheduler | None = None
+        self._wake_at: float | None = None
+        self._nodes: tuple[EngineNode, ...] = ()
+        self._looked_at_nodes_s = -math.inf
+        self._clock_offset_s = clock() - monotonic()
+        self._stop = threading.Event()
+        self._problem = ""
+
+    @property
+    def nodes(self) -> tuple[EngineNode, ...]:
+        """The nodes as last seen; empty before the first pass."""
+        return self._nodes
+
+    @property
+    def problem(self) -> str:
+        """Why the last pass failed; empty when it did not."""
+        return self._problem
+
+    def stop(self) -> None:
+        """Have :meth:`run` return after the pass under way; gangs go on."""
+        self._stop.set()
+        self._notifier.wake()
+
+    def run(self) -> None:
+        """Pass after pass until :meth:`stop`. A pass that fails is logged and tried again."""
+        while not self._stop.is_set():
+            try:
+                wait_s = self.run_once()
+                self._problem = ""
+            except Exception as error:
+                self._scheduler = None
+                wait_s = _RETRY_S
+                if self._problem != repr(error):
+                    log.exception("the reconcile pass failed; it is tried again")
+                self._problem = repr(error)
+            self._notifier.sleep(wait_s)
+
+    def run_once(self) -> float | None:
+        """One pass; returns after how many seconds the next should come (None: when somebody wakes it)."""
+        observations = self._look()
+        looked = self._desk.collect()
+        now, monotonic_s = self._clock(), self._monotonic()
+        with self._store.write() as tx:
+            if self._scheduler is None:
+                self._scheduler = self._restore(Books.open(tx, now, self._settings, Scheduler(), None))
+            books = Books.open(tx, now, self._settings, self._scheduler, self._wake_at)
+            self._think(books, observations, looked, monotonic_s)
+            self._write_states(books)
+        self._wake_at = books.wake_at
+        self._inbox.stored()
+        self._desk.settled(looked)
+        self._notifier.changed()
+        self._actuator.act(books)
+        return self._interval(books)
+
+    # -- look ---------------------------------------------------------------------------------------------------
+
+    def _look(self) -> tuple[GangObservation, ...]:
+        monotonic_s = self._monotonic()
+        if monotonic_s - self._looked_at_nodes_s >= self._settings.inventory_interval_s or not self._nodes:
+            crashpoints.point("before inventory")
+            self._nodes = self._engine.inventory()
+            self._looked_at_nodes_s = monotonic_s
+        crashpoints.point("before observe")
+        observations = self._engine.observe()
+        crashpoints.point("after observe")
+        self._inbox.deliver(observations)
+        return observations
+
+    # -- think --------------------------------------------------------------------------------------------------
+
+    def _restore(self, books: Books) -> Scheduler:
+        scheduler = Scheduler(_scheduler_config(self._settings), [_as_node(node) for node in self._nodes])
+        states = [
+            state_from_json(row.scheduler_state)
+            for row in books.rows
+            if row.introduced and not row.terminal and row.scheduler_state is not None
+        ]
+        books.scheduler = scheduler
+        record_all(books, scheduler.restore(states, books.now))
+        self._wake_at = books.wake_at
+        if states:
+            jobs = "job" if len(states) == 1 else "jobs"
+            books.tx.add_event("service_started", f"the service has started and goes on with {len(states)} {jobs}")
+        return scheduler
+
+    def _think(
+        self, books: Books, observations: Sequence[GangObservation], looked: Sequence[Looked], monotonic_s: float
+    ) -> None:
+        self._notice_clock(books, monotonic_s)
+        self._tell_nodes(books)
+        observing.fold(books, observations, self._inbox, self._secrets_of)
+        promotion.record(books, looked)
+        record_refusals(books, self._actuator)
+        endings.settle(books)
+        introducing.cancel(books)
+        self._leases.check(books, monotonic_s)
+        introducing.introduce(books, self._device_type())
+        introducing.amend(books)
+        watching.watch_deadlines(books)
+        self._patience.watch_gangs(books, monotonic_s)
+        if books.wake_at is not None and books.wake_at <= books.now:
+            feed(books, ev.WakeUp())
+        endings.conclude(books)
+        promotion.ask(books, self._desk)
+        record_drained(books, self._actuator)
+
+    def _notice_clock(self, books: Books, monotonic_s: float) -> None:
+        offset_s = books.now - monotonic_s
+        jump_s = offset_s - self._clock_offset_s
+        self._clock_offset_s = offset_s
+        if abs(jump_s) > _CLOCK_JUMP_S:
+            direction = "forward" if jump_s > 0 else "back"
+            reason = f"the clock of this machine jumped {direction} by {abs(jump_s):.0f} s; leases are not affected"
+            books.tx.add_event("clock_jumped", reason)
+            log.warning(reason)
+
+    def _tell_nodes(self, books: Books) -> None:
+        known = {node.node_id: node for node in books.scheduler.nodes()}
+        there = {node.node_id: _as_node(node) for node in self._nodes}
+        for node_id in known.keys() - there.keys():
+            books.tx.add_event("node_lost", f"node {node_id} is gone")
+            feed(books, ev.NodeLost(node_id))
+        for node_id, node in there.items():
+            if known.get(node_id) != node:
+                holders = next(n.busy for n in self._nodes if n.node_id == node_id)
+                busy = "".join(f"; slot {index} is held by {holder}" for index, holder in sorted(holders.items()))
+                books.tx.add_event("node_changed", f"node {node_id} has {node.slots} slots{busy}")
+                feed(books, ev.NodeJoined(node))
+
+    def _write_states(self, books: Books) -> None:
+        if not books.fed:
+            return
+        rows = {row.job_id: row for row in books.rows if row.introduced and not row.terminal}
+        for state in books.scheduler.states():
+            row = rows.get(state.job.job_id)
+            if row is None:
+                continue
+            raw = state_to_json(state)
+            if raw != row.scheduler_state:
+                row.scheduler_state = raw
+            self._project(books, row)
+
+    def _project(self, books: Books, row: IncarnationRow) -> None:
+        finish_s = books.scheduler.projected_finish_s(row.job_id)
+        projected = None if finish_s is None else finish_s + books.costs_of(row).tail_s
+        before = row.projected_finish_at
+        if projected is None or before is None or abs(projected - before) > _PROJECTION_CHANGE_S:
+            row.projected_finish_at = projected
+
+    def _secrets_of(self, row: IncarnationRow) -> Mapping[str, str]:
+        try:
+            return self._box.open(row.secret_env)
+        except SecretError as error:
+            raise EngineError(str(error)) from error
+
+    def _device_type(self) -> str:
+        return self._nodes[0].device_type if self._nodes else ""
+
+    # -- when next ----------------------------------------------------------------------------------------------
+
+    def _interval(self, books: Books) -> float | None:
+        s = self._settings
+        rows = [row for row in books.rows if not row.drained]
+        if not rows:
+            return None if self._stop.is_set() else s.inventory_interval_s
+        if any(self._in_transition(books, row) for row in rows):
+            return s.transition_interval_s
+        wait_s = s.running_interval_s
+        if books.wake_at is not None:
+            wait_s = min(wait_s, max(0.01, books.wake_at - self._clock()))
+        return wait_s
+
+    @staticmethod
+    def _in_transition(books: Books, row: IncarnationRow) -> bool:
+        if row.terminal or row.ending or not row.introduced:
+            return True
+        generations = books.open_of(row)
+        desired = books.desired(row)
+        if desired is not None and desired.purpose == Purpose.PROFILE:
+            return True
+        nearly_done = row.total_steps is not None and row.step >= row.total_steps - 1
+        return nearly_done or any(g.state != GangState.RUNNING or (g is not desired and alive(g)) for g in generations)
+
+
+def _as_node(node: EngineNode) -> Node:
+    return Node(node_id=node.node_id, slots=node.slots, busy=frozenset(node.busy))
+
+
+def _scheduler_config(settings: ServiceSettings) -> SchedulerConfig:
+    return SchedulerConfig(
+        speed_error=settings.throughput_error,
+        deadline_margin_s=settings.deadline_margin_s,
+        offer_margin_s=settings.offer_margin_s,
+        profile_budget_s=settings.profile_limit_s,
+        profile_startup_s=settings.profile_startup_s,
+    )

@@ -1,0 +1,136 @@
+"""Settings of the service, each from an environment variable ``ELASTICFLOW_<NAME>``. Times are seconds.
+
+Reads the environment and the files that it names; knows nothing of the service's parts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class ServiceSettings(BaseSettings):
+    """Everything that can be set. The defaults suit the embedded service of one machine."""
+
+    model_config = SettingsConfigDict(env_prefix="ELASTICFLOW_", extra="ignore", frozen=True)
+
+    state_dir: Path = Field(default_factory=lambda: _default_state_dir())
+    host: str | None = None
+    """Listen on TCP at this address instead of the Unix socket; needs a token."""
+    port: int = Field(default=8321, ge=0, le=65535)
+    token: SecretStr | None = None
+    token_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    database_url: SecretStr | None = None
+    """SQLAlchemy URL; default: SQLite in the state directory."""
+
+    engine: Literal["local", "fake"] = "local"
+    slots: int | None = Field(default=None, ge=1)
+    """CPU slots of this machine; default: its GPUs, or min(cores, 4)."""
+    virtual_nodes: str | None = None
+    """``"4x2"``: present this machine as 4 nodes of 2 slots."""
+    slot_lock_dir: Path | None = None
+    """Machine-wide folder of the slot locks; default: one a user in the temporary folder."""
+
+    idle_exit_s: float = Field(default=600.0, gt=0)
+    """The embedded service leaves when there was no live job and no request for so long."""
+    transition_interval_s: float = Field(default=0.25, gt=0)
+    running_interval_s: float = Field(default=1.0, gt=0)
+    renew_interval_s: float = Field(default=5.0, gt=0)
+    inventory_interval_s: float = Field(default=5.0, gt=0)
+
+    throughput_error: float = Field(default=0.10, ge=0, lt=1)
+    """Promises hold when the measured steps/s are too high by at most this fraction."""
+    deadline_margin_s: float = Field(default=2.0, ge=0)
+    """Every plan ends this much before its deadline: delays of the loop and the engine."""
+    offer_margin_s: float = Field(default=60.0, ge=0)
+    """Added to the earliest feasible deadline that a rejection offers, which is then rounded up to the next minute."""
+    default_startup_s: float = Field(default=15.0, ge=0)
+    """Assumed until measured."""
+    default_pause_s: float = Field(default=15.0, ge=0)
+    default_tail_s: float = Field(default=10.0, ge=0)
+    wake_up_allowance_s: float = Field(default=5.0, ge=0)
+    """Part of the tail: from the promoted checkpoint to the Airflow task that uses it."""
+
+    profile_skip_steps: int = Field(default=2, ge=0)
+    """Steps after the start of a gang that do not count as its speed."""
+    profile_steps: int = Field(default=10, ge=1)
+    profile_s: float = Field(default=3.0, gt=0)
+    """A size is measured after ``profile_steps`` steps that took at least a tenth of this, or after this time."""
+    profile_limit_s: float = Field(default=60.0, gt=0)
+    profile_startup_s: float = Field(default=120.0, gt=0)
+
+    grace_s: float = Field(default=60.0, gt=0)
+    """How long workers that are told to leave may take to save, before SIGTERM, and again before SIGKILL."""
+    checkpoint_interval_s: float = Field(default=60.0, gt=0)
+    keep_checkpoints: int = Field(default=2, ge=1)
+    max_restarts: int = Field(default=2, ge=0)
+    """After failures of a worker, with progress in between."""
+    max_losses: int = Field(default=5, ge=0)
+    """Gangs lost with their node or supervisor, without progress in between."""
+    hang_min_s: float = Field(default=300.0, gt=0)
+    """A job without progress for so long (or 20 times its measured step time, if longer) hangs."""
+    start_limit_s: float = Field(default=900.0, gt=0)
+    """A gang may take so long from its start to its first step."""
+    tail_limit_s: float = Field(default=3600.0, gt=0)
+    """A script may work on for so long after its last step (evaluation)."""
+    apply_attempts: int = Field(default=3, ge=1)
+    """The engine refuses to start a gang so many times in a row: the job fails with its message."""
+
+    snapshot_max_bytes: int = Field(default=64 * 2**20, ge=1)
+    snapshot_max_files: int = Field(default=4000, ge=1)
+    verdict_wait_s: float = Field(default=2.0, gt=0)
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @field_validator("state_dir", "token_file", "slot_lock_dir")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return None if value is None else value.expanduser().absolute()
+
+    @field_validator("virtual_nodes")
+    @classmethod
+    def _nodes_by_slots(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[1-9]\d{0,3}x[1-9]\d{0,3}", value):
+            raise ValueError(f'virtual_nodes={value!r}: write nodes x slots, such as "4x2"')
+        return value
+
+    def node_shape(self) -> tuple[int, int] | None:
+        """(nodes, slots of each) as ``virtual_nodes`` says, or None."""
+        if self.virtual_nodes is None:
+            return None
+        nodes, slots = self.virtual_nodes.split("x")
+        return int(nodes), int(slots)
+
+    def read_token(self) -> str | None:
+        """The bearer token, from the environment or from its file. Raises ValueError when the file holds none."""
+        if self.token is not None and self.token.get_secret_value():
+            return self.token.get_secret_value()
+        if self.token_file is None:
+            return None
+        try:
+            token = self.token_file.read_text().strip()
+        except OSError as error:
+            raise ValueError(f"the token file {self.token_file} cannot be read: {error}") from error
+        if not token:
+            raise ValueError(f"the token file {self.token_file} is empty: write a long random text into it")
+        return token
+
+    def store_url(self) -> str:
+        """SQLAlchemy URL of the store."""
+        if self.database_url is None:
+            return f"sqlite:///{self.state_dir / 'elasticflow.db'}"
+        url = self.database_url.get_secret_value()
+        if url.startswith(("postgres://", "postgresql://")):
+            return "postgresql+psycopg://" + url.split("://", 1)[1]
+        return url
+
+
+def _default_state_dir() -> Path:
+    home = os.environ.get("AIRFLOW_HOME")
+    return Path(home) / "elasticflow" if home else Path.home() / ".elasticflow"

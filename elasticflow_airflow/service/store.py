@@ -1,0 +1,257 @@
+"""The store: all SQL of the service, over SQLite (WAL) or PostgreSQL.
+
+Writes are serialised: one write transaction at a time in this process, taken from the database at its begin
+(``BEGIN IMMEDIATE``). Every rule that reads before it writes therefore holds. Knows no scheduling and no HTTP.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session, sessionmaker
+
+from elasticflow_airflow.service import crashpoints
+from elasticflow_airflow.service.models import (
+    AmendmentRow,
+    CandidateRow,
+    EventRow,
+    GenerationRow,
+    HistoryRow,
+    IncarnationRow,
+    JobRow,
+)
+from elasticflow_airflow.service.schema import ensure_schema
+
+_BUSY_TIMEOUT_S = 30.0
+
+
+class Reader:
+    """Queries over one open session; rows stay readable after it is closed."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def job(self, job_id: str) -> JobRow | None:
+        """The job of an id."""
+        return self.session.get(JobRow, job_id)
+
+    def incarnation(self, job_id: str, incarnation: int) -> IncarnationRow | None:
+        """One incarnation of a job."""
+        return self.session.get(IncarnationRow, (job_id, incarnation))
+
+    def current(self, job_id: str) -> tuple[JobRow, IncarnationRow] | None:
+        """A job with its current incarnation."""
+        job = self.job(job_id)
+        row = job and self.incarnation(job_id, job.incarnation)
+        return (job, row) if job and row else None
+
+    def list_current(
+        self, *, state: str | None, dag_id: str | None, live: bool | None, limit: int
+    ) -> list[tuple[JobRow, IncarnationRow]]:
+        """Jobs with their current incarnations, newest first."""
+        query = (
+            sa.select(JobRow, IncarnationRow)
+            .join(
+                IncarnationRow,
+                sa.and_(IncarnationRow.job_id == JobRow.job_id, IncarnationRow.incarnation == JobRow.incarnation),
+            )
+            .order_by(IncarnationRow.submitted_at.desc(), JobRow.job_id)
+            .limit(limit)
+        )
+        if state is not None:
+            query = query.where(IncarnationRow.state == state)
+        if dag_id is not None:
+            query = query.where(JobRow.dag_id == dag_id)
+        if live is not None:
+            query = query.where(IncarnationRow.terminal.is_(not live))
+        return [(job, row) for job, row in self.session.execute(query)]
+
+    def undrained(self) -> list[tuple[JobRow, IncarnationRow]]:
+        """Every incarnation that still matters to the loop, in order of submission."""
+        query = (
+            sa.select(JobRow, IncarnationRow)
+            .join(IncarnationRow, IncarnationRow.job_id == JobRow.job_id)
+            .where(IncarnationRow.drained.is_(False))
+            .order_by(IncarnationRow.submitted_at, IncarnationRow.job_id, IncarnationRow.incarnation)
+        )
+        return [(job, row) for job, row in self.session.execute(query)]
+
+    def live_count(self) -> int:
+        """How many incarnations are not over."""
+        query = sa.select(sa.func.count()).select_from(IncarnationRow).where(IncarnationRow.drained.is_(False))
+        return self.session.scalar(query) or 0
+
+    def open_generations(self) -> list[GenerationRow]:
+        """Generations whose end is not handled yet, oldest first."""
+        query = (
+            sa.select(GenerationRow)
+            .where(GenerationRow.handled.is_(False))
+            .order_by(GenerationRow.job_id, GenerationRow.generation)
+        )
+        return list(self.session.scalars(query))
+
+    def generation(self, job_id: str, generation: int) -> GenerationRow | None:
+        """One generation."""
+        return self.session.get(GenerationRow, (job_id, generation))
+
+    def generations(self, job_id: str, incarnation: int) -> list[GenerationRow]:
+        """All generations of an incarnation, oldest first."""
+        query = (
+            sa.select(GenerationRow)
+            .where(GenerationRow.job_id == job_id, GenerationRow.incarnation == incarnation)
+            .order_by(GenerationRow.generation)
+        )
+        return list(self.session.scalars(query))
+
+    def candidates(self, job_id: str, incarnation: int) -> list[CandidateRow]:
+        """Candidate checkpoints of an incarnation, oldest first."""
+        query = (
+            sa.select(CandidateRow)
+            .where(CandidateRow.job_id == job_id, CandidateRow.incarnation == incarnation)
+            .order_by(CandidateRow.generation, CandidateRow.step)
+        )
+        return list(self.session.scalars(query))
+
+    def new_candidates(self) -> list[CandidateRow]:
+        """Candidates that nobody has verified yet."""
+        query = sa.select(CandidateRow).where(CandidateRow.status == "new")
+        return list(self.session.scalars(query.order_by(CandidateRow.generation, CandidateRow.step)))
+
+    def open_amendments(self) -> list[AmendmentRow]:
+        """Amendments without an answer, oldest first."""
+        query = sa.select(AmendmentRow).where(AmendmentRow.answer.is_(None)).order_by(AmendmentRow.amendment_id)
+        return list(self.session.scalars(query))
+
+    def amendment(self, amendment_id: int) -> AmendmentRow | None:
+        """One amendment."""
+        return self.session.get(AmendmentRow, amendment_id)
+
+    def events(self, after: int, job_id: str | None, limit: int) -> list[EventRow]:
+        """Events with a larger id, oldest first."""
+        query = sa.select(EventRow).where(EventRow.event_id > after).order_by(EventRow.event_id).limit(limit)
+        if job_id is not None:
+            query = query.where(EventRow.job_id == job_id)
+        return list(self.session.scalars(query))
+
+    def last_event_id(self) -> int:
+        """Id of the newest event; 0 when there is none."""
+        return self.session.scalar(sa.select(sa.func.max(EventRow.event_id))) or 0
+
+    def history(self, recurring_key: str, signature: str) -> HistoryRow | None:
+        """What past runs of a task showed."""
+        return self.session.get(HistoryRow, (recurring_key, signature))
+
+    def last_success(self, recurring_key: str, other_than: str) -> IncarnationRow | None:
+        """The newest successful incarnation of a recurring task in another run than this job."""
+        query = (
+            sa.select(IncarnationRow)
+            .join(JobRow, JobRow.job_id == IncarnationRow.job_id)
+            .where(
+                JobRow.recurring_key == recurring_key,
+                JobRow.job_id != other_than,
+                IncarnationRow.state == "succeeded",
+                IncarnationRow.promoted.is_not(None),
+            )
+            .order_by(IncarnationRow.finished_at.desc())
+            .limit(1)
+        )
+        return self.session.scalar(query)
+
+
+class Writer(Reader):
+    """A write transaction: what it changes is there as a whole, or not at all."""
+
+    def __init__(self, session: Session, now: Callable[[], float]) -> None:
+        super().__init__(session)
+        self._now = now
+
+    def add(self, row: Any) -> None:
+        """Add a row."""
+        self.session.add(row)
+
+    def add_event(
+        self, kind: str, reason: str, row: IncarnationRow | None = None, data: dict[str, Any] | None = None
+    ) -> int:
+        """Write an event (of an incarnation) and return its id."""
+        event = EventRow(
+            job_id=row.job_id if row else None,
+            incarnation=row.incarnation if row else None,
+            at=self._now(),
+            kind=kind,
+            reason=reason,
+            data=data or {},
+        )
+        self.session.add(event)
+        self.session.flush([event])
+        if row is not None:
+            row.last_event_id = event.event_id
+        return event.event_id
+
+
+class Store:
+    """Opens sessions on one database. Thread-safe."""
+
+    def __init__(self, url: str, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._writing = threading.RLock()
+        self.engine = _open_engine(url)
+        ensure_schema(self.engine)
+        self._sessions = sessionmaker(self.engine, expire_on_commit=False, autoflush=True)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.engine.dispose()
+
+    @contextmanager
+    def read(self) -> Iterator[Reader]:
+        """A consistent view of the database."""
+        with self._sessions() as session:
+            yield Reader(session)
+
+    @contextmanager
+    def write(self) -> Iterator[Writer]:
+        """A write transaction: committed at the end of the block, rolled back when it raises."""
+        with self._writing, self._sessions() as session:
+            session.connection(execution_options={"elasticflow_write": True})
+            yield Writer(session, self._clock)
+            session.flush()
+            crashpoints.point("before commit")
+            session.commit()
+        crashpoints.point("after commit")
+
+
+def _open_engine(url: str) -> sa.Engine:
+    if not url.startswith("sqlite"):
+        return sa.create_engine(url, pool_size=5, max_overflow=10, pool_pre_ping=True)
+    engine = sa.create_engine(
+        url, connect_args={"timeout": _BUSY_TIMEOUT_S, "check_same_thread": False}, pool_size=5, max_overflow=10
+    )
+
+    @sa.event.listens_for(engine, "connect")
+    def _prepare(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None  # The driver would begin (and end) transactions by its own rules.
+        cursor = connection.cursor()
+        for pragma in _PRAGMAS:
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    @sa.event.listens_for(engine, "begin")
+    def _begin(connection: sa.Connection) -> None:
+        write = connection.get_execution_options().get("elasticflow_write", False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+    return engine
+
+
+_PRAGMAS: Sequence[str] = (
+    f"busy_timeout={int(_BUSY_TIMEOUT_S * 1000)}",
+    "journal_mode=WAL",
+    "synchronous=FULL",
+    "foreign_keys=ON",
+    "cache_size=-4096",
+)

@@ -1,0 +1,71 @@
+"""How rows look from outside: the wire's JobStatus and Event. Pure functions over rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elasticflow_airflow.engines.port import GangState
+from elasticflow_airflow.service.models import EventRow, GenerationRow, IncarnationRow, JobRow
+from elasticflow_airflow.wire import Event, JobIdentity, JobResult, JobStatus, State, Verdict
+
+
+def status_of(job: JobRow, row: IncarnationRow, generations: Sequence[GenerationRow]) -> JobStatus:
+    """Everything about a job's current incarnation. ``generations`` are all of that incarnation, oldest first."""
+    holding = [
+        g
+        for g in generations
+        if g.state in (GangState.STARTING, GangState.RUNNING, GangState.LEAVING) and not g.handled
+    ]
+    slots = holding[-1].placement if holding else []
+    verdict = Verdict.model_validate({"decision": "undecided", **row.verdict})
+    result = None if row.result is None else JobResult.model_validate(row.result)
+    return JobStatus(
+        job_id=row.job_id,
+        identity=JobIdentity.model_validate(job.identity),
+        incarnation=row.incarnation,
+        generation=generations[-1].generation if generations else job.generation,
+        state=State(row.state),
+        state_reason=row.state_reason,
+        verdict=verdict,
+        claim=job.claim,
+        submitted_at=row.submitted_at,
+        deadline_at=row.deadline_at,
+        best_effort=row.best_effort,
+        value=row.value,
+        workers=len(slots),
+        slots=[(str(node), int(index)) for node, index in slots],
+        step=row.step,
+        total_steps=row.total_steps,
+        loss=row.loss,
+        steps_per_s=row.steps_per_s if slots else None,
+        projected_finish_at=row.projected_finish_at,
+        slack_s=_slack_s(row, result),
+        at_risk=row.at_risk,
+        lease_expires_at=row.lease_expires_at,
+        acknowledged=row.acknowledged,
+        result=result,
+        failure=row.failure,
+        log_names=[name for g in generations for name in g.log_names],
+        last_event_id=row.last_event_id,
+    )
+
+
+def _slack_s(row: IncarnationRow, result: JobResult | None) -> float | None:
+    if result is not None:
+        return result.slack_s
+    if row.deadline_at is None or row.projected_finish_at is None:
+        return None
+    return row.deadline_at - row.projected_finish_at
+
+
+def event_of(row: EventRow) -> Event:
+    """One event."""
+    return Event(
+        event_id=row.event_id,
+        job_id=row.job_id,
+        incarnation=row.incarnation,
+        at=row.at,
+        kind=row.kind,
+        reason=row.reason,
+        data=row.data,
+    )

@@ -1,0 +1,123 @@
+"""Looks at the clock: deadlines that pass, gangs that hang or never start, measurements that take too long.
+
+What hangs is told on the monotonic clock. Writes rows and asks the scheduler; calls no engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elasticflow_airflow.engines.port import GangState
+from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.decisions import Purpose
+from elasticflow_airflow.service.books import Books
+from elasticflow_airflow.service.deciding import feed, when
+from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.wire import State
+
+_HANG_STEPS = 20
+
+
+def watch_deadlines(books: Books) -> None:
+    """Do what the author wants when a deadline passes before the end."""
+    for row in books.rows:
+        if row.terminal or row.ending or row.deadline_passed or row.deadline_at is None or not row.introduced:
+            continue
+        if books.now <= row.deadline_at or row.verdict.get("decision") not in ("admitted", "renegotiated"):
+            continue
+        row.deadline_passed = True
+        on_miss = row.submission["on_miss"]
+        reason = f"missed its deadline {when(row.deadline_at)} at step {row.step} of {row.total_steps or '?'}"
+        books.event("deadline_missed", f'{reason}; on_miss="{on_miss}"', row)
+        if on_miss == "fail":
+            books.end(row, State.FAILED, reason, failure=reason)
+        elif on_miss == "use_last_checkpoint":
+            step = (row.promoted or {}).get("step")
+            books.end(row, State.SUCCEEDED, f"{reason}; its last checkpoint is used (step {step})", use_checkpoint=True)
+
+
+@dataclass(slots=True)
+class _Sign:
+    """The last sign of life of a generation."""
+
+    of: tuple[object, ...]
+    at_monotonic_s: float
+
+
+class Patience:
+    """Since when each gang has shown no sign of life, in monotonic time."""
+
+    def __init__(self) -> None:
+        self._signs: dict[tuple[str, int], _Sign] = {}
+
+    def watch_gangs(self, books: Books, monotonic_s: float) -> None:
+        """Stop gangs that hang or never start; give up sizes that cannot be measured."""
+        for key in self._signs.keys() - books.generations.keys():
+            del self._signs[key]
+        for row in books.rows:
+            generation = books.desired(row)
+            if generation is None or row.terminal or row.ending or generation.desired == "stop":
+                continue
+            key = (generation.job_id, generation.generation)
+            sign = (generation.state, generation.last_step, generation.running_at)
+            last = self._signs.get(key)
+            if last is None or last.of != sign:
+                self._signs[key] = _Sign(sign, monotonic_s)
+            else:
+                _quiet(books, row, generation, monotonic_s - last.at_monotonic_s)
+
+
+def _quiet(books: Books, row: IncarnationRow, generation: GenerationRow, quiet_s: float) -> None:
+    s = books.settings
+    if generation.state == GangState.STARTING:
+        profiled = generation.purpose == Purpose.PROFILE and not generation.notes.get("measured")
+        if profiled and quiet_s > s.profile_startup_s and books.knows(row.job_id):
+            _cannot_measure(books, row, generation, f"it did not start within {quiet_s:.0f} s")
+        elif quiet_s > s.start_limit_s:
+            _hang(books, row, generation, f"did not make a first step within {quiet_s:.0f} s of its start")
+    elif generation.state == GangState.RUNNING:
+        if not row.ever_reported:
+            if quiet_s > s.profile_startup_s:
+                _reports_nothing(books, row, generation)
+            return
+        if generation.purpose == Purpose.PROFILE and not generation.notes.get("measured"):
+            if quiet_s > s.profile_limit_s:
+                _cannot_measure(books, row, generation, f"it made no step for {quiet_s:.0f} s")
+            return
+        done = row.total_steps is not None and row.step >= row.total_steps
+        step_s = 1.0 / row.steps_per_s if row.steps_per_s else 0.0
+        limit_s = s.tail_limit_s if done else max(s.hang_min_s, _HANG_STEPS * step_s)
+        if quiet_s > limit_s:
+            where = "after its last step" if done else f"at step {row.step}"
+            _hang(books, row, generation, f"made no progress for {quiet_s:.0f} s {where}")
+
+
+def _cannot_measure(books: Books, row: IncarnationRow, generation: GenerationRow, why: str) -> None:
+    generation.notes = {**generation.notes, "measured": True}
+    reason = f"{generation.workers} workers could not be measured: {why}"
+    books.event("not_measured", reason, row, workers=generation.workers)
+    feed(books, ev.JobMeasured(row.job_id, generation.workers, None, failed=True))
+
+
+def _reports_nothing(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+    if generation.notes.get("told_silent"):
+        return
+    generation.notes = {**generation.notes, "told_silent": True}
+    reason = (
+        "the script reports no steps, so its length and speed are unknown: it goes on as best effort. Use the session,"
+        " or give steps= with progress_regex= or progress_file="
+    )
+    books.event("warning", reason, row)
+    if not row.best_effort and books.knows(row.job_id):
+        feed(books, ev.JobAmended(row.job_id, best_effort=True))
+        row.verdict = {**row.verdict, "decision": "best_effort", "reason": reason, "deadline_at": None}
+
+
+def _hang(books: Books, row: IncarnationRow, generation: GenerationRow, what: str) -> None:
+    row.hangs += 1
+    if row.hangs > 1:
+        reason = f"hangs: {what}, again after a restart"
+        books.end(row, State.FAILED, reason, failure=reason)
+        return
+    generation.desired, generation.stop_cause = "stop", "hang"
+    books.event("hang", f"{what}: it is stopped and started once more", row, generation=generation.generation)
