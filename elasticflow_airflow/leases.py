@@ -21,6 +21,7 @@ from elasticflow_airflow.client import (
     ServiceUnavailable,
     StaleClaim,
 )
+from elasticflow_airflow.wire import State
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ class OwnedJob:
             return f"job {self.job_id} could not be cancelled now ({error}); its lease will end it"
         finally:
             keeper().forget(self.job_id)  # renewing would keep alive what nobody wants
+        if status.state.terminal and status.state is not State.CANCELLED:
+            return f"job {self.job_id} is {status.state.value} already: nothing to cancel"
         return f"job {self.job_id}: cancelled at step {status.step} ({reason})"
 
     def acknowledge(self) -> str:

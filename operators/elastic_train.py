@@ -381,6 +381,7 @@ class ElasticTrainOperator(BaseOperator):
             missed = status.result is not None and status.result.met is False
             self.log.log(30 if missed else 20, "%s", line)
             return result_of(status, timezone)
+        self.elasticflow_job = None  # it has ended: there is nothing left for the listener to acknowledge or cancel
         if status.state is State.REJECTED:
             raise AirflowFailException(rejection_message(status, timezone, time.time()))
         if status.state is State.CANCELLED:
