@@ -293,7 +293,8 @@ def adopt(source: Path, checkpoints: Path, *, incarnation: int) -> CandidateInfo
     info = verify_candidate(source)
     final = checkpoints / candidate_name(0, info.step)
     if final.exists():
-        return verify_candidate(final)
+        with contextlib.suppress(CheckpointError):  # Damaged: copied again.
+            return verify_candidate(final)
     with writing(checkpoints, 0, info.step) as temporary:
         try:
             for file in source.iterdir():

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from elasticflow_airflow.runtime.manifest import (
     CandidateInfo,
     CheckpointError,
+    adopt,
     list_candidates,
     newest_generation,
     newest_valid,
@@ -406,6 +407,34 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(two, candidate):
     (newest.path.parent / ".writing-abc" / "model.pt").write_bytes(b"half")
     candidate(1, 30)
     assert not list(newest.path.parent.glob(".writing-*"))
+
+
+# -- from one incarnation to the next -----------------------------------------------------------------------------
+
+
+def test_adopting_a_checkpoint_copies_it_under_the_new_incarnation(candidate, tmp_path):
+    source = candidate(5, 70)
+    made = adopt(source.path, tmp_path / "next", incarnation=2)
+    assert made.path == tmp_path / "next" / "g000000" / "step-000000000070"
+    assert (made.incarnation, made.generation, made.step, made.metadata) == (2, 0, 70, source.metadata)
+    assert (made.path / "model.pt").read_bytes() == (source.path / "model.pt").read_bytes()
+    assert adopt(source.path, tmp_path / "next", incarnation=2) == made
+
+
+def test_adopting_again_mends_a_damaged_copy(candidate, tmp_path):
+    source = candidate(5, 70)
+    made = adopt(source.path, tmp_path / "next", incarnation=2)
+    (made.path / "model.pt").write_bytes(b"torn")
+    assert adopt(source.path, tmp_path / "next", incarnation=2).size_bytes == source.size_bytes
+    assert (made.path / "model.pt").read_bytes() == (source.path / "model.pt").read_bytes()
+
+
+def test_a_damaged_checkpoint_is_not_adopted(candidate, tmp_path):
+    source = candidate(5, 70)
+    (source.path / "model.pt").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match=r"model\.pt has 4 bytes"):
+        adopt(source.path, tmp_path / "next", incarnation=2)
+    assert list_candidates(tmp_path / "next") == []
 
 
 # -- old ones -----------------------------------------------------------------------------------------------------
