@@ -324,6 +324,7 @@ class FakeGang:
         elif what == "hang":
             self.phase = "hanging"
         else:
+            self.step = float(self.total_steps or self.step)  # not a rounding error before it
             if self.behaviour.reports:
                 self._progress()
                 path = self._checkpoint(write)

@@ -158,7 +158,9 @@ def _resize(books: Books, row: IncarnationRow, decision: Resize) -> None:
     current = books.desired(row)
     if current is not None and current.placement == slots and current.desired == "run" and not _over(current):
         current.purpose = decision.purpose.value
-        books.event("resized", decision.reason, row, generation=current.generation, workers=len(slots))
+        workers = "worker" if len(slots) == 1 else "workers"
+        reason = f"goes on with {len(slots)} {workers} on the slots that it has"
+        books.event("kept", reason, row, generation=current.generation, workers=len(slots))
         return
     job.generation += 1
     generation = GenerationRow(
