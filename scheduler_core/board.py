@@ -18,7 +18,8 @@ from elasticflow_airflow.scheduler_core.decisions import (
     WakeMeAt,
 )
 from elasticflow_airflow.scheduler_core.draft import Draft, mask_at
-from elasticflow_airflow.scheduler_core.explain import change, duration, moment
+from elasticflow_airflow.scheduler_core.explain import change, duration, moment, workers
+from elasticflow_airflow.scheduler_core.exploring import unmeasured
 from elasticflow_airflow.scheduler_core.jobs import LiveJob, ProfilingRun, overdue
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.planner import Planner
@@ -252,6 +253,9 @@ class Board:
         if purpose is Purpose.PROFILE:
             job.profiling = ProfilingRun(after, now + window_s(job, self.config))
             reason = f"measures its speed with {after} on slots that no promise needs"
+        elif after > before > 0 and unmeasured(job, after):
+            job.failed_sizes.add(after)  # once; if its speed gets known, the curve says so
+            reason = f"tries {workers(after)} instead of {before}: its speed there is not known, and slots are idle"
         else:
             reason = change(before, after, cost_s=cost, saved_s=saved, end_s=end, why=why)
         out.append(Resize(job.job_id, job.placement, purpose, reason))

@@ -45,6 +45,12 @@ class SchedulerConfig:
     profile_min_gain: float = 0.02
     """Profiling stops at a size whose speed is not this much (fraction) above the size before."""
 
+    explore_gain: float = 0.0
+    """Part of its remaining time that a job may hope to save with the next size, when that was never measured; it is
+    tried on idle slots if that is more than two pauses. 0: never."""
+    explore_window_s: float = 30.0
+    """How long such a try may take, after its pause."""
+
     deviation_s: float = 1.0
     """A report that moves a job's end by less than this, and by less than ``deviation_fraction`` of what is left, does
     not make a new plan."""

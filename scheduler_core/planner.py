@@ -12,6 +12,7 @@ from dataclasses import replace
 from elasticflow_airflow.scheduler_core.allocation import as_soon_as_possible, grow, while_free, window
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.draft import Draft, mask_at
+from elasticflow_airflow.scheduler_core.exploring import try_next_size
 from elasticflow_airflow.scheduler_core.filling import minimum_share
 from elasticflow_airflow.scheduler_core.jobs import LiveJob, overdue
 from elasticflow_airflow.scheduler_core.placement import Layout
@@ -204,7 +205,19 @@ class Planner:
             if course is not None:
                 draft.put(job.job_id, course)
         grow(draft, (self.work(job) for job in self.jobs if job.competes), self.config)
+        self._explore(draft)
         return draft
+
+    def _explore(self, draft: Draft) -> None:
+        """Let running jobs try a size that was never measured, if nobody goes without for it."""
+        if self.config.explore_gain <= 0.0 or any(self._hungry(job) for job in self.jobs if not job.mask):
+            return
+        for job in self.jobs:
+            if job.competes and job.mask and not overdue(job, self.now):
+                course = try_next_size(draft, job, self.work(job), self.config)
+                if course is not None:
+                    draft.drop(job.job_id)
+                    draft.put(job.job_id, course)
 
     def _in_need(self, draft: Draft) -> list[LiveJob]:
         """Jobs that want a course: at risk first, then profiling, then best effort by turn."""

@@ -113,6 +113,8 @@ class Job:
     latest_deadline_s: float | None = None
     profile: bool = True
     """False: never profile (a plain script that reports nothing); it then runs as best effort at ``min_workers``."""
+    explore: bool = True
+    """False: never try a size that ``curve`` does not name (the user gave the curve, and means it)."""
 
 
 class Phase(StrEnum):

@@ -71,6 +71,7 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str) -> None:
                 value=row.value,
                 on_reject=OnReject(submission["on_reject"]),
                 latest_deadline_s=submission["latest_deadline_at"],
+                explore=not submission["scaling_curve"],
             )
         ),
     )

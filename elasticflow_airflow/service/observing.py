@@ -242,8 +242,8 @@ def _tell_progress(books: Books, row: IncarnationRow, generation: GenerationRow)
             _tell_remaining(books, row, None)
             feed(books, ev.JobMeasured(row.job_id, generation.workers, speed, books.costs_of(row)))
             return
-    training = generation.purpose == Purpose.TRAIN
-    _tell_remaining(books, row, row.steps_per_s if training and generation.running_at is not None else None)
+    training = generation.purpose == Purpose.TRAIN and generation.running_at is not None
+    _tell_remaining(books, row, measuring.recent_speed(generation.window, books.enough) if training else None)
 
 
 def _tell_remaining(books: Books, row: IncarnationRow, speed: float | None) -> None:

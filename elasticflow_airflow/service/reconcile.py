@@ -85,18 +85,22 @@ class Reconciler:
         self._notifier.wake()
 
     def run(self) -> None:
-        """Pass after pass until :meth:`stop`. A pass that fails is logged and tried again."""
+        """Pass after pass until :meth:`stop`."""
         while not self._stop.is_set():
-            try:
-                wait_s = self.run_once()
-                self._problem = ""
-            except Exception as error:
-                self._scheduler = None
-                wait_s = _RETRY_S
-                if self._problem != repr(error):
-                    log.exception("the reconcile pass failed; it is tried again")
-                self._problem = repr(error)
-            self._notifier.sleep(wait_s)
+            self._notifier.sleep(self.try_once())
+
+    def try_once(self) -> float | None:
+        """One pass. A pass that fails is logged, and the next one begins with a scheduler rebuilt from the store."""
+        try:
+            wait_s = self.run_once()
+        except Exception as error:
+            self._scheduler = None
+            if self._problem != repr(error):
+                log.exception("the reconcile pass failed; it is tried again")
+            self._problem = repr(error)
+            return _RETRY_S
+        self._problem = ""
+        return wait_s
 
     def run_once(self) -> float | None:
         """One pass; returns after how many seconds the next should come (None: when somebody wakes it)."""
@@ -257,4 +261,5 @@ def _scheduler_config(settings: ServiceSettings) -> SchedulerConfig:
         offer_margin_s=settings.offer_margin_s,
         profile_budget_s=settings.profile_limit_s,
         profile_startup_s=settings.profile_startup_s,
+        explore_gain=settings.explore_gain,
     )

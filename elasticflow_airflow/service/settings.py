@@ -66,6 +66,9 @@ class ServiceSettings(BaseSettings):
     profile_limit_s: float = Field(default=60.0, gt=0)
     profile_startup_s: float = Field(default=120.0, gt=0)
 
+    explore_gain: float = Field(default=0.35, ge=0, lt=1)
+    """Part of its remaining time that a running job may hope to save with a size that was never measured (0: never)."""
+
     grace_s: float = Field(default=60.0, gt=0)
     """How long workers that are told to leave may take to save, before SIGTERM, and again before SIGKILL."""
     checkpoint_interval_s: float = Field(default=60.0, gt=0)

@@ -1,0 +1,132 @@
+"""``make demo``: two days of the DAG ``daily_bert_finetune``, with everything real and nothing set up before.
+
+Starts a process with a private Airflow in the output folder, which runs the DAG with ``dag.test()``; its first training
+task starts the scheduler service. This process watches both, and says at the end what was asked, what was decided and
+why. It fails when the demo does not show what it promises.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from demo_kit.layout import DAGS, SLOTS, Layout, NotOursError
+from demo_kit.summary import broken_promises, summary_lines
+from demo_kit.watching import Watcher
+
+DUE_S = ((210, 420), (210, 390))
+"""Seconds from the start of each day's run to its two deadlines: the quick model's, and publish's."""
+_LOOK_S = 0.5
+_LEAVE_S = 20.0
+
+
+def main() -> int:
+    """Run the demo; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=DAGS.parent / "demo-output", help="folder for all it makes")
+    args = parser.parse_args()
+    console = Console(soft_wrap=True)
+    layout = Layout.below(args.output)
+    try:
+        layout.start_afresh()
+    except NotOursError as error:
+        console.print(f"demo: {error}", style="red", markup=False)
+        return 2
+    console.print("Fine-tuning BERT under deadlines, on two days, on this machine", style="bold")
+    console.print(f"Two trainings in parallel on {SLOTS} CPU slots; nobody says how many workers. About six minutes.")
+    console.print(f"Everything goes into {layout.root}\n", markup=False)
+    watcher = Watcher(layout, console)
+    status = run(layout, watcher)
+    if status == 0:
+        status = report(layout, watcher, console)
+    stop_service(layout)
+    console.print(f"\nLogs: {layout.airflow_log} (Airflow), {layout.service_log} (the service)", markup=False)
+    return status
+
+
+def run(layout: Layout, watcher: Watcher) -> int:
+    """Run all days, watching; Ctrl-C is passed on, and everything comes down."""
+    due = [str(seconds) for day in DUE_S for seconds in day]
+    command = [sys.executable, "-m", "demo_kit.days", str(layout.root), datetime.now(UTC).date().isoformat(), *due]
+    watcher.line("starting a private Airflow ...")
+    with layout.airflow_log.open("wb") as log:
+        days = subprocess.Popen(
+            command,
+            cwd=DAGS,
+            env=layout.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches it through us, once
+        )
+        try:
+            while days.poll() is None:
+                watcher.look()
+                time.sleep(_LOOK_S)
+            watcher.look()
+        except KeyboardInterrupt:
+            watcher.line("stopping: the jobs are cancelled ...", "yellow")
+            days.send_signal(signal.SIGINT)
+            _wait(days)
+            return 130
+    if days.returncode:
+        watcher.line(f"the days ended with status {days.returncode}; the end of {layout.airflow_log}:", "red")
+        for line in layout.airflow_log.read_text(errors="replace").splitlines()[-30:]:
+            watcher.line(f"  {line}")
+    return days.returncode
+
+
+def report(layout: Layout, watcher: Watcher, console: Console) -> int:
+    """Print and keep the summary; 1 when something was not as promised."""
+    lines = list(summary_lines(watcher))
+    console.rule("Summary")
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+    layout.summary.write_text("\n".join(lines) + "\n")
+    broken = broken_promises(watcher)
+    for what in broken:
+        console.print(f"demo: {what}", style="red", markup=False)
+    if not broken:
+        console.print(
+            "All deadlines met; the second day was admitted without measuring; workers changed while jobs ran.",
+            style="bold green",
+        )
+    return 1 if broken else 0
+
+
+def stop_service(layout: Layout) -> None:
+    """Have the service leave now rather than when it has been idle."""
+    card = layout.state_dir / "service.json"
+    socket = layout.state_dir / "service.sock"
+    if not (card.exists() and socket.exists()):
+        return
+    try:
+        os.kill(int(json.loads(card.read_text())["pid"]), signal.SIGTERM)
+    except ProcessLookupError:
+        return
+    limit = time.monotonic() + _LEAVE_S
+    while socket.exists() and time.monotonic() < limit:
+        time.sleep(0.1)
+
+
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(_LEAVE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
