@@ -79,6 +79,12 @@ class Stack:
         body = {"dry_run": False, "dag_run_id": run_id, "task_ids": ["train"], "only_failed": False}
         self.http.post(f"/api/v2/dags/{dag_id}/clearTaskInstances", json=body).raise_for_status()
 
+    def waits_in_triggerer(self, dag_id: str, run_id: str) -> None:
+        """Wait until the trigger has renewed the lease: a kill before that reaches nobody, only the lease ends it."""
+        self.reach(dag_id, run_id, "deferred")
+        first = self.job(dag_id).lease_expires_at
+        self.wait("the trigger renews", lambda: self.job(dag_id).lease_expires_at > first)
+
     def job(self, dag_id: str) -> Any:
         """The newest job of a DAG."""
         found = self.service.list_jobs(dag_id=dag_id)
@@ -111,7 +117,9 @@ class Stack:
             if found := condition():
                 return found
             time.sleep(0.3)
-        ends = "\n".join(f"--- {p.name}\n{p.read_text()[-1500:]}" for p in sorted(self.home.glob("*.out")))
+        ends = f"jobs: {self.service.list_jobs()}\n" + "\n".join(
+            f"--- {p.name}\n{p.read_text()[-1500:]}" for p in sorted(self.home.glob("*.out"))
+        )
         raise AssertionError(f"not within {limit_s} s: {what}\n{ends}")
 
 
@@ -187,6 +195,8 @@ def stack() -> Iterator[Stack]:
             yield stack
     finally:
         stop(started, home)
+        if (service_log := home / "s" / "service.log").exists():
+            sys.stdout.write(f"--- service.log\n{service_log.read_text()[-6000:]}")  # shown when a test failed
         shutil.rmtree(home, ignore_errors=True)
 
 
@@ -237,7 +247,7 @@ def test_a_deferred_training_succeeds_and_is_acknowledged(stack: Stack) -> None:
 
 def test_marking_a_deferred_task_failed_cancels_its_job(stack: Stack) -> None:
     run_id = stack.run("long")
-    stack.reach("long", run_id, "deferred")
+    stack.waits_in_triggerer("long", run_id)
     stack.mark_failed("long", run_id)
     stack.wait("cancelled", lambda: stack.job("long").state is State.CANCELLED)
 
@@ -258,7 +268,7 @@ def test_clearing_a_deferred_task_keeps_the_job_that_its_new_attempt_took_over(s
     After: the old claim is stale, and the kill changes nothing.
     """
     run_id = stack.run("cleared")
-    stack.reach("cleared", run_id, "deferred")
+    stack.waits_in_triggerer("cleared", run_id)
     stack.clear("cleared", run_id)
     stack.wait("a second claim", lambda: stack.job("cleared").claim >= 2)
     stack.reach("cleared", run_id, "success", 180)
