@@ -28,7 +28,8 @@ def ensure_schema(engine: sa.Engine) -> None:
 
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
-    with engine.connect() as connection:
+    # As a write: of services that start together one migrates, the others then find nothing to do.
+    with engine.connect().execution_options(elasticflow_write=True) as connection:
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
         connection.commit()

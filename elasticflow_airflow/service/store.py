@@ -1,11 +1,13 @@
 """The store: all SQL of the service, over SQLite (WAL) or PostgreSQL.
 
-Writes are serialised: one write transaction at a time in this process, taken from the database at its begin
-(``BEGIN IMMEDIATE``). Every rule that reads before it writes therefore holds. Knows no scheduling and no HTTP.
+Writes are serialised: one write transaction at a time, in this process and among processes, as the database itself is
+asked for that at its begin (``BEGIN IMMEDIATE``, or an advisory lock of PostgreSQL). Every rule that reads before it
+writes therefore holds. Knows no scheduling and no HTTP.
 """
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +30,7 @@ from elasticflow_airflow.service.models import (
 from elasticflow_airflow.service.schema import ensure_schema
 
 _BUSY_TIMEOUT_S = 30.0
+_WRITE_LOCK_KEY = 0x456C4673  # any constant that everybody who writes agrees on
 
 
 class Reader:
@@ -187,7 +190,7 @@ class Writer(Reader):
             data=data or {},
         )
         self.session.add(event)
-        self.session.flush([event])
+        self.session.flush()
         if row is not None:
             row.last_event_id = event.event_id
         return event.event_id
@@ -202,6 +205,9 @@ class Store:
         self.engine = _open_engine(url)
         ensure_schema(self.engine)
         self._sessions = sessionmaker(self.engine, expire_on_commit=False, autoflush=True)
+        # SQLite's read transactions see one state of the database anyway.
+        postgresql = self.engine.dialect.name == "postgresql"
+        self._read_options = {"isolation_level": "REPEATABLE READ"} if postgresql else {}
 
     def close(self) -> None:
         """Close all connections."""
@@ -211,13 +217,16 @@ class Store:
     def read(self) -> Iterator[Reader]:
         """A consistent view of the database."""
         with self._sessions() as session:
+            session.connection(execution_options=self._read_options)
             yield Reader(session)
 
     @contextmanager
     def write(self) -> Iterator[Writer]:
         """A write transaction: committed at the end of the block, rolled back when it raises."""
         with self._writing, self._sessions() as session:
-            session.connection(execution_options={"elasticflow_write": True})
+            connection = session.connection(execution_options={"elasticflow_write": True})
+            if connection.dialect.name == "postgresql":
+                connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _WRITE_LOCK_KEY})
             yield Writer(session, self._clock)
             session.flush()
             crashpoints.point("before commit")
@@ -238,6 +247,8 @@ def _open_engine(url: str) -> sa.Engine:
         cursor = connection.cursor()
         for pragma in _PRAGMAS:
             cursor.execute(f"PRAGMA {pragma}")
+        if cursor.execute("PRAGMA journal_mode").fetchone() != ("wal",):
+            _switch_to_wal(cursor)
         cursor.close()
 
     @sa.event.listens_for(engine, "begin")
@@ -248,9 +259,21 @@ def _open_engine(url: str) -> sa.Engine:
     return engine
 
 
+def _switch_to_wal(cursor: Any) -> None:
+    """Switch a new database to WAL: the one statement for which SQLite does not wait while others do the same."""
+    end = time.monotonic() + _BUSY_TIMEOUT_S
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.05)
+
+
 _PRAGMAS: Sequence[str] = (
     f"busy_timeout={int(_BUSY_TIMEOUT_S * 1000)}",
-    "journal_mode=WAL",
     "synchronous=FULL",
     "foreign_keys=ON",
     "cache_size=-4096",

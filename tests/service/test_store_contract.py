@@ -1,0 +1,369 @@
+"""What the store promises, on SQLite and on a real PostgreSQL alike."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import sqlalchemy as sa
+
+from elasticflow_airflow.scheduler_core.values import (
+    Job,
+    JobState,
+    Phase,
+    Placement,
+    RescaleCosts,
+    Reservation,
+    ScalingCurve,
+    Slot,
+)
+from elasticflow_airflow.service.codec import state_from_json, state_to_json
+from elasticflow_airflow.service.models import SCHEMA_HEAD, Base, GenerationRow, HistoryRow, IncarnationRow, JobRow
+from elasticflow_airflow.service.schema import SchemaTooNewError, current_revision, ensure_schema
+from elasticflow_airflow.service.store import Store, Writer
+
+
+@pytest.fixture
+def store(database_url: str) -> Iterator[Store]:
+    found = Store(database_url, clock=lambda: 1000.0)
+    yield found
+    found.close()
+
+
+def add_job(tx: Writer, job_id: str = "daily-train-1", dag_id: str = "daily", **given) -> IncarnationRow:
+    tx.add(
+        JobRow(
+            job_id=job_id,
+            identity={"dag_id": dag_id},
+            recurring_key=given.pop("recurring_key", "daily.train"),
+            dag_id=dag_id,
+            claim=0,
+            incarnation=1,
+            generation=0,
+            created_at=1000.0,
+        )
+    )
+    tx.session.flush()
+    values = {
+        "submission": {"length": {"steps": 10}},
+        "equality_key": "0" * 64,
+        "submitted_at": 1000.0,
+        "lease_s": 60.0,
+        "orphan_s": 60.0,
+        "deadline_at": None,
+        "best_effort": True,
+        "value": 1.0,
+    }
+    row = IncarnationRow(job_id=job_id, incarnation=1, **{**values, **given})
+    tx.add(row)
+    tx.session.flush()
+    return row
+
+
+def claims(store: Store, job_id: str = "daily-train-1") -> int:
+    with store.read() as reader:
+        job = reader.job(job_id)
+        assert job is not None
+        return job.claim
+
+
+# -- schema ------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_database_is_brought_to_head(store):
+    assert current_revision(store.engine) == SCHEMA_HEAD
+
+
+def test_bringing_to_head_again_changes_nothing(store):
+    with store.write() as tx:
+        add_job(tx)
+    ensure_schema(store.engine)
+    assert current_revision(store.engine) == SCHEMA_HEAD
+    assert claims(store) == 0
+
+
+def test_the_migrations_make_what_the_models_say(store):
+    from alembic.autogenerate import compare_metadata
+    from alembic.migration import MigrationContext
+
+    with store.engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, Base.metadata) == []
+
+
+START = "import sys; from elasticflow_airflow.service.store import Store; sys.stdin.read(1); Store(sys.argv[1])"
+
+
+def test_services_that_start_together_migrate_once(database_url):
+    starters = [subprocess.Popen([sys.executable, "-c", START, database_url], stdin=subprocess.PIPE) for _ in range(3)]
+    for starter in starters:
+        assert starter.stdin is not None
+        starter.stdin.close()
+    assert [starter.wait(60) for starter in starters] == [0, 0, 0]
+    store = Store(database_url)
+    assert current_revision(store.engine) == SCHEMA_HEAD
+    store.close()
+
+
+def test_a_database_of_a_newer_version_is_refused(store, database_url):
+    with store.engine.begin() as connection:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(SchemaTooNewError, match=r"9999.*install the version that wrote it"):
+        Store(database_url)
+
+
+# -- transactions ------------------------------------------------------------------------------------------------
+
+
+def test_what_raises_is_rolled_back_whole(store):
+    def fail() -> None:
+        with store.write() as tx:
+            tx.add_event("submitted", "submitted", add_job(tx))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    with store.read() as reader:
+        assert reader.job("daily-train-1") is None
+        assert reader.events(0, None, 10) == []
+
+
+def test_writers_of_one_process_take_turns(store):
+    with store.write() as tx:
+        add_job(tx)
+
+    def count() -> None:
+        for _ in range(20):
+            with store.write() as tx:
+                job = tx.job("daily-train-1")
+                assert job is not None
+                job.claim += 1
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert claims(store) == 80
+
+
+COUNT = """
+import sys
+from elasticflow_airflow.service.store import Store
+store = Store(sys.argv[1])
+for _ in range(40):
+    with store.write() as tx:
+        tx.job("daily-train-1").claim += 1
+"""
+
+
+def test_writers_of_several_processes_take_turns(store, database_url):
+    with store.write() as tx:
+        add_job(tx)
+    writers = [subprocess.Popen([sys.executable, "-c", COUNT, database_url]) for _ in range(3)]
+    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    assert claims(store) == 120
+
+
+def test_readers_see_a_transaction_whole_or_not_at_all(store):
+    with store.write() as tx:
+        row = add_job(tx)
+        tx.add_event("submitted", "submitted", row)
+        with store.read() as reader:
+            assert reader.job("daily-train-1") is None
+    with store.read() as reader:
+        assert len(reader.events(0, "daily-train-1", 10)) == 1
+
+
+def test_rows_can_be_read_after_their_session(store):
+    with store.write() as tx:
+        add_job(tx)
+    with store.read() as reader:
+        found = reader.current("daily-train-1")
+    assert found is not None
+    assert found[1].submission == {"length": {"steps": 10}}
+
+
+# -- events ------------------------------------------------------------------------------------------------------
+
+
+def test_events_are_ordered_and_say_which_was_the_last(store):
+    with store.write() as tx:
+        row = add_job(tx)
+        ids = [tx.add_event("resized", f"number {n}", row, {"n": n}) for n in range(5)]
+        tx.add_event("node_changed", "of nobody")
+    assert ids == sorted(ids)
+    with store.read() as reader:
+        assert [e.data["n"] for e in reader.events(0, "daily-train-1", 10)] == [0, 1, 2, 3, 4]
+        assert [e.data["n"] for e in reader.events(ids[2], "daily-train-1", 1)] == [3]
+        assert reader.events(ids[4], None, 10)[0].kind == "node_changed"
+        assert reader.last_event_id() == ids[4] + 1
+        found = reader.incarnation("daily-train-1", 1)
+        assert found is not None
+        assert found.last_event_id == ids[4]
+
+
+def test_the_id_of_an_event_is_never_given_again(store):
+    with store.write() as tx:
+        first = tx.add_event("a", "a")
+    with store.engine.begin() as connection:
+        connection.execute(sa.text("DELETE FROM event"))
+    with store.write() as tx:
+        assert tx.add_event("b", "b") > first
+
+
+# -- queries -----------------------------------------------------------------------------------------------------
+
+
+def test_jobs_are_listed_newest_first_and_by_what_was_asked(store):
+    with store.write() as tx:
+        add_job(tx, "a-1", submitted_at=1.0, state="succeeded", terminal=True, drained=True)
+        add_job(tx, "b-1", submitted_at=2.0, state="running")
+        add_job(tx, "c-1", dag_id="weekly", submitted_at=3.0, state="running")
+
+    def ids(**given) -> list[str]:
+        asked = {"state": None, "dag_id": None, "live": None, "limit": 10}
+        with store.read() as reader:
+            return [row.job_id for _, row in reader.list_current(**{**asked, **given})]
+
+    assert ids() == ["c-1", "b-1", "a-1"]
+    assert ids(limit=1) == ["c-1"]
+    assert ids(state="running") == ["c-1", "b-1"]
+    assert ids(dag_id="daily") == ["b-1", "a-1"]
+    assert ids(live=True) == ["c-1", "b-1"]
+    assert ids(live=False) == ["a-1"]
+    with store.read() as reader:
+        assert [row.job_id for _, row in reader.undrained()] == ["b-1", "c-1"]
+        assert reader.live_count() == 2
+
+
+def test_the_last_success_is_that_of_another_run(store):
+    with store.write() as tx:
+        promoted = {"path": "g000001/step-000000000010"}
+        for job_id, finished_at in (("a-1", 10.0), ("b-1", 30.0), ("c-1", 20.0)):
+            add_job(tx, job_id, state="succeeded", promoted=promoted, finished_at=finished_at)
+        add_job(tx, "d-1", state="failed", promoted=promoted, finished_at=40.0)
+    with store.read() as reader:
+        for other_than, expected in (("x-1", "b-1"), ("b-1", "c-1")):
+            found = reader.last_success("daily.train", other_than)
+            assert found is not None
+            assert found.job_id == expected
+        assert reader.last_success("weekly.train", "x-1") is None
+
+
+def test_generations_are_open_until_they_are_handled(store):
+    with store.write() as tx:
+        add_job(tx)
+        for number in (2, 1):
+            tx.add(
+                GenerationRow(
+                    job_id="daily-train-1",
+                    generation=number,
+                    incarnation=1,
+                    placement=[["node0", 0]],
+                    workers=1,
+                    purpose="train",
+                    reason="",
+                    created_at=1000.0,
+                    fresh_start=True,
+                )
+            )
+    with store.write() as tx:
+        assert [g.generation for g in tx.open_generations()] == [1, 2]
+        tx.open_generations()[0].handled = True
+    with store.read() as reader:
+        assert [g.generation for g in reader.open_generations()] == [2]
+        assert [g.generation for g in reader.generations("daily-train-1", 1)] == [1, 2]
+
+
+# -- values ------------------------------------------------------------------------------------------------------
+
+
+def scheduler_state(**given) -> JobState:
+    job = Job(
+        job_id="daily-train-1",
+        submitted_s=1_800_000_000.123456,
+        deadline_s=1_800_000_600.1,
+        total_steps=1e7 + 0.1,
+        curve=ScalingCurve({1: 1 / 3, 2: 0.6, 4: 1.1}),
+        costs=RescaleCosts(startup_s=1.5, pause_s=0.1, tail_s=2.25),
+    )
+    values = {
+        "job": job,
+        "phase": Phase.ADMITTED,
+        "best_effort": False,
+        "remaining_steps": 1234.5678901234567,
+        "as_of_s": 1_800_000_000.123456,
+        "placement": Placement((Slot("node0", 1), Slot("node1", 0))),
+        "measured": {1: 1 / 3},
+        "parked_from": Phase.WAITING,
+        "failed_sizes": (8,),
+        "profile_until_s": 3.5,
+        "reserved": (Reservation(1.0, float("inf"), Placement((Slot("node0", 0),))),),
+    }
+    return JobState(**{**values, **given})
+
+
+@pytest.mark.parametrize("given", [{}, {"measured": {}, "reserved": (), "parked_from": None, "remaining_steps": None}])
+def test_a_scheduler_state_comes_back_to_the_last_bit(store, given):
+    state = scheduler_state(**given)
+    with store.write() as tx:
+        add_job(tx, scheduler_state=state_to_json(state))
+    with store.read() as reader:
+        row = reader.incarnation("daily-train-1", 1)
+    assert row is not None
+    assert state_from_json(row.scheduler_state) == state
+
+
+def test_a_state_of_an_older_version_is_read_with_defaults():
+    raw = state_to_json(scheduler_state())
+    del raw["reserved"], raw["job"]["costs"]["tail_s"]
+    raw["something_of_tomorrow"] = 1
+    state = state_from_json(raw)
+    assert state.reserved == ()
+    assert state.job.costs.tail_s == 0.0
+
+
+def test_times_bytes_and_words_come_back_unchanged(store):
+    words = "ünï “text” 漢字 \U0001f600"
+    with store.write() as tx:
+        add_job(tx, submitted_at=1_800_000_000.123456, secret_env=bytes(range(256)), state_reason=words)
+        tx.add(HistoryRow(recurring_key="k", signature="s", speeds={"1": 1 / 3}, updated_at=0.1))
+    with store.read() as reader:
+        row = reader.incarnation("daily-train-1", 1)
+        past = reader.history("k", "s")
+    assert row is not None
+    assert past is not None
+    assert (row.submitted_at, row.secret_env, row.state_reason) == (1_800_000_000.123456, bytes(range(256)), words)
+    assert past.speeds == {"1": 1 / 3}
+
+
+# -- a whole job -------------------------------------------------------------------------------------------------
+
+
+def test_a_job_from_its_submit_to_its_acknowledgement(make_world, database_url):
+    world = make_world(url=database_url)
+    job = world.submit(within=600)
+    assert job.created
+    world.ended(job)
+    assert world.desk.acknowledge(job.job.job_id, job.claim).acknowledged
+    kinds = [event.kind for event in world.events(job)]
+    milestones = ["submitted", "measured", "admitted", "succeeded", "acknowledged"]
+    assert [kind for kind in dict.fromkeys(kinds) if kind in milestones] == milestones
+    status = world.status(job)
+    assert (status.state, status.step, status.result.met) == ("succeeded", 200, True)
+    world.until(lambda: world.row(job).drained, "the engine has forgotten it")
+    assert world.engine.world.gangs == {}
+
+
+def test_a_service_that_is_restarted_goes_on_with_the_store(make_world, database_url):
+    world = make_world(url=database_url)
+    job = world.submit(within=900, steps=600)
+    while not world.status(job).state.terminal:
+        world.run(3)
+        world.restart()
+    assert world.status(job).state == "succeeded"
+    assert world.status(job).result.steps == 600
