@@ -70,7 +70,7 @@ class Layout:
         return self.state_dir / "service.log"
 
     def start_afresh(self) -> None:
-        """Remove what an earlier run left, and make the folders. Raises NotOursError rather than delete others' files."""
+        """Remove what an earlier run left, and make the folders. Raises NotOursError for a stranger's."""
         if self.root.exists() and any(self.root.iterdir()):
             if not (self.root / _MARKER).exists():
                 raise NotOursError(f"{self.root} exists and was not made by this demo: move it away, or use --output")

@@ -1,6 +1,6 @@
 """A complete elastic training script: a small network that learns to tell noisy patterns apart.
 
-Alone: ``python train_digits.py``. As an Airflow task: ``ElasticTrainOperator(script="train_digits.py", epochs=3, ...)``.
+Alone: ``python train_digits.py``. As an Airflow task: ``ElasticTrainOperator(script="train_digits.py", ...)``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,141 @@
+"""The demo: honest data, a DAG that parses without torch, a real fine-tuning, and the whole of ``make demo``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DAGS = Path(__file__).resolve().parents[2] / "dags"
+
+
+def load(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def docstrings() -> Iterator[ModuleType]:
+    yield load("demo_docstrings", DAGS / "bert" / "docstrings.py")
+    del sys.modules["demo_docstrings"]
+
+
+def test_the_data_of_a_day_are_always_the_same(docstrings: ModuleType) -> None:
+    first = docstrings.extract(date(2026, 3, 1), train_rows=60, test_rows=30)
+    again = docstrings.extract(date(2026, 3, 1), train_rows=60, test_rows=30)
+    other = docstrings.extract(date(2026, 3, 2), train_rows=60, test_rows=30)
+    assert first == again
+    assert first.test == other.test
+    assert first.train != other.train
+
+
+def test_no_module_is_trained_on_and_tested_on(docstrings: ModuleType) -> None:
+    extract = docstrings.extract(date(2026, 3, 1), train_rows=200, test_rows=100)
+    assert not {row.module for row in extract.train} & {row.module for row in extract.test}
+    assert {row.label for row in extract.train} == set(range(len(docstrings.PACKAGES)))
+
+
+def test_the_text_does_not_name_its_package(docstrings: ModuleType) -> None:
+    extract = docstrings.extract(date(2026, 3, 1), train_rows=200, test_rows=100)
+    for row in (*extract.train, *extract.test):
+        name = docstrings.PACKAGES[row.label]
+        assert name not in row.text.lower(), (name, row.text)
+
+
+def test_the_dag_is_parsed_without_torch() -> None:
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import daily_bert_finetune as m; "
+        "assert 'torch' not in sys.modules; "
+        "print(sorted(t.task_id for t in m.dag.tasks))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(DAGS)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "AIRFLOW__CORE__LOAD_EXAMPLES": "False"},
+    )
+    tasks = done.stdout.strip().splitlines()[-1]
+    assert tasks == "['evaluate', 'extract', 'finetune_quick', 'finetune_thorough', 'publish']"
+
+
+@pytest.mark.slow
+def test_fine_tuning_alone_beats_the_majority_class(docstrings: ModuleType, tmp_path: Path) -> None:
+    extract = docstrings.extract(date(2026, 3, 1), train_rows=384, test_rows=120)
+    docstrings.write(extract.train, tmp_path / "train.jsonl")
+    docstrings.write(extract.test, tmp_path / "test.jsonl")
+    environment = {**os.environ, "ELASTICFLOW_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
+    train = [sys.executable, str(DAGS / "bert/train_bert.py"), "--data", str(tmp_path), "--epochs", "2"]
+    subprocess.run([*train, "--max-length", "32"], check=True, env=environment, timeout=280)
+    promoted = json.loads((tmp_path / "checkpoints/promoted.json").read_text())
+    checkpoint = tmp_path / "checkpoints" / promoted["path"]
+    out = tmp_path / "result.json"
+    evaluate = [sys.executable, str(DAGS / "bert/evaluate.py"), "--data", str(tmp_path), "--out", str(out)]
+    subprocess.run([*evaluate, "--checkpoint", f"m={checkpoint}:32"], check=True, env=environment, timeout=280)
+    result = json.loads(out.read_text())
+    assert result["models"]["m"] > result["majority"] + 0.15
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_whole_demo(tmp_path: Path) -> None:
+    output = tmp_path / "demo"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("AIRFLOW", "ELASTICFLOW"))}
+    environment["ELASTICFLOW_SLOT_LOCK_DIR"] = str(tmp_path / "slots")
+    done = subprocess.run(
+        [sys.executable, str(DAGS / "demo.py"), "--output", str(output)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=880,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "All deadlines met" in done.stdout
+    summary = (output / "summary.txt").read_text()
+    assert re.search(r"workers over time", summary)
+    assert "accuracy: quick" in summary
+    assert [p for p in _processes() if str(output) in p] == []
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_longer_fine_tuning_beats_a_probe_on_the_frozen_encoder(docstrings: ModuleType, tmp_path: Path) -> None:
+    extract = docstrings.extract(date(2026, 3, 1), train_rows=3000, test_rows=600)
+    docstrings.write(extract.train, tmp_path / "train.jsonl")
+    docstrings.write(extract.test, tmp_path / "test.jsonl")
+    environment = {**os.environ, "ELASTICFLOW_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
+    train = [sys.executable, str(DAGS / "bert/train_bert.py"), "--data", str(tmp_path), "--epochs", "5"]
+    subprocess.run([*train, "--max-length", "64"], check=True, env=environment)
+    promoted = json.loads((tmp_path / "checkpoints/promoted.json").read_text())
+    checkpoint = tmp_path / "checkpoints" / promoted["path"]
+    out = tmp_path / "result.json"
+    evaluate = [sys.executable, str(DAGS / "bert/evaluate.py"), "--data", str(tmp_path), "--out", str(out)]
+    subprocess.run([*evaluate, "--checkpoint", f"m={checkpoint}:64"], check=True, env=environment)
+    result = json.loads(out.read_text())
+    assert result["models"]["m"] > result["probe"]
+
+
+def _processes() -> list[str]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+            except OSError:
+                continue  # It has ended meanwhile.
+    return found
