@@ -17,7 +17,7 @@ mv requirements/lock.new requirements/lock.txt
 "${PYTHON:-.venv/bin/python}" - <<'PYTHON' >requirements/service.in
 import tomllib
 for requirement in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]:
-    if not requirement.startswith("apache-airflow"):
+    if not requirement.startswith(("apache-airflow", "pendulum")):
         print(requirement)
 PYTHON
 compile --constraint requirements/lock.txt requirements/service.in >requirements/service.txt

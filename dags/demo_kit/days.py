@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from airflow.listeners import hookimpl
-from airflow.listeners.listener import get_listener_manager
 from airflow.sdk.definitions.dag import DAG
+from airflow.sdk.listener import get_listener_manager
 from airflow.utils.db import initdb
 
 from demo_kit.layout import Layout

@@ -38,20 +38,20 @@ def summary_lines(watcher: Watcher) -> Iterator[str]:
         day = watcher.days[number - 1]["day"] if number <= len(watcher.days) else "?"
         yield f"Day {number} ({day})"
         for job in jobs:
-            yield from _job_lines(job, watcher.events[job.job_id])
+            yield from _job_lines(job, watcher)
         yield f"  workers over time (one character is {_span(jobs, watcher)[2]:.1f} s; . = none, or starting):"
         yield from _chart(jobs, watcher)
         yield from _evaluation_lines(watcher, day)
         yield ""
 
 
-def _job_lines(job: JobStatus, events: Sequence[Event]) -> Iterator[str]:
+def _job_lines(job: JobStatus, watcher: Watcher) -> Iterator[str]:
     task = job.identity.task_id
     deadline = "none" if job.deadline_at is None else clock(job.deadline_at)
     yield f"  {task}: asked for {job.total_steps} steps by {deadline}"
-    for event in events:
+    for event in watcher.events[job.job_id]:
         if event.kind in _DECISIVE:
-            yield f"    #{event.event_id:<4} {clock(event.at)}  {event.kind:<12} {event.reason}"
+            yield f"    #{event.event_id:<4} {clock(event.at)}  {event.kind:<12} {watcher.readable(event.reason)}"
     result = job.result
     if result is not None and result.met is not None and result.slack_s is not None:
         kept = "met" if result.met else "MISSED"

@@ -54,6 +54,12 @@ class Watcher:
         """The task that a job belongs to."""
         return self.jobs[job_id].identity.task_id
 
+    def readable(self, reason: str) -> str:
+        """A reason with tasks' names for ids of jobs, and paths from the output folder on."""
+        for job_id in self.jobs:
+            reason = reason.replace(job_id, self.task_of(job_id))
+        return reason.replace(f"{self.layout.root}/", "")
+
     def _happenings(self) -> Iterator[dict[str, Any]]:
         if not self.layout.happenings.exists():
             return
@@ -97,10 +103,9 @@ class Watcher:
                 for event in service.events(job_id, after=known[-1].event_id if known else 0):
                     known.append(event)
                     if event.kind not in _QUIET:
-                        self.line(
-                            f"  #{event.event_id:<4}{self.task_of(job_id):<18} {event.kind}: {event.reason}",
-                            _STYLES.get(event.kind),
-                        )
+                        what = f"{event.kind}: {self.readable(event.reason)}"
+                        style = _STYLES.get(event.kind)
+                        self.line(f"  #{event.event_id:<4}{self.task_of(job_id):<18} {what}", style)
         if time.monotonic() - self._progress_at >= PROGRESS_EVERY_S:
             self._progress_at = time.monotonic()
             self._show_progress()
