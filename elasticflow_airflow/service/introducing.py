@@ -23,9 +23,11 @@ from elasticflow_airflow.wire import Length, State
 
 
 def introduce(books: Books, device_type: str) -> None:
-    """Ask the scheduler about every new incarnation whose predecessor it has forgotten."""
+    """Ask the scheduler about every new incarnation whose predecessors have all come to their end."""
     for row in books.rows:
         if row.introduced or row.terminal or books.knows(row.job_id):
+            continue
+        if any(r.job_id == row.job_id and r.incarnation < row.incarnation and not r.terminal for r in books.rows):
             continue
         if row.cancel_reason is None and not row.ending:
             _introduce(books, row, device_type)
@@ -56,10 +58,8 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str) -> None:
     books.event("submitted", f"submitted; {reason}", row, deadline_at=row.deadline_at, curve=speeds)
     done = row.step
     remaining = None if row.total_steps is None else float(max(0, row.total_steps - done))
-    feed(
-        books,
-        ev.JobSubmitted(
-            Job(
+    try:
+        job_for_scheduler = Job(
                 job_id=row.job_id,
                 submitted_s=row.submitted_at,
                 deadline_s=row.deadline_at,
@@ -87,6 +87,8 @@ def _known_speeds(submission: Mapping[str, Any], past: Mapping[str, float] | Non
 def _resume(books: Books, row: IncarnationRow) -> None:
     """Take over the last valid checkpoint of the incarnation before, which did not succeed."""
     before = books.tx.incarnation(row.job_id, row.resume_from or 0)
+    while before is not None and before.promoted is None and before.resume_from is not None:
+        before = books.tx.incarnation(row.job_id, before.resume_from)  # It ended before it had any of its own.
     if before is None or before.promoted is None:
         return
     state_dir = books.settings.state_dir
