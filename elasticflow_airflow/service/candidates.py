@@ -13,7 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
+
 from elasticflow_airflow.runtime.manifest import CheckpointError, verify_candidate
+
+log = structlog.get_logger()
 
 CANDIDATE_PATH = re.compile(r"^g(\d{6})/step-(\d{12})$")
 
@@ -95,8 +99,21 @@ class CandidateDesk:
         self._ask(("delete", job_id, incarnation, path), task)
 
     def collect(self) -> list[Looked]:
-        """Everything that is done. Call :meth:`settled` once it is stored. Raises what a task raised."""
-        return [future.result() for future in self._under_way.values() if future.done()]
+        """Everything that is done. Call :meth:`settled` once it is stored.
+
+        What failed (a folder that cannot be read or removed) is logged, and is asked for again by a later pass.
+        """
+        looked = []
+        for key, future in list(self._under_way.items()):
+            if not future.done():
+                continue
+            error = future.exception()
+            if error is None:
+                looked.append(future.result())
+            else:
+                log.warning("a checkpoint folder could not be looked at", what=key, error=repr(error))
+                del self._under_way[key]
+        return looked
 
     def settled(self, looked: list[Looked]) -> None:
         """Forget tasks whose outcome is stored."""

@@ -180,7 +180,7 @@ def _resize(books: Books, row: IncarnationRow, decision: Resize) -> None:
         handled=False,
         window={},
         folded={},
-        notes={},
+        notes={"ordered_at_step": row.step},
         log_names=[],
     )
     books.tx.add(generation)

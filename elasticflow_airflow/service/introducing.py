@@ -58,23 +58,27 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str) -> None:
     books.event("submitted", f"submitted; {reason}", row, deadline_at=row.deadline_at, curve=speeds)
     done = row.step
     remaining = None if row.total_steps is None else float(max(0, row.total_steps - done))
-    try:
-        job_for_scheduler = Job(
-                job_id=row.job_id,
-                submitted_s=row.submitted_at,
-                deadline_s=row.deadline_at,
-                total_steps=remaining,
-                curve=curve_from_json(speeds) if speeds else None,
-                costs=books.costs_of(row),
-                min_workers=int(submission["min_workers"]),
-                max_workers=submission["max_workers"],
-                value=row.value,
-                on_reject=OnReject(submission["on_reject"]),
-                latest_deadline_s=submission["latest_deadline_at"],
-                explore=not submission["scaling_curve"],
-            )
-        ),
+    job_for_scheduler = Job(
+        job_id=row.job_id,
+        submitted_s=row.submitted_at,
+        deadline_s=row.deadline_at,
+        total_steps=remaining,
+        curve=curve_from_json(speeds) if speeds else None,
+        costs=books.costs_of(row),
+        min_workers=int(submission["min_workers"]),
+        max_workers=submission["max_workers"],
+        value=row.value,
+        on_reject=OnReject(submission["on_reject"]),
+        latest_deadline_s=submission["latest_deadline_at"],
+        explore=not submission["scaling_curve"],
     )
+    try:
+        feed(books, ev.JobSubmitted(job_for_scheduler))
+    except ValueError as error:
+        reason = f"cannot be scheduled: {error}"
+        books.event("failed", reason, row)
+        books.end(row, State.FAILED, reason, failure=reason)
+        return
     if row.state == State.SUBMITTED and not row.ending:
         books.set_state(row, State.WAITING, row.verdict.get("reason") or "waits for slots")
 

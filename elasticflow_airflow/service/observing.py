@@ -264,15 +264,15 @@ def _measure(books: Books, row: IncarnationRow, generation: GenerationRow) -> No
         return
     generation.notes = {**generation.notes, "cost_measured": True}
     began_at = measuring.training_began_at(generation.window, generation.last_step_at, speed)
+    lost_s = began_at - generation.created_at
     if generation.fresh_start:
-        name, since = "startup_s", generation.created_at
-    else:
-        earlier = [g for g in books.tx.generations(row.job_id, row.incarnation) if g.generation < generation.generation]
-        times = [g.last_step_at for g in earlier if g.last_step_at is not None]
-        if not times:
-            return
-        name, since = "pause_s", times[-1]
-    row.costs = {**row.costs, name: max(0.0, began_at - since)}
+        row.costs = {**row.costs, "startup_s": max(0.0, lost_s)}
+        return
+    # The gang before trained on while this one was getting ready: what it did counts, at this one's speed.
+    ordered_step, first_step = generation.notes.get("ordered_at_step"), generation.first_step
+    if ordered_step is not None and first_step is not None:
+        lost_s -= max(0, first_step - ordered_step) / speed
+        row.costs = {**row.costs, "pause_s": max(0.0, lost_s)}
 
 
 def _candidate(books: Books, row: IncarnationRow, generation: GenerationRow, path: str, step: int) -> None:

@@ -156,7 +156,7 @@ class Reconciler:
     ) -> None:
         self._notice_clock(books, monotonic_s)
         self._tell_nodes(books)
-        observing.fold(books, observations, self._inbox, self._secrets_of)
+        observing.fold(books, observations, self._inbox, self._secrets_to_hide)
         promotion.record(books, looked)
         record_refusals(books, self._actuator)
         endings.settle(books)
@@ -220,6 +220,13 @@ class Reconciler:
             return self._box.open(row.secret_env)
         except SecretError as error:
             raise EngineError(str(error)) from error
+
+    def _secrets_to_hide(self, row: IncarnationRow) -> Mapping[str, str]:
+        """What must not show up in messages. Without the key nothing was given to the workers, so nothing can."""
+        try:
+            return self._box.open(row.secret_env)
+        except SecretError:
+            return {}
 
     def _device_type(self) -> str:
         return self._nodes[0].device_type if self._nodes else ""
