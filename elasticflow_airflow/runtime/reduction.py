@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 BUCKET_BYTES = 25 << 20
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
+"""By name, as DTensor below: importing those costs every worker most of a second."""
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
@@ -35,6 +37,34 @@ def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
             else:
                 parameter.grad.copy_(part)
             offset += size
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Raise TypeError for models whose gradients cannot be summed here, or whose state is sharded."""
+    for name, module in model.named_modules():
+        where = f"the model's {name} ({type(module).__name__})" if name else f"a model of type {type(module).__name__}"
+        if type(module).__name__ in _WRAPPERS:
+            raise TypeError(
+                f"{where} sums gradients by itself: register the model that it wraps, and train that; the session "
+                "sums gradients over the workers"
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise TypeError(f"{where} has sparse gradients, which cannot be summed over workers: leave sparse=True out")
+    sharded = [name for name, parameter in model.named_parameters() if type(parameter.data).__name__ == "DTensor"]
+    if sharded:
+        raise TypeError(
+            f"parameter {sharded[0]} is sharded (DTensor): the session needs the whole model in each worker"
+        )
+
+
+def refuse_leftovers(parameters: Sequence[nn.Parameter]) -> None:
+    """Raise RuntimeError when there are gradients from before the step: each worker would add them once more."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if gradients and bool(torch.stack([g.any().to(gradients[0].device) for g in gradients]).any()):
+        raise RuntimeError(
+            "there are gradients already when a step begins: call optimizer.zero_grad() in every step. To accumulate "
+            "gradients, make global_batch_size larger instead; the session cuts it into micro-batches"
+        )
 
 
 def broadcast_model(model: nn.Module) -> None:

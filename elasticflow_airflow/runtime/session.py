@@ -8,7 +8,6 @@ May import torch and the standard library only.
 
 from __future__ import annotations
 
-import datetime
 import math
 import os
 import signal
@@ -20,7 +19,6 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -28,14 +26,13 @@ from elasticflow_airflow.runtime import bootstrap, checkpoint
 from elasticflow_airflow.runtime.checkpoint import Registered, Stateful
 from elasticflow_airflow.runtime.context import Context, detect
 from elasticflow_airflow.runtime.data import BatchPlan, ElasticLoader, mix_seed
+from elasticflow_airflow.runtime.group import WorkerGroup
 from elasticflow_airflow.runtime.manifest import CandidateInfo, CheckpointError, promote, remove_old
 from elasticflow_airflow.runtime.protocol import ReportKind
-from elasticflow_airflow.runtime.reduction import broadcast_model
+from elasticflow_airflow.runtime.reduction import broadcast_model, refuse_unsupported
 from elasticflow_airflow.runtime.reporting import Speedometer
 from elasticflow_airflow.runtime.resume import agree_on_checkpoint
 from elasticflow_airflow.runtime.step import Step
-
-COLLECTIVE_TIMEOUT_S = 600.0
 
 
 class Leaving(SystemExit):
@@ -76,9 +73,10 @@ class Session:
         self.device = _pick_device()
         self._context = context
         self._allow_nonfinite_loss = allow_nonfinite_loss
-        self._join()
+        self._group = WorkerGroup(self.device)
         torch.manual_seed(mix_seed(config.seed, 0x1717))
         self._terminated = False
+        self._pid = os.getpid()
         self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
         self._registered: Registered | None = None
         self._loader: ElasticLoader | None = None
@@ -97,13 +95,13 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """Rank of this worker now; it may change at a step boundary."""
-        return dist.get_rank() if dist.is_initialized() else 0
+        """Rank of this worker now; it may change at a step boundary. After ``finish`` it stays."""
+        return self._group.rank
 
     @property
     def world_size(self) -> int:
         """Number of workers now; it may change at a step boundary."""
-        return dist.get_world_size() if dist.is_initialized() else 1
+        return self._group.size
 
     @property
     def is_main(self) -> bool:
@@ -148,6 +146,7 @@ class Session:
         """
         if self._registered is not None:
             raise ValueError("session.register() was called before; name everything in one call")
+        refuse_unsupported(model)
         named = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, **others}
         self._registered = Registered(model, {name: part for name, part in named.items() if part is not None})
         model.to(self.device)
@@ -228,7 +227,7 @@ class Session:
         return Step(self, self._registered.model, self.config.micro_batch_size, seed, self._position())
 
     def log(self, **scalars: float | Tensor) -> None:
-        """Attach numbers to the next progress report, ``loss`` among them."""
+        """Attach numbers to the next progress report, ``loss`` among them; its own epoch and speed stay."""
         for name, value in scalars.items():
             self._scalars[name] = float(value)
 
@@ -241,9 +240,9 @@ class Session:
         info = self._save()
         self._finished = True
         data = {"metrics": dict(metrics or {}), "loss": self._loss, "path": self._relative(info)}
-        self._barrier()
+        self._group.wait_for_all()
         self._say_if_main(ReportKind.FINISHED, **data)
-        self._disband()
+        self._group.disband()
         # What the script does from here on is its own; a SIGTERM ends it again.
         signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
 
@@ -261,11 +260,8 @@ class Session:
         """
         leaving = self._terminated or (self.is_main and self._context.told_to_leave())
         saving = self.is_main and time.monotonic() - self._saved_at_s >= self.config.checkpoint_interval_s
-        if self.world_size > 1:
-            agreed = torch.tensor([loss, float(leaving), float(saving)], dtype=torch.float64)
-            dist.all_reduce(agreed)
-            loss, leaving, saving = float(agreed[0]), bool(agreed[1]), bool(agreed[2])
-        self._leaving, self._saving = leaving, saving
+        loss, leave_votes, save_votes = self._group.sum([loss, float(leaving), float(saving)])
+        self._leaving, self._saving = leave_votes > 0, save_votes > 0
         self._step += 1
         bootstrap.current_step = self._step
         self._speed.step_done()
@@ -278,20 +274,11 @@ class Session:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _join(self) -> None:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S))
-
-    def _disband(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-    def _barrier(self) -> None:
-        if self.world_size > 1:
-            dist.all_reduce(torch.zeros(1))
-
     def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # A process that the script has forked: it has no step boundary to leave at.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
         self._terminated = True
 
     def _position(self) -> tuple[int, int]:
@@ -370,9 +357,9 @@ class Session:
         self._progress()
         self._save()
         # Everybody waits for the save: torchrun would otherwise keep who is early in its exit barrier.
-        self._barrier()
+        self._group.wait_for_all()
         self._say_if_main(ReportKind.STOPPED)
-        self._disband()
+        self._group.disband()
         raise Leaving
 
     def _diverged(self, what: str) -> NoReturn:
@@ -429,10 +416,8 @@ class Session:
         steps, seconds = self._speed.take()
         if not steps:
             return
-        data: dict[str, Any] = {"loss": self._loss, **self._scalars}
-        self._say_if_main(
-            ReportKind.PROGRESS, window_steps=steps, window_s=seconds, epoch=max(0, self._position()[0]), **data
-        )
+        own = {"window_steps": steps, "window_s": seconds, "epoch": self.epoch}
+        self._say_if_main(ReportKind.PROGRESS, **(own | {"loss": self._loss} | self._scalars | own))
 
     def _warn(self, message: str) -> None:
         self._say_if_main(ReportKind.WARNING, message=message)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elasticflow_airflow.runtime.data import Batch, split_content, to_device
-from elasticflow_airflow.runtime.reduction import sum_gradients
+from elasticflow_airflow.runtime.reduction import refuse_leftovers, sum_gradients
 
 
 class StepOwner(Protocol):
@@ -64,7 +64,8 @@ class Step:
     def split(self, batch: Batch) -> Iterator[Any]:
         """Yield this worker's micro-batches on its device; after the last one gradients are summed over all workers.
 
-        Yields nothing where the share is empty. Raises RuntimeError when a micro-batch had no ``backward``.
+        Yields nothing where the share is empty. Raises RuntimeError when a micro-batch had no ``backward``,
+        and when gradients of the step before are still there.
         """
         if self._reduced:
             raise RuntimeError("step.split() may be used once in a step")
@@ -75,6 +76,8 @@ class Step:
                 f"batch {batch.step_in_epoch} of epoch {batch.epoch} came to the step for batch {self._position[1]} of "
                 f"epoch {self._position[0]}: every batch of the loader needs exactly one session.step(), in order"
             )
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        refuse_leftovers(parameters)
         size = self._micro_batch_size = min(self._micro_batch_size or batch.samples or 1, max(1, batch.samples))
         for start in range(0, batch.samples, size):
             end = min(start + size, batch.samples)
@@ -85,7 +88,7 @@ class Step:
             if self._weight is not None:
                 raise RuntimeError("a micro-batch went by without step.backward(loss)")
         if dist.is_initialized() and dist.get_world_size() > 1:
-            sum_gradients([p for p in self._model.parameters() if p.requires_grad])
+            sum_gradients(parameters)
         self._reduced = True
 
     def backward(self, loss: Tensor) -> None:

@@ -70,6 +70,8 @@ for _epoch in session.epochs():
         with open(log / f"{os.getpid()}.jsonl", "a") as file:
             file.write(json.dumps(line) + "\\n")
 session.finish()
+if session.is_main:
+    print(f"rank {session.rank} of {session.world_size} has the last word")
 """
 
 
@@ -231,6 +233,7 @@ def test_a_bare_torchrun_needs_no_service(stages, undisturbed):
     output = stages.torchrun(3)
     assert output.count("elasticflow: finished step=12") == 1
     assert "resumed_from=g000000/step-000000000005" in output
+    assert output.count("has the last word") == output.count("rank 0 of 3 has the last word") == 1
     assert_as_undisturbed(stages, undisturbed, Path("elasticflow-checkpoints"))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -396,6 +397,7 @@ def test_backward_twice_and_split_twice(training):
             for inputs, _ in step.split(batch):
                 step.backward(run.model(inputs).sum())
                 step.backward(run.model(inputs).sum())
+    run.optimizer.zero_grad()
     with pytest.raises(RuntimeError, match=r"step\.split\(\) may be used once in a step"):
         with run.session.step() as step:
             for _ in range(2):
@@ -450,3 +452,67 @@ def test_logged_scalars_and_loss_are_printed(training, capsys, monkeypatch):
     run.run().session.finish()
     assert "elasticflow: progress step=4 window_steps=4" in (out := capsys.readouterr().out)
     assert "lr=0.5" in out
+
+
+@pytest.mark.parametrize("name", ["epoch", "window_s", "window_steps"])
+def test_logging_a_number_under_a_name_of_the_report(training, capsys, name):
+    run = training(epochs=1)
+    run.session.log(**{name: 77})
+    run.run().session.finish()
+    (progress,) = [line for line in capsys.readouterr().out.splitlines() if " progress " in line]
+    assert f"{name}=77" not in progress
+    assert f"{name}=" in progress
+
+
+def test_gradients_left_from_the_step_before_are_refused(training):
+    """Each worker would add them once more: two workers would train something else than one."""
+    run = training(epochs=1)
+    run.optimizer.zero_grad = lambda: None
+    with pytest.raises(RuntimeError, match=r"call optimizer\.zero_grad\(\) in every step"):
+        run.run()
+    assert run.session.steps_done == 1
+
+
+def test_gradients_may_be_zeroed_instead_of_dropped(training):
+    run = training(epochs=1)
+    zero = run.optimizer.zero_grad
+    run.optimizer.zero_grad = lambda: zero(set_to_none=False)
+    assert torch.equal(run.run().parameters(), training(epochs=1, checkpoint_dir="other").run().parameters())
+
+
+class _Wrapped(torch.nn.Module):
+    """Stands for torch's wrapper, which needs a process group to be made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = torch.nn.Linear(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (type("DistributedDataParallel", (_Wrapped,), {})(), "DistributedDataParallel sums gradients by itself"),
+        (torch.nn.Sequential(torch.nn.Embedding(3, 2, sparse=True)), r"model's 0 \(Embedding\) has sparse gradients"),
+    ],
+)
+def test_models_that_cannot_be_summed_here_are_refused(session_globals, model, message):
+    with pytest.raises(TypeError, match=message):
+        runtime.init(epochs=1).register(model=model)
+
+
+def test_a_forked_process_of_the_script_dies_of_sigterm(training):
+    """It has no step boundary: with our handler it would never end."""
+    run = training(epochs=1)
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(tell, b"!")  # A signal before this point is lost: Python forgets those that come while it forks.
+        for _ in range(1000):
+            time.sleep(0.01)
+        os._exit(7)
+    os.read(ready, 1)
+    os.close(ready)
+    os.close(tell)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert run.run().session.steps_done == 4
