@@ -56,7 +56,7 @@ def _conclude(books: Books, row: IncarnationRow) -> None:
     if state is not State.REJECTED:
         books.event(state.value, reason, row, **(_summary(row) if row.result else {}))
     # Only now may the scheduler give the slots away for good; by id, it knows no incarnations.
-    if books.knows(row.job_id):
+    if row.introduced and books.knows(row.job_id):
         if state is State.SUCCEEDED:
             feed(books, ev.JobFinished(row.job_id))
         elif state is State.CANCELLED:

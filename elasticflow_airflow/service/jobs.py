@@ -53,14 +53,17 @@ class JobDesk:
             job = tx.job(job_id)
             row = tx.incarnation(job_id, job.incarnation) if job is not None and job.incarnation else None
             if job is not None and row is not None and _attachable(row, submission):
-                created, warnings = False, self._attach(tx, row, submission)
+                created, (warnings, amendment_id) = False, self._attach(tx, row, submission)
             else:
                 job = job or self._new_job(tx, job_id, submission)
                 self._supersede(row)
                 row, created, warnings = self._open(tx, job, row, submission, sealed), True, []
+                amendment_id = None
             job.claim += 1
             claim, incarnation = job.claim, row.incarnation
         self.notifier.wake()
+        if amendment_id is not None:
+            warnings += self._warn_of_refused_amendment(amendment_id)
         status = self._await_verdict(job_id, incarnation)
         return Attachment(job=status, claim=claim, created=created, warnings=warnings)
 
@@ -187,35 +190,37 @@ class JobDesk:
                 "ask for fewer workers",
             )
 
-    def _attach(self, tx: Writer, row: IncarnationRow, submission: JobSubmission) -> list[str]:
+    def _attach(self, tx: Writer, row: IncarnationRow, submission: JobSubmission) -> tuple[list[str], int | None]:
+        """Go on with a job; returns what its owner should know, and the amendment that it asks for, if any."""
         row.renewals += 1
         row.lease_s, row.orphan_s = submission.lease_s, submission.orphan_s
-        deadline_at = None if submission.best_effort else submission.deadline_at
-        asked = row.submission
-        changed = (asked["deadline_at"], asked["best_effort"], asked["value"]) != (
-            submission.deadline_at,
-            submission.best_effort,
-            submission.value,
-        )
-        if changed and not row.terminal:
-            tx.add(
-                AmendmentRow(
-                    job_id=row.job_id,
-                    incarnation=row.incarnation,
-                    deadline_at=deadline_at,
-                    value=submission.value,
-                    best_effort=submission.best_effort,
-                )
-            )
-            row.submission = {
-                **asked,
-                "deadline_at": submission.deadline_at,
-                "best_effort": submission.best_effort,
-                "value": submission.value,
-            }
         if row.terminal:
+            return [], None
+        warnings = self._warn_of_changed_code(row.submission["command"]["snapshot"], submission.command.snapshot)
+        wanted = {
+            "deadline_at": submission.deadline_at,
+            "best_effort": submission.best_effort,
+            "value": submission.value,
+        }
+        if all(row.submission[name] == value for name, value in wanted.items()):
+            return warnings, None
+        amendment = AmendmentRow(
+            job_id=row.job_id,
+            incarnation=row.incarnation,
+            deadline_at=None if submission.best_effort else submission.deadline_at,
+            value=submission.value,
+            best_effort=submission.best_effort,
+        )
+        tx.add(amendment)
+        row.submission = {**row.submission, **wanted}
+        tx.session.flush()
+        return warnings, amendment.amendment_id
+
+    def _warn_of_refused_amendment(self, amendment_id: int) -> list[str]:
+        answer = self.notifier.wait_for(lambda: self._answer(amendment_id), self.settings.verdict_wait_s)
+        if answer is None or answer["accepted"]:
             return []
-        return self._warn_of_changed_code(asked["command"]["snapshot"], submission.command.snapshot)
+        return [f"the changed deadline or value is not promised, and what held before holds on: {answer['reason']}"]
 
     def _warn_of_changed_code(self, old: str, new: str) -> list[str]:
         if old == new:
