@@ -32,10 +32,13 @@ _SEED_BITS = 31
 
 @dataclass(slots=True)
 class Refusals:
-    """How often in a row the engine refused to start a job's gang, and what it said last."""
+    """How often in a row the engine refused to start a job's gang, since when, and what it said last."""
 
+    since_monotonic_s: float = field(default_factory=time.monotonic)
     count: int = 0
     message: str = ""
+    told: bool = False
+    """An event has said so."""
 
 
 @dataclass(slots=True)
@@ -62,7 +65,7 @@ class Actuator:
             generations = books.open_of(row)
             desired = books.desired(row)
             if desired is not None and desired.desired == "run" and not row.terminal:
-                if desired.state != GangState.ENDED:
+                if desired.state != GangState.ENDED and not _slots_of_others(books, desired):
                     self._apply(row, desired)
             elif any(alive(g) or g.state == GangState.PENDING for g in generations):
                 reason = row.state_reason or "no longer wanted"
@@ -160,16 +163,29 @@ class Actuator:
         )
 
 
+def _slots_of_others(books: Books, wanted: GenerationRow) -> bool:
+    """Whether a gang of another job is still on these slots: it was told to leave, and this one comes after it."""
+    slots = {tuple(slot) for slot in wanted.placement}
+    return any(
+        g.job_id != wanted.job_id and alive(g) and any(tuple(slot) in slots for slot in g.placement)
+        for g in books.generations.values()
+    )
+
+
 def record_refusals(books: Books, actuator: Actuator) -> None:
     """Say what the engine refused, and end jobs that it refused too often."""
     for job_id, refusals in list(actuator.refusals.items()):
         row = books.live(job_id)
         if row is None:
             del actuator.refusals[job_id]
-        elif refusals.count == 1 or refusals.count >= books.settings.apply_attempts:
-            books.event("not_started", f"the workers could not be started: {refusals.message}", row)
-            if refusals.count >= books.settings.apply_attempts:
-                books.end(row, State.FAILED, f"could not be started: {refusals.message}", failure=refusals.message)
+            continue
+        if not refusals.told:
+            refusals.told = True
+            reason = f"the workers could not be started: {refusals.message}; it is tried again"
+            books.event("not_started", reason, row)
+        long = time.monotonic() - refusals.since_monotonic_s >= books.settings.apply_limit_s
+        if long and refusals.count >= books.settings.apply_attempts:
+            books.end(row, State.FAILED, f"could not be started: {refusals.message}", failure=refusals.message)
 
 
 def record_drained(books: Books, actuator: Actuator) -> None:

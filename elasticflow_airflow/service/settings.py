@@ -84,7 +84,9 @@ class ServiceSettings(BaseSettings):
     tail_limit_s: float = Field(default=3600.0, gt=0)
     """A script may work on for so long after its last step (evaluation)."""
     apply_attempts: int = Field(default=3, ge=1)
-    """The engine refuses to start a gang so many times in a row: the job fails with its message."""
+    """The engine refuses to start a gang so many times in a row ..."""
+    apply_limit_s: float = Field(default=10.0, ge=0)
+    """... and for so long: the job fails with its message. (Slots may take a moment to become free.)"""
 
     snapshot_max_bytes: int = Field(default=64 * 2**20, ge=1)
     snapshot_max_files: int = Field(default=4000, ge=1)
