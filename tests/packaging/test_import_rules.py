@@ -24,7 +24,6 @@ FORBIDDEN = {
         "httpx",
         "fastapi",
         "time",
-        "datetime",
         "threading",
         "asyncio",
     },
