@@ -38,6 +38,8 @@ def main() -> int:
     args = parser.parse_args()
     console = Console(soft_wrap=True)
     layout = Layout.below(args.output)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # told to end, it cleans up as after Ctrl-C
+    stop_service(layout)  # of an earlier run that was killed
     try:
         layout.start_afresh()
     except NotOursError as error:
