@@ -75,7 +75,7 @@ class Batch:
     step_in_epoch: int
 
 
-_OWN_OPTIONS = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last"})
+_OWN_OPTIONS = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last", "in_order"})
 """Options of ``DataLoader`` that would contradict the plan."""
 
 
@@ -133,8 +133,11 @@ class ElasticLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, first_step = self._position()
-        shares = _Shares(self.plan, epoch, first_step, *self._workers())
-        loaded = iter(DataLoader(self._dataset, batch_sampler=shares, **self._options))
+        rank, world_size = self._workers()
+        shares = _Shares(self.plan, epoch, first_step, rank, world_size)
+        # Loader processes take their seeds from it; without, those of all workers would draw the same augmentation.
+        seeds = torch.Generator().manual_seed(mix_seed(self.plan.seed, epoch, first_step, rank))
+        loaded = iter(DataLoader(self._dataset, batch_sampler=shares, **{"generator": seeds, **self._options}))
         for step, mine, global_samples in shares.all():
             if self._finished():
                 return

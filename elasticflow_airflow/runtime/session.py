@@ -417,7 +417,11 @@ class Session:
         if not steps:
             return
         own = {"window_steps": steps, "window_s": seconds, "epoch": self.epoch}
-        self._say_if_main(ReportKind.PROGRESS, **(own | {"loss": self._loss} | self._scalars | own))
+        data: dict[str, Any] = own | {"loss": self._loss} | self._scalars | own
+        if self._allow_nonfinite_loss:
+            # A reader of the reports would end the training over it.
+            data["loss"] = _finite_or_none(data["loss"])
+        self._say_if_main(ReportKind.PROGRESS, **data)
 
     def _warn(self, message: str) -> None:
         self._say_if_main(ReportKind.WARNING, message=message)

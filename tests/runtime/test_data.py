@@ -129,6 +129,25 @@ def test_prefetching_workers_deal_out_the_same_batches():
     assert len(expected) == plan.steps_per_epoch - 1
 
 
+class Noise(Squares):
+    """A dataset that augments its samples."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(())
+
+
+def test_augmentation_in_loader_processes_differs_between_workers_and_comes_again():
+    plan = BatchPlan(samples=8, global_batch_size=8, seed=1, shuffle=True)
+
+    def drawn(rank: int) -> list[float]:
+        torch.manual_seed(0)  # As a session does, the same in every worker.
+        place = {"position": lambda: (0, 0), "workers": lambda: (rank, 2)}
+        (batch,) = ElasticLoader(Noise(plan.samples), plan, num_workers=1, **place)
+        return batch.content.tolist()
+
+    assert drawn(0) == drawn(0) != drawn(1)
+
+
 def test_a_pass_given_up_in_the_middle_loses_nothing():
     """Leaving ends a pass with batches fetched ahead; the next pass starts at the step counter, not behind them."""
     plan = BatchPlan(samples=40, global_batch_size=4, seed=1, shuffle=True)
@@ -153,6 +172,8 @@ def test_wrong_sizes_and_contradicting_options_are_refused():
     plan = BatchPlan(samples=5, global_batch_size=2, seed=0, shuffle=True)
     with pytest.raises(ValueError, match=r"batch_size, drop_last: the session decides.*global_batch_size="):
         Trainer(plan, 0, batch_size=4, drop_last=True)
+    with pytest.raises(ValueError, match="in_order: the session decides"):
+        Trainer(plan, 0, num_workers=2, in_order=False)
 
 
 def test_changes_since_names_what_differs():

@@ -286,6 +286,18 @@ def test_a_loss_that_is_no_number_is_reported(service, training):
     assert service.reports(1, kind=ReportKind.CHECKPOINT) == []
 
 
+def test_an_allowed_loss_that_is_no_number_is_not_reported(service, training):
+    """Whoever reads the reports ends a training that reports one."""
+    service.configure(epochs=1)
+    service.start(1)
+    run = training(allow_nonfinite_loss=True)
+    with torch.no_grad():
+        run.model[0].weight.fill_(float("nan"))
+    run.run().session.finish()
+    (progress,) = service.reports(1, kind=ReportKind.PROGRESS)
+    assert (progress.step, progress.data["loss"]) == (4, None)
+
+
 # -- where it runs ------------------------------------------------------------------------------------------------
 
 
