@@ -1,0 +1,200 @@
+"""What the reconcile loop does when a training misbehaves: each has a message that says what was wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
+
+
+@pytest.fixture
+def world(make_world):
+    return make_world(checkpoint_interval_s=3.0, hang_min_s=20.0, grace_s=5.0)
+
+
+def run(world, **fake):
+    job = world.submit(within=900, steps=400, scaling_curve=CURVE, max_workers=1, fake=fake)
+    return job, world.ended(job)
+
+
+def restarts(world, job):
+    return [e.reason for e in world.events(job, "restarting")]
+
+
+def test_a_hang_is_restarted_once_and_then_fails(world):
+    job, done = run(world, hang_at_step=160)
+    assert done.state == "failed"
+    assert "hangs: made no progress for" in done.failure
+    assert "again after a restart" in done.failure
+    (hang,) = world.events(job, "hang")
+    assert "at step 160" in hang.reason
+    assert len(world.generations(job)) == 2
+    assert restarts(world, job) == ["restarts after a hang at step 160; goes on from step 150"]
+
+
+def test_a_loss_that_is_no_number_fails_at_once(world):
+    job, done = run(world, nan_loss_at_step=150)
+    assert done.state == "failed"
+    assert "the loss is not a number at step 150" in done.failure
+    assert len(world.generations(job)) == 1
+
+
+def test_leaving_with_status_0_before_the_end_fails_and_says_how_far_it_came(world):
+    _job, done = run(world, exit_at_step=150)
+    assert done.state == "failed"
+    assert "ended with status 0 after 1" in done.failure
+    assert "of 400 steps" in done.failure
+
+
+def test_progress_that_goes_backwards_fails(world):
+    _job, done = run(world, backwards_at_step=150)
+    assert done.state == "failed"
+    assert "the progress went backwards, from step 1" in done.failure
+
+
+def test_out_of_memory_halves_the_micro_batch_and_keeps_the_global_one(world):
+    job, done = run(world, out_of_memory_above=8)
+    assert done.state == "succeeded"
+    assert restarts(world, job) == [
+        "out of memory with a micro-batch of 32: tries again with 16; the global batch stays 32; goes on from step 0",
+        "out of memory with a micro-batch of 16: tries again with 8; the global batch stays 32; goes on from step 0",
+    ]
+    assert world.row(job).micro_batch_size == 8
+    assert world.row(job).restarts == 0
+
+
+def test_out_of_memory_while_measuring(world):
+    job = world.submit(within=900, steps=2000, fake={"out_of_memory_above": 8})
+    done = world.ended(job)
+    assert (done.state, done.result.met) == ("succeeded", True)
+    assert world.row(job).micro_batch_size == 8
+
+
+def test_memory_that_never_suffices_fails_with_advice(world):
+    _job, done = run(world, out_of_memory_above=0)
+    assert done.state == "failed"
+    assert "does not suffice for a micro-batch of 1" in done.failure
+    assert "larger device" in done.failure
+
+
+def test_a_failing_script_is_restarted_while_it_progresses_and_then_fails_with_its_words(world):
+    trace = "Traceback (most recent call last):\n  File train.py, line 7\nRuntimeError: no such column: label"
+    job, done = run(world, fail_at_step=150, failure=trace)
+    assert done.state == "failed"
+    assert "no such column: label" in done.failure
+    assert len(world.generations(job)) == 2, "the second try came no further than the first"
+    assert "restart 1 of 2" in restarts(world, job)[0]
+
+
+def test_a_script_that_fails_at_once_is_not_tried_again(world):
+    job, done = run(world, fail_at_step=0, failure="ModuleNotFoundError: No module named 'torch'")
+    assert done.state == "failed"
+    assert "No module named 'torch'" in done.failure
+    assert len(world.generations(job)) == 1
+
+
+def test_a_worker_that_is_killed_costs_a_restart_from_the_last_checkpoint(world):
+    job = world.submit(within=900, steps=400, scaling_curve=CURVE, max_workers=2)
+    world.until(lambda: world.status(job).step > 200, "some steps")
+    world.engine.fail_worker(job.job.job_id, rank=1)
+    done = world.ended(job)
+    assert (done.state, done.result.steps) == ("succeeded", 400)
+    assert "rank 1: killed" in restarts(world, job)[0]
+    resumed = world.events(job, "started")[-1].data["step"]
+    assert 100 < resumed <= 400
+
+
+def test_a_lost_gang_is_started_again(world):
+    job = world.submit(within=900, steps=400, scaling_curve=CURVE, max_workers=1)
+    for step in (100, 200):
+        world.until(lambda step=step: world.status(job).step > step, "some steps")
+        world.engine.lose(job.job.job_id)
+        world.step(0.5)
+    done = world.ended(job)
+    assert done.state == "succeeded"
+    assert len([r for r in restarts(world, job) if "lost its workers" in r]) == 2
+
+
+def test_a_gang_that_is_lost_again_and_again_without_progress_fails(make_world):
+    world = make_world(max_losses=2)
+    job = world.submit(within=900, steps=400, scaling_curve=CURVE, max_workers=1)
+
+    def lose() -> bool:
+        running = [g for g in world.engine.world.gangs.values() if g.phase == "running"]
+        if running:
+            world.engine.lose(job.job.job_id)
+        return world.status(job).state.terminal
+
+    world.until(lose, "it gives up")
+    assert world.status(job).state == "failed"
+    assert "lost its workers 3 times in a row without progress" in world.status(job).state_reason
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(world):
+    job = world.submit(within=900, steps=400, scaling_curve=CURVE, max_workers=1)
+    world.until(lambda: world.row(job).promoted and world.row(job).promoted["step"] >= 60, "two checkpoints")
+    good = world.row(job).promoted["step"]
+    gang = world.engine.world.gangs[job.job.job_id, 1]
+    gang.behaviour = type(gang.behaviour)(damaged_checkpoints=True)
+    world.until(lambda: world.events(job, "checkpoint_damaged"), "a damaged one is found")
+    assert world.row(job).promoted["step"] == good
+    world.engine.fail_worker(job.job.job_id)
+    done = world.ended(job)
+    assert (done.state, done.result.steps) == ("succeeded", 400)
+    assert world.events(job, "started")[1].data["step"] == good
+    assert "is damaged and is not used" in world.events(job, "checkpoint_damaged")[0].reason
+
+
+def test_a_damaged_final_checkpoint_is_trained_again_and_never_returned(world):
+    job = world.submit(within=900, steps=400, scaling_curve=CURVE, max_workers=1)
+    world.until(lambda: world.status(job).step >= 370, "nearly done")
+    gang = world.engine.world.gangs[job.job.job_id, 1]
+    gang.behaviour = type(gang.behaviour)(damaged_checkpoints=True)
+    done = world.ended(job)
+    assert (done.state, done.result.steps) == ("succeeded", 400)
+    assert "the final checkpoint" in restarts(world, job)[0]
+    assert "/g000002/" in done.result.checkpoint_path
+
+
+def test_workers_that_ignore_that_they_should_leave_are_gone_in_the_end(world):
+    job = world.submit(within=900, steps=4000, scaling_curve=CURVE, fake={"ignores_leave": True})
+    world.run(5)
+    world.desk.cancel(job.job.job_id, job.claim, "no longer wanted")
+    done = world.ended(job)
+    assert (done.state, done.state_reason) == ("cancelled", "no longer wanted")
+    assert all(g.phase == "ended" for g in world.engine.world.gangs.values())
+
+
+def test_a_cancel_saves_first(world):
+    job = world.submit(within=900, steps=4000, scaling_curve=CURVE, max_workers=1)
+    world.until(lambda: world.status(job).step > 10, "some steps")
+    world.desk.cancel(job.job.job_id, job.claim, "no longer wanted")
+    assert world.ended(job).state == "cancelled"
+    assert world.row(job).promoted["step"] > 10
+
+
+def test_a_cancel_of_a_job_that_is_done_leaves_the_success(world):
+    job = world.submit(within=900, steps=100, scaling_curve=CURVE, fake={"tail_s": 5})
+    world.until(lambda: world.status(job).step == 100, "its last step")
+    world.desk.cancel(job.job.job_id, job.claim, "too late")
+    done = world.ended(job)
+    assert done.state in ("succeeded", "cancelled")
+    assert done.result.steps == 100
+
+
+def test_a_sleeping_machine_costs_a_restart_and_nothing_else(world):
+    job = world.submit(steps=400, scaling_curve=CURVE, max_workers=1, lease_s=30, orphan_s=3600)
+    world.until(lambda: world.status(job).step > 50, "some steps")
+    world.desk.renew(job.job.job_id, job.claim)
+    world.elapsed_s += 200  # Nobody ran: neither the service nor its owner.
+    world.now_s += 200
+    world.step(0.5)
+    world.desk.renew(job.job.job_id, job.claim)
+
+    def over() -> bool:
+        world.desk.renew(job.job.job_id, job.claim)
+        return world.status(job).state.terminal
+
+    world.until(over, "it ends")
+    assert world.status(job).state == "succeeded"
+    assert world.status(job).result.steps == 400
