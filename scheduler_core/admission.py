@@ -150,7 +150,7 @@ class Admission:
                 low = middle
         for limit in (high, certain):
             offer = limit + config.deadline_margin_s + config.offer_margin_s
-            for rounded in (float(math.ceil(offer)), offer):
+            for rounded in (math.ceil(offer / config.offer_round_s) * config.offer_round_s, offer):
                 if self._try(work, rounded - config.deadline_margin_s, 0) is not None:
                     return rounded
         return None

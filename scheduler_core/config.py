@@ -19,6 +19,8 @@ class SchedulerConfig:
     """New promises and new plans end this much before the deadline (delays of wake-ups, of the engine)."""
     offer_margin_s: float = 0.0
     """Added to the earliest feasible deadline that a rejection offers: a resubmit a moment later is admitted, too."""
+    offer_round_s: float = 1.0
+    """An offered deadline is rounded up to a multiple of this, in UTC: people copy it."""
     offer_probes: int = 6
     """How often bisection tries a deadline with the full admission; more is more exact and slower."""
     rescue_orders: int = 6
@@ -70,6 +72,6 @@ class SchedulerConfig:
         for name in ("deadline_margin_s", "offer_margin_s", "min_saving_pauses", "min_saving_s", "patience_pauses"):
             if getattr(self, name) < 0.0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it cannot be negative")
-        for name in ("ageing_s", "profile_budget_s", "overdue_s"):
+        for name in ("ageing_s", "profile_budget_s", "overdue_s", "offer_round_s"):
             if getattr(self, name) <= 0.0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be above 0")

@@ -6,8 +6,8 @@ job's end when it refuses too often.
 
 from __future__ import annotations
 
+import math
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +34,7 @@ _SEED_BITS = 31
 class Refusals:
     """How often in a row the engine refused to start a job's gang, since when, and what it said last."""
 
-    since_monotonic_s: float = field(default_factory=time.monotonic)
+    since_monotonic_s: float
     count: int = 0
     message: str = ""
     told: bool = False
@@ -49,17 +49,18 @@ class Actuator:
     settings: ServiceSettings
     snapshots: Snapshots
     secrets: Secrets
+    monotonic: Callable[[], float]
     refusals: dict[str, Refusals] = field(default_factory=dict)
     drained: set[tuple[str, int]] = field(default_factory=set)
     """Terminal incarnations whose gangs the engine has forgotten; the next pass writes it down."""
-    _renewed_at_s: float = 0.0
+    _renewed_at_s: float = -math.inf
     _written: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
 
     def act(self, books: Books) -> None:
         """Make the engine do what the rows say."""
-        renew = time.monotonic() - self._renewed_at_s >= self.settings.renew_interval_s
+        renew = self.monotonic() - self._renewed_at_s >= self.settings.renew_interval_s
         if renew:
-            self._renewed_at_s = time.monotonic()
+            self._renewed_at_s = self.monotonic()
         for row in books.rows:
             self._write_promotion(row)
             generations = books.open_of(row)
@@ -95,9 +96,12 @@ class Actuator:
             )
             self.engine.apply(self.spec_of(row, generation))
         except (EngineError, OSError) as error:
-            refusals = self.refusals.setdefault(row.job_id, Refusals())
-            refusals.count += 1
-            refusals.message = str(error)
+            if alive(generation):  # It runs: what cannot be told it now can be told it later.
+                log.warning("the engine refused", call="apply", job=row.job_id, error=str(error))
+            else:
+                refusals = self.refusals.setdefault(row.job_id, Refusals(self.monotonic()))
+                refusals.count += 1
+                refusals.message = str(error)
         else:
             self.refusals.pop(row.job_id, None)
         crashpoints.point("after apply")
@@ -183,7 +187,7 @@ def record_refusals(books: Books, actuator: Actuator) -> None:
             refusals.told = True
             reason = f"the workers could not be started: {refusals.message}; it is tried again"
             books.event("not_started", reason, row)
-        long = time.monotonic() - refusals.since_monotonic_s >= books.settings.apply_limit_s
+        long = actuator.monotonic() - refusals.since_monotonic_s >= books.settings.apply_limit_s
         if long and refusals.count >= books.settings.apply_attempts:
             books.end(row, State.FAILED, f"could not be started: {refusals.message}", failure=refusals.message)
 

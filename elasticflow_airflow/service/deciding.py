@@ -126,10 +126,7 @@ def _admit(books: Books, row: IncarnationRow, decision: Admit) -> None:
 
 
 def _reject(books: Books, row: IncarnationRow, decision: Reject) -> None:
-    earliest = offered(decision.earliest_deadline_s)
-    reason = decision.reason
-    if earliest is not None:
-        reason += f"; the earliest deadline that can be promised now is {when(earliest)}"
+    earliest, reason = decision.earliest_deadline_s, decision.reason
     event_id = books.event("rejected", reason, row, deadline_at=row.deadline_at, earliest_deadline_at=earliest)
     row.verdict = {
         "decision": "rejected",
@@ -232,16 +229,11 @@ def _amended(books: Books, row: IncarnationRow, decision: Amended) -> None:
 
 
 def _amend_rejected(books: Books, row: IncarnationRow, decision: AmendRejected) -> None:
-    earliest = offered(decision.earliest_deadline_s)
+    earliest = decision.earliest_deadline_s
     books.event("amend_rejected", decision.reason, row, earliest_deadline_at=earliest)
     if books.amendment is not None and books.amendment.job_id == row.job_id:
         answer = {"accepted": False, "reason": decision.reason, "earliest_deadline_at": earliest}
         books.amendment.answer = answer
-
-
-def offered(earliest_s: float | None) -> float | None:
-    """Round the deadline that is offered up to a whole minute: what people copy."""
-    return None if earliest_s is None else math.ceil(earliest_s / 60.0) * 60.0
 
 
 def when(at_s: float) -> str:

@@ -183,16 +183,23 @@ class _Lease:
 
 
 class Leases:
-    """When each owner was heard last, in this process' monotonic time; a restart gives everybody a new first limit."""
+    """When each owner was heard last, in this process' monotonic time; a restart gives everybody a new first limit.
+
+    What a check finds counts once it is stored: an owner that came back in a pass that failed is heard in the next.
+    """
 
     def __init__(self) -> None:
+        self._stored: dict[tuple[str, int], _Lease] = {}
         self._leases: dict[tuple[str, int], _Lease] = {}
+
+    def stored(self) -> None:
+        """What the last check found is in the store."""
+        self._stored = self._leases
 
     def check(self, books: Books, monotonic_s: float) -> None:
         """Park jobs whose owner is away, cancel those whose owner stays away, and take back who is there again."""
         live = {(row.job_id, row.incarnation): row for row in books.rows if row.introduced and not row.terminal}
-        for key in self._leases.keys() - live.keys():
-            del self._leases[key]
+        self._leases = {key: lease for key, lease in self._stored.items() if key in live}
         for key, row in live.items():
             lease = self._leases.get(key)
             if lease is None or lease.renewals != row.renewals:

@@ -34,6 +34,7 @@ from elasticflow_airflow.service.store import Store
 
 _RETRY_S = 1.0
 _CLOCK_JUMP_S = 5.0
+_OFFER_ROUND_S = 60.0
 _PROJECTION_CHANGE_S = 0.5
 
 log = structlog.get_logger()
@@ -57,7 +58,7 @@ class Reconciler:
     ) -> None:
         self._store, self._engine, self._settings, self._notifier = store, engine, settings, notifier
         self._box, self._desk, self._clock, self._monotonic = secrets, desk, clock, monotonic
-        self._actuator = Actuator(engine, settings, snapshots, self._secrets_of)
+        self._actuator = Actuator(engine, settings, snapshots, self._secrets_of, monotonic)
         self._inbox = observing.Inbox()
         self._leases = introducing.Leases()
         self._patience = watching.Patience()
@@ -115,6 +116,7 @@ class Reconciler:
             self._write_states(books)
         self._wake_at = books.wake_at
         self._inbox.stored()
+        self._leases.stored()
         self._desk.settled(looked)
         self._notifier.changed()
         self._actuator.act(books)
@@ -266,6 +268,7 @@ def _scheduler_config(settings: ServiceSettings) -> SchedulerConfig:
         speed_error=settings.throughput_error,
         deadline_margin_s=settings.deadline_margin_s,
         offer_margin_s=settings.offer_margin_s,
+        offer_round_s=_OFFER_ROUND_S,
         profile_budget_s=settings.profile_limit_s,
         profile_startup_s=settings.profile_startup_s,
         explore_gain=settings.explore_gain,

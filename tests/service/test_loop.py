@@ -1,0 +1,485 @@
+"""What the reconcile loop does on good days: measuring, verdicts, deadlines, leases, secrets."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from elasticflow_airflow.wire import Length
+
+CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
+DAY_S = 86_400.0
+
+
+def purposes(world, job):
+    return [g.purpose for g in world.generations(job)]
+
+
+# -- how fast ----------------------------------------------------------------------------------------------------
+
+
+def test_a_first_run_is_measured_while_it_trains_and_then_admitted(world):
+    job = world.submit(within=900, steps=2000)
+    assert (job.job.state, job.job.verdict.decision) == ("profiling", "undecided")
+    status = world.reach(job, "running")
+    measured = {e.data["workers"]: e.data["steps_per_s"] for e in world.events(job, "measured")}
+    assert measured == pytest.approx(CURVE, rel=0.1)
+    assert status.verdict.decision == "admitted"
+    assert status.step > 0, "what was made while measuring counts"
+    done = world.ended(job)
+    assert (done.state, done.result.steps, done.result.met) == ("succeeded", 2000, True)
+
+
+def test_the_next_run_of_the_task_is_admitted_at_once(world):
+    world.ended(world.submit(run="sunday", within=600))
+    monday = world.submit(run="monday", within=600)
+    assert monday.job.verdict.decision == "admitted", "within the answer to the submit"
+    assert world.ended(monday).result.met
+    assert world.events(monday, "submitted")[0].data["curve"].keys() == {"1", "2", "4"}
+    assert set(purposes(world, monday)) == {"train"}
+
+
+def test_history_is_of_one_batch_size_and_script(world):
+    world.ended(world.submit(run="sunday", within=600))
+    other = world.submit(run="monday", within=600, global_batch_size=64)
+    assert other.job.verdict.decision == "undecided"
+
+
+def test_a_scaling_curve_that_is_given_is_believed(world):
+    job = world.submit(within=600, scaling_curve=CURVE)
+    assert job.job.verdict.decision == "admitted"
+    assert job.job.verdict.plan
+    assert world.ended(job).result.met
+    assert set(purposes(world, job)) == {"train"}
+
+
+def test_the_length_may_be_known_only_to_the_script(world):
+    job = world.submit(within=600, length=Length(epochs=2), fake={"samples": 3200})
+    assert job.job.total_steps is None
+    done = world.ended(job)
+    assert (done.state, done.total_steps, done.result.steps) == ("succeeded", 200, 200)
+
+
+def test_a_script_that_reports_nothing_becomes_best_effort_and_the_log_says_why(make_world):
+    world = make_world(profile_startup_s=5)
+    job = world.submit(within=600, steps=300, fake={"reports": False}, max_workers=1)
+    world.until(lambda: world.events(job, "warning"), "a warning")
+    warning = world.events(job, "warning")[0]
+    assert "progress_regex= or progress_file=" in warning.reason
+    assert world.status(job).best_effort
+    assert world.ended(job).state == "succeeded"
+
+
+def test_sizes_stay_powers_of_two_within_the_limits(make_world):
+    world = make_world(nodes=2, slots=4)
+    job = world.submit(within=900, steps=600, min_workers=2, max_workers=4)
+    world.ended(job)
+    assert {g.workers for g in world.generations(job)} <= {2, 4}
+
+
+def test_on_a_full_cluster_measuring_waits_and_then_names_scaling_curve(world):
+    full = world.submit(task="full", within=170, steps=1600, min_workers=4, scaling_curve={4: 16.0})
+    assert full.job.verdict.decision == "admitted"
+    job = world.submit(task="new", within=100, steps=50)
+    assert job.job.state == "waiting"
+    assert "slots that no promise needs" in job.job.state_reason
+    done = world.ended(job)
+    assert done.state == "rejected"
+    assert "scaling_curve=" in done.verdict.reason
+    assert world.ended(full).result.met
+
+
+# -- verdicts ----------------------------------------------------------------------------------------------------
+
+
+def test_a_hopeless_deadline_is_rejected_with_the_earliest_one_and_that_one_is_kept(world):
+    first = world.submit(within=20, steps=3000, scaling_curve=CURVE)
+    verdict = first.job.verdict
+    assert (first.job.state, verdict.decision) == ("rejected", "rejected")
+    assert verdict.earliest_deadline_at > first.job.deadline_at
+    (event,) = world.events(first, "rejected")
+    assert event.event_id == verdict.event_id
+    assert "earliest deadline that can be promised now" in verdict.reason
+    assert world.status(first).failure is None
+    world.run(20)
+    second = world.submit(deadline_at=verdict.earliest_deadline_at, steps=3000, scaling_curve=CURVE)
+    assert second.job.verdict.decision == "admitted", second.job.verdict.reason
+    assert world.ended(second).result.met
+
+
+def test_the_sentence_and_the_number_name_the_same_deadline(world):
+    verdict = world.submit(within=20, steps=3000, scaling_curve=CURVE).job.verdict
+    named = re.findall(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d", verdict.reason.split("promised now", 1)[1])
+    assert len(set(named)) == 1, f"one offer, not two: {verdict.reason}"
+
+
+def test_a_deadline_that_is_past_is_rejected_at_once(world):
+    job = world.submit(within=-5)
+    assert job.job.state == "rejected"
+    assert "has passed already" in job.job.verdict.reason
+
+
+def test_on_reject_best_effort(world):
+    job = world.submit(within=20, steps=1000, scaling_curve=CURVE, on_reject="best_effort")
+    assert (job.job.verdict.decision, job.job.best_effort, job.job.deadline_at) == ("best_effort", True, None)
+    assert world.ended(job).result.met is None
+
+
+def test_on_reject_renegotiate_within_the_latest(world):
+    job = world.submit(
+        within=20, steps=1000, scaling_curve=CURVE, on_reject="renegotiate", latest_deadline_at=world.now_s + 600
+    )
+    assert job.job.verdict.decision == "renegotiated"
+    assert world.now_s + 20 < job.job.deadline_at <= world.now_s + 600
+    assert world.ended(job).result.met
+
+
+def test_on_reject_renegotiate_beyond_the_latest_is_rejected(world):
+    job = world.submit(
+        within=20, steps=1000, scaling_curve=CURVE, on_reject="renegotiate", latest_deadline_at=world.now_s + 30
+    )
+    assert job.job.state == "rejected"
+
+
+def test_on_reject_wait_is_admitted_when_capacity_comes_back(world):
+    full = world.submit(task="full", within=270, steps=3200, min_workers=4, scaling_curve={4: 16.0})
+    world.run(2)
+    job = world.submit(task="waits", within=260, steps=640, scaling_curve={4: 32.0}, min_workers=4, on_reject="wait")
+    assert job.job.state == "waiting"
+    world.desk.cancel(full.job.job_id, full.claim, "makes room")
+    assert world.ended(job).result.met
+    assert world.status(job).verdict.decision == "admitted"
+
+
+def test_two_jobs_share_the_slots_and_no_slot_is_given_twice(world):
+    jobs = [world.submit(task=f"t{n}", within=300, steps=600, scaling_curve=CURVE) for n in range(3)]
+    assert {job.job.verdict.decision for job in jobs} == {"admitted"}
+
+    def over() -> bool:
+        live = [g for g in world.engine.world.gangs.values() if g.started and g.phase != "ended"]
+        slots = [slot for gang in live for slot in gang.spec.placement]
+        assert len(slots) == len(set(slots))
+        return all(world.status(job).state.terminal for job in jobs)
+
+    world.until(over, "all end")
+    assert all(world.status(job).result.met for job in jobs)
+
+
+# -- deadlines that are missed -----------------------------------------------------------------------------------
+
+LIES = {1: 40.0, 2: 72.0, 4: 128.0}
+
+
+def miss(make_world, on_miss):
+    world = make_world(checkpoint_interval_s=3.0)
+    job = world.submit(within=55, steps=2500, scaling_curve=LIES, on_miss=on_miss)
+    assert job.job.verdict.decision == "admitted"
+    done = world.ended(job)
+    assert len(world.events(job, "at_risk")) >= 1
+    (missed,) = world.events(job, "deadline_missed")
+    assert f'on_miss="{on_miss}"' in missed.reason
+    assert 0 <= missed.at - job.job.deadline_at < 5
+    return world, job, done
+
+
+def test_on_miss_finish(make_world):
+    _, _job, done = miss(make_world, "finish")
+    assert (done.state, done.result.met, done.result.steps) == ("succeeded", False, 2500)
+    assert done.result.slack_s < 0
+
+
+def test_on_miss_fail(make_world):
+    _, job, done = miss(make_world, "fail")
+    assert done.state == "failed"
+    assert "missed its deadline" in done.failure
+    assert done.result.finished_at < job.job.deadline_at + 5
+
+
+def test_on_miss_use_last_checkpoint(make_world):
+    world, job, done = miss(make_world, "use_last_checkpoint")
+    assert (done.state, done.result.met) == ("succeeded", False)
+    assert 0 < world.row(job).promoted["step"] < 2500
+    assert done.result.checkpoint_path.endswith(world.row(job).promoted["path"])
+    assert done.result.steps == world.row(job).promoted["step"], "the steps of what is used"
+
+
+# -- owners that go away -----------------------------------------------------------------------------------------
+
+
+def test_a_job_without_an_owner_is_parked_and_goes_on_when_one_is_back(world):
+    job = world.submit(within=900, steps=1500, scaling_curve=CURVE, lease_s=20, orphan_s=100)
+    world.run(15)
+    world.desk.renew(job.job.job_id, job.claim)
+    world.run(15)
+    assert world.status(job).state == "running"
+    world.reach(job, "suspended", limit_s=20)
+    (parked,) = world.events(job, "parked")
+    assert "suspended with a checkpoint" in parked.reason
+    world.until(lambda: world.status(job).workers == 0 and world.row(job).promoted, "its workers have saved and left")
+    saved = world.row(job).promoted["step"]
+    assert saved == world.status(job).step
+    world.run(30)
+    world.desk.renew(job.job.job_id, job.claim)
+    world.reach(job, "running", limit_s=10)
+    assert world.events(job, "started")[-1].data["step"] == saved
+
+    def over() -> bool:
+        world.desk.renew(job.job.job_id, job.claim)
+        return world.status(job).state.terminal
+
+    world.until(over, "it ends")
+    assert world.status(job).result.met
+
+
+def test_a_job_whose_owner_stays_away_is_cancelled(world):
+    job = world.submit(within=3600, steps=9000, scaling_curve=CURVE, lease_s=20, orphan_s=40)
+    done = world.ended(job)
+    assert done.state == "cancelled"
+    assert "nobody has asked for the job for" in done.state_reason
+    assert 60 <= world.elapsed_s < 70
+    assert world.row(job).promoted["step"] > 0
+
+
+def test_a_service_that_was_away_gives_owners_a_new_first_limit(world):
+    job = world.submit(within=3600, steps=1500, scaling_curve=CURVE, lease_s=20, orphan_s=40)
+    world.run(15)
+    world.restart()
+    world.run(15)
+    assert world.status(job).state == "running"
+
+
+def test_an_owner_that_comes_back_while_a_pass_fails_is_heard(world):
+    job = world.submit(within=3600, steps=1500, scaling_curve=CURVE, lease_s=10, orphan_s=500)
+    world.reach(job, "suspended")
+    world.until(lambda: world.status(job).workers == 0, "its workers have left")
+    with world.store.write() as tx:  # A renewal, and the pass after it fails before its commit.
+        tx.incarnation(job.job.job_id, 1).renewals += 1
+    break_one_pass(world)
+    world.step(1)
+    assert world.reconciler.problem
+    world.run(5)
+    assert world.status(job).state == "running"
+
+
+def test_a_clock_that_jumps_a_day_expires_no_lease(world):
+    job = world.submit(steps=1500, scaling_curve=CURVE, lease_s=20, orphan_s=40)
+    patient = world.submit(task="patient", within=3 * DAY_S, steps=1500, scaling_curve=CURVE, lease_s=20, orphan_s=40)
+    world.run(5)
+    for jump in (DAY_S, -DAY_S):
+        world.now_s += jump
+        for one in (job, patient):
+            world.desk.renew(one.job.job_id, one.claim)
+        world.run(15)
+        assert not world.events(kind="parked")
+    directions = [e.reason for e in world.events(kind="clock_jumped")]
+    assert ["forward" in reason for reason in directions] == [True, False]
+    assert "leases are not affected" in directions[0]
+    for one in (job, patient):
+        world.row(one)
+
+        def over(one=one) -> bool:
+            world.desk.renew(job.job.job_id, job.claim)
+            world.desk.renew(patient.job.job_id, patient.claim)
+            return world.status(one).state.terminal
+
+        world.until(over, "it ends")
+        assert world.status(one).state == "succeeded"
+
+
+# -- slots -------------------------------------------------------------------------------------------------------
+
+
+def test_slots_that_another_service_holds_are_told_and_not_used(world):
+    world.step()
+    world.engine.set_busy("node0", 1, "job other of the service in /elsewhere")
+    world.step(6)
+    (event,) = [e for e in world.events(kind="node_changed") if "held" in e.reason]
+    assert event.reason == "node node0 has 4 slots; slot 1 is held by job other of the service in /elsewhere"
+    job = world.submit(within=600, scaling_curve=CURVE)
+    world.ended(job)
+    assert all(["node0", 1] not in g.placement for g in world.generations(job))
+    world.engine.set_busy("node0", 1, None)
+    world.step(6)
+    assert world.events(kind="node_changed")[-1].reason == "node node0 has 4 slots"
+
+
+def test_slots_that_the_job_before_still_saves_on_are_waited_for(world):
+    slow = world.submit(task="slow", steps=3000, scaling_curve=CURVE, fake={"save_s": 20})
+    world.until(lambda: world.status(slow).workers == 4, "it has all slots")
+    job = world.submit(task="urgent", within=200, steps=600, scaling_curve=CURVE)
+    assert job.job.verdict.decision == "admitted"
+    assert world.ended(job).state == "succeeded"
+    assert world.status(job).result.met
+    assert world.ended(slow).state == "succeeded"
+
+
+def test_a_node_that_is_lost_costs_its_gangs_a_restart(make_world):
+    world = make_world(nodes=2, slots=2, checkpoint_interval_s=3.0)
+    job = world.submit(within=900, steps=1500, scaling_curve=CURVE)
+    world.until(lambda: world.status(job).step > 200, "some steps")
+    node = world.status(job).slots[0][0]
+    world.engine.remove_node(node)
+    done = world.ended(job)
+    assert done.state == "succeeded"
+    assert world.events(kind="node_lost")[0].reason == f"node {node} is gone"
+    assert world.events(job, "restarting")
+
+
+def test_a_node_that_joins_is_used(make_world):
+    world = make_world(nodes=1, slots=1)
+    job = world.submit(within=900, steps=1500, scaling_curve=CURVE)
+    world.reach(job, "running")
+    world.engine.add_node(replace(world.engine.inventory()[0], node_id="node1", slots=4))
+    world.until(lambda: world.status(job).workers == 4, "it grows onto the new node")
+    assert world.ended(job).result.rescales >= 1
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def test_old_checkpoints_are_deleted_and_the_promoted_one_stays(make_world):
+    world = make_world(checkpoint_interval_s=2.0, keep_checkpoints=2)
+    job = world.submit(within=900, steps=600, scaling_curve=CURVE, max_workers=1)
+    done = world.ended(job)
+    world.run(3)
+    left = sorted(p.name for p in (world.incarnation_dir(job) / "checkpoints").glob("g*/step-*"))
+    assert left[-1] == "step-000000000600"
+    assert 1 <= len(left) <= 3
+    assert done.result.checkpoint_path.endswith(left[-1])
+
+
+# -- secrets -----------------------------------------------------------------------------------------------------
+
+SECRET = "hunter2-of-the-hub"
+
+
+def test_a_secret_reaches_the_workers_and_nothing_else(world, capfd):
+    job = world.submit(
+        within=600,
+        scaling_curve=CURVE,
+        secret_env={"TOKEN": SECRET},
+    )
+    world.run(2)
+    (gang,) = world.engine.world.gangs.values()
+    assert gang.spec.secret_env == {"TOKEN": SECRET}
+    sealed = world.row(job).secret_env
+    assert sealed
+    assert SECRET.encode() not in sealed
+    key = world.settings.state_dir / "secret.key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    world.restart()
+
+    def over() -> bool:
+        if any(g.phase == "running" for g in world.engine.world.gangs.values()):
+            world.engine.fail_worker(job.job.job_id, 0, 1, f"could not log in with {SECRET}")
+        return world.status(job).state.terminal
+
+    world.until(over, "it gives up")
+    done = world.ended(job)
+    assert done.state == "failed"
+    assert "could not log in with ***" in done.failure
+    assert world.row(job).secret_env is None, "erased at the end"
+    assert SECRET not in done.model_dump_json()
+    assert SECRET not in "\n".join(e.model_dump_json() for e in world.events())
+    world.stop()
+    for path in [p for p in world.base.rglob("*") if p.is_file()]:
+        if path.suffix != ".db-wal" and "reports" not in path.parts:
+            assert SECRET.encode() not in path.read_bytes(), path
+    said = capfd.readouterr()
+    assert SECRET not in said.out + said.err
+    world.start()
+
+
+def test_secrets_that_cannot_be_read_any_more_fail_that_job_and_no_other(world):
+    broken = world.submit(task="broken", within=900, steps=900, scaling_curve=CURVE, secret_env={"TOKEN": SECRET})
+    sound = world.submit(task="sound", within=900, steps=300, scaling_curve=CURVE)
+    world.run(3)
+    from cryptography.fernet import Fernet
+
+    (world.settings.state_dir / "secret.key").write_bytes(Fernet.generate_key())
+    world.restart()
+    world.run(15)
+    assert world.status(broken).state == "running", "its workers have what they need"
+    world.engine.lose(broken.job.job_id)
+    assert world.ended(sound).state == "succeeded"
+    done = world.ended(broken)
+    assert done.state == "failed"
+    assert "secret.key is not the key they were encrypted with" in done.failure
+
+
+# -- passes that fail --------------------------------------------------------------------------------------------
+
+
+def break_one_pass(world):
+    """The next pass raises right before its commit, as a full disk would make it."""
+    real = world.reconciler._write_states
+
+    def broken(books):
+        world.reconciler._write_states = real
+        real(books)
+        raise OSError(28, "No space left on device")
+
+    world.reconciler._write_states = broken
+
+
+def test_a_pass_that_fails_is_repaired_by_the_next(world):
+    job = world.submit(within=900, steps=600, scaling_curve=CURVE)
+    passes = 0
+
+    def over() -> bool:
+        nonlocal passes
+        passes += 1
+        if passes % 3 == 0:
+            break_one_pass(world)
+        return world.status(job).state.terminal
+
+    world.until(over, "it ends")
+    done = world.status(job)
+    assert (done.state, done.result.steps, done.result.met) == ("succeeded", 600, True)
+    assert world.reconciler.problem == "" or "No space left" in world.reconciler.problem
+    assert len(world.events(job, "admitted")) == len(world.events(job, "succeeded")) == 1
+
+
+def test_reports_are_folded_in_once_whatever_fails(world):
+    job = world.submit(within=900, steps=600, scaling_curve=CURVE, max_workers=1)
+    world.reach(job, "running")
+    for number in range(30):
+        if number % 3 == 0:
+            break_one_pass(world)
+        if number % 7 == 0:
+            world.restart()
+        world.step(0.5)
+    world.step(0.5)
+    (gang,) = world.engine.world.gangs.values()
+    (row,) = world.generations(job)
+    assert row.folded == {"g000001-r000": len(gang.reports)}
+    window = row.window
+    assert window["done"] == gang.reports[-1].step
+    assert window["steps"] / window["seconds"] == pytest.approx(10.0, rel=0.05)
+
+
+def test_a_problem_is_shown_while_it_lasts(world):
+    world.step()
+    break_one_pass(world)
+    world.step()
+    assert "No space left on device" in world.reconciler.problem
+    world.step()
+    assert world.reconciler.problem == ""
+
+
+def test_calls_that_the_engine_refuses_once_are_tried_again(world):
+    world.engine.fail_next("apply", "the supervisor does not start")
+    job = world.submit(within=900, steps=300, scaling_curve=CURVE)
+    done = world.ended(job)
+    assert done.state == "succeeded"
+    assert "the supervisor does not start" in world.events(job, "not_started")[0].reason
+
+
+def test_a_gang_that_the_engine_always_refuses_fails_with_its_message(world):
+    job = world.submit(within=900, steps=300, scaling_curve=CURVE, fake={"no_such_field": 1})
+    done = world.ended(job)
+    assert done.state == "failed"
+    assert "no_such_field" in done.failure
+    assert "could not be started" in done.state_reason
