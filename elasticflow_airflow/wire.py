@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from enum import StrEnum
 from typing import Annotated, Any, Literal
@@ -97,11 +98,11 @@ class JobSubmission(Wire):
     command: Command
     length: Length
     global_batch_size: int = Field(ge=1)
-    deadline_at: float | None = None
+    deadline_at: float | None = Field(default=None, allow_inf_nan=False)
     best_effort: bool = False
-    value: float = Field(default=1.0, gt=0)
+    value: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     on_reject: Literal["fail", "best_effort", "wait", "renegotiate"] = "fail"
-    latest_deadline_at: float | None = None
+    latest_deadline_at: float | None = Field(default=None, allow_inf_nan=False)
     on_miss: Literal["finish", "fail", "use_last_checkpoint"] = "finish"
     init_from: str | None = None
     min_workers: PowerOfTwo = 1
@@ -119,6 +120,9 @@ class JobSubmission(Wire):
     def _consistent(self) -> JobSubmission:
         if self.best_effort == (self.deadline_at is not None):
             raise ValueError("give a deadline or best_effort=True, and not both")
+        for size, speed in (self.scaling_curve or {}).items():
+            if size < 1 or size & (size - 1) or not 0.0 < speed < math.inf:
+                raise ValueError("scaling_curve= gives positive steps/s by number of workers, each a power of two")
         if self.on_reject == "renegotiate" and self.latest_deadline_at is None:
             raise ValueError('on_reject="renegotiate" needs latest_deadline')
         for name, workers in (("min_workers", self.min_workers), ("max_workers", self.max_workers)):
@@ -246,8 +250,8 @@ class AmendRequest(Wire):
     """Change the deadline, the value, or give the deadline up."""
 
     claim: int
-    deadline_at: float | None = None
-    value: float | None = Field(default=None, gt=0)
+    deadline_at: float | None = Field(default=None, allow_inf_nan=False)
+    value: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     best_effort: bool = False
 
 

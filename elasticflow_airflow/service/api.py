@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ _KEEP_ALIVE_S = 15.0
 _STREAM_CHUNK = 200
 JobId = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9-]{0,119}$")]
 Sha256 = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
+EventId = Annotated[int, Query(ge=0, lt=1 << 62)]
 LogName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,119}$")]
 
 
@@ -154,6 +156,12 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(_request: Request, error: HTTPException) -> JSONResponse:
         return _problem(Refusal(error.status_code, "http", str(error.detail)))
+
+    @app.exception_handler(Exception)
+    async def defect(_request: Request, _error: Exception) -> JSONResponse:
+        # The server logs it; its text may hold what was sent.
+        reason = "the service failed to answer; nothing was promised"
+        return _problem(Refusal(500, "internal", reason, "try again, and look at the end of the service's log"))
 
 
 def _add_health(app: FastAPI, parts: ServiceParts) -> None:
@@ -287,14 +295,14 @@ def _add_events_and_logs(app: FastAPI, parts: ServiceParts) -> None:
             return [event_of(row) for row in reader.events(after, job_id, limit)]
 
     @app.get("/v1/jobs/{job_id}/events")
-    def job_events(job_id: JobId, after: int = 0, limit: Annotated[int, Query(ge=1, le=1000)] = 200) -> list[Event]:
+    def job_events(job_id: JobId, after: EventId = 0, limit: Annotated[int, Query(ge=1, le=1000)] = 200) -> list[Event]:
         parts.desk.status(job_id)
         return read_events(after, job_id, limit)
 
     @app.get("/v1/events")
-    async def stream(request: Request, after: int | None = None, job_id: str | None = None) -> StreamingResponse:
+    async def stream(request: Request, after: EventId | None = None, job_id: str | None = None) -> StreamingResponse:
         last = request.headers.get("last-event-id", "")
-        start = int(last) if last.isdigit() else after or 0
+        start = int(last) if re.fullmatch(r"[0-9]{1,18}", last) else after or 0
         return StreamingResponse(
             _event_stream(parts.notifier, read_events, start, job_id, request.is_disconnected),
             media_type="text/event-stream",
@@ -305,9 +313,9 @@ def _add_events_and_logs(app: FastAPI, parts: ServiceParts) -> None:
     def log(
         job_id: JobId,
         log_name: LogName,
-        offset: Annotated[int, Query(ge=0)] = 0,
+        offset: Annotated[int, Query(ge=0, lt=1 << 62)] = 0,
         limit: Annotated[int, Query(ge=1, le=1 << 20)] = 1 << 16,
-        incarnation: Annotated[int | None, Query(ge=1)] = None,
+        incarnation: Annotated[int | None, Query(ge=1, lt=1 << 31)] = None,
     ) -> LogPiece:
         with parts.store.read() as reader:
             job = reader.job(job_id)

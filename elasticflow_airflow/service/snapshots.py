@@ -94,6 +94,10 @@ class Snapshots:
                             "put it in a folder of its own, or ignore what it does not need",
                             too_large=True,
                         )
+                    if member.name.startswith("/"):
+                        raise SnapshotRefusedError(
+                            f"{member.name!r} is an absolute path", "send an uncompressed tar of relative paths"
+                        )
                     if not (member.isfile() or member.isdir()):
                         raise SnapshotRefusedError(
                             f"{member.name!r} is neither a file nor a folder", "send files, not links or devices"

@@ -40,7 +40,6 @@ from elasticflow_airflow.wire import Attachment, Command, Event, JobIdentity, Jo
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 """What the fake engine really does with 1, 2 and 4 workers, in steps/s."""
 START_S = 1_800_000_000.0
-UNREACHABLE_SHA = "0" * 64
 
 
 def make_submission(snapshot: str, **given: Any) -> JobSubmission:
@@ -250,6 +249,12 @@ def world(make_world: Callable[..., World]) -> World:
     return make_world()
 
 
+@pytest.fixture
+def world_class() -> type[World]:
+    """For tests that make worlds in processes of their own."""
+    return World
+
+
 # -- the real daemon ---------------------------------------------------------------------------------------------
 
 
@@ -328,6 +333,10 @@ class Daemons:
         wait_until(answers, "the served service answers")
         return endpoint
 
+    def pids(self, name: str = "state") -> list[int]:
+        """Processes that serve a state directory."""
+        return pids_of(self.state_dir(name))
+
     def end(self) -> None:
         for process in self.processes:
             process.kill()
@@ -335,13 +344,8 @@ class Daemons:
         for state_dir in self.state_dirs:
             for pid in pids_of(state_dir):
                 os.kill(pid, signal.SIGKILL)
-        for state_dir in self.state_dirs:
-            wait_until(lambda d=state_dir: not alive_pids(d), f"the service of {state_dir} is gone")
-
-
-def alive_pids(state_dir: Path) -> list[int]:
-    """Like :func:`pids_of`; a killed process has no command line any more, even before it is reaped."""
-    return pids_of(state_dir)
+            # A killed process has no command line any more, even before it is reaped.
+            wait_until(lambda d=state_dir: not pids_of(d), f"the service of {state_dir} is gone")
 
 
 @contextmanager

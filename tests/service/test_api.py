@@ -1,0 +1,402 @@
+"""The HTTP API as callers see it: who is let in, what errors say, uploads, streams, logs."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import AsyncIterator, Iterator
+
+import httpx
+import pytest
+
+from elasticflow_airflow.client import ElasticFlowClient, Unauthorized, snapshot_folder
+from elasticflow_airflow.service.api import ServiceParts, Traffic, build_app
+from elasticflow_airflow.service.notify import Notifier
+from elasticflow_airflow.wire import Command, Event, Health, JobIdentity, JobSubmission, Length, Problem
+
+TOKEN = "a-long-random-token"
+SECRET = "hunter2-of-the-hub"
+CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
+
+
+def app_of(world, token=None):
+    parts = ServiceParts(
+        store=world.store,
+        notifier=Notifier(),
+        snapshots=world.snapshots,
+        engine=world.engine,
+        desk=world.desk,
+        settings=world.settings,
+        nodes=lambda: world.reconciler.nodes,
+        problem=lambda: world.reconciler.problem,
+        traffic=Traffic(),
+        started_at=world.now_s,
+    )
+    return build_app(parts, token)
+
+
+def open_app(app):
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://service")
+
+
+@pytest.fixture
+async def http(world) -> AsyncIterator[httpx.AsyncClient]:
+    """The routes over a service in this process."""
+    async with open_app(app_of(world)) as client:
+        yield client
+
+
+def every_route(app) -> list[tuple[str, str]]:
+    """Method and path of each route, with made-up parameters."""
+    values = {"sha256": "0" * 64, "job_id": "some-job", "log_name": "g000001-r000"}
+    found = []
+    for route in app.routes:
+        path = route.path.format(**values)
+        found += [(method, path) for method in sorted(route.methods)]
+    return found
+
+
+# -- who is let in -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}])
+async def test_without_the_token_every_route_says_401(world, headers):
+    app = app_of(world, TOKEN)
+    routes = every_route(app)
+    assert len(routes) >= 17
+    async with open_app(app) as http:
+        for method, path in routes:
+            answer = await http.request(method, path, headers=headers, content=b"{}")
+            if path == "/healthz":
+                assert (answer.status_code, answer.text) == (200, "ok")
+                continue
+            assert answer.status_code == 401, (method, path)
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+            if method != "HEAD":
+                problem = Problem.model_validate_json(answer.content)
+                assert problem.error == "unauthorized"
+                assert TOKEN not in answer.text
+
+
+async def test_with_the_token_every_route_answers(world):
+    app = app_of(world, TOKEN)
+    async with open_app(app) as http:
+        for method, path in every_route(app):
+            if path == "/v1/events":
+                continue  # It never ends.
+            answer = await http.request(method, path, headers={"Authorization": f"Bearer {TOKEN}"}, content=b"{}")
+            assert answer.status_code != 401, (method, path)
+            assert answer.status_code < 500, (method, path, answer.text)
+
+
+# -- what errors say ---------------------------------------------------------------------------------------------
+
+
+def submission_json(world, **changes) -> dict:
+    raw = world.submission(within=600, scaling_curve=CURVE).model_dump(mode="json")
+    return {**raw, "secret_env": {"TOKEN": SECRET}, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"global_batch_size": 0}, "global_batch_size"),
+        ({"secret_env": {"TOKEN": [SECRET]}}, "secret_env.TOKEN"),
+        ({"secret_env": SECRET}, "secret_env"),
+        ({SECRET: 1}, "Extra inputs"),
+        ({"best_effort": True}, "not both"),
+        ({"min_workers": 3}, "not a power of two"),
+        ({"scaling_curve": {"3": 1.0}}, "scaling_curve"),
+        ({"scaling_curve": {"1": -1.0}}, "scaling_curve"),
+        ({"length": {"steps": 0}}, "length.steps"),
+        ({"value": -1}, "value"),
+    ],
+)
+async def test_an_invalid_submission_is_told_where_and_never_repeated(world, http, changes, named):
+    raw = submission_json(world, **changes)
+    job_id = JobIdentity(**raw["identity"]).job_id
+    answer = await http.put(f"/v1/jobs/{job_id}", json=raw)
+    assert answer.status_code == 422
+    problem = Problem.model_validate_json(answer.content)
+    assert (problem.error, bool(problem.hint)) == ("invalid", True)
+    assert named in problem.message
+    if SECRET not in changes:
+        assert SECRET not in answer.text
+
+
+@pytest.mark.parametrize("body", [b"", b"{", f'{{"secret_env": {{"TOKEN": "{SECRET}"'.encode(), b"[]", b"\xff\xfe"])
+async def test_a_body_that_is_no_submission_is_a_problem(world, http, body):
+    answer = await http.put("/v1/jobs/some-job", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code in (400, 422)
+    Problem.model_validate_json(answer.content)
+    assert SECRET not in answer.text
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+async def test_a_deadline_that_is_no_time_is_refused(world, http, number):
+    raw = json.dumps(submission_json(world, deadline_at=12345.5)).replace("12345.5", number)
+    job_id = world.submission().identity.job_id
+    answer = await http.put(f"/v1/jobs/{job_id}", content=raw, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 422
+    assert "deadline_at" in Problem.model_validate_json(answer.content).message
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/jobs/no-such-job", 404),
+        ("GET", "/v1/jobs/No_Such!Job", 422),
+        ("GET", "/v1/jobs/no-such-job/events", 404),
+        ("GET", "/v1/jobs/no-such-job/logs/g000001-r000", 404),
+        ("GET", "/v1/jobs/no-such-job/logs/..%2F..%2Fsecret.key", 404),
+        ("GET", "/v1/jobs/no-such-job/events?after=99999999999999999999999", 422),
+        ("GET", "/v1/jobs?limit=0", 422),
+        ("GET", "/v1/events?after=x", 422),
+        ("GET", "/v1/nothing", 404),
+        ("DELETE", "/v1/jobs/no-such-job", 405),
+        ("GET", "/v1/snapshots/abc", 422),
+        ("GET", f"/v1/snapshots/{'0' * 64}", 404),
+        ("POST", "/v1/jobs/no-such-job/cancel", 422),
+    ],
+)
+async def test_every_error_is_a_problem(http, method, path, status):
+    answer = await http.request(method, path)
+    assert answer.status_code == status
+    problem = Problem.model_validate_json(answer.content)
+    assert problem.error
+    assert problem.message
+
+
+async def test_a_defect_is_a_problem_too_and_tells_nothing(world, http, monkeypatch):
+    def broken(self, *arguments):
+        raise RuntimeError(f"inside: {SECRET}")
+
+    monkeypatch.setattr(type(world.desk), "status", broken)
+    answer = await http.get("/v1/jobs/some-job")
+    assert answer.status_code == 500
+    problem = Problem.model_validate_json(answer.content)
+    assert problem.error == "internal"
+    assert SECRET not in answer.text
+
+
+async def test_a_stale_claim_is_a_conflict(world, http):
+    job = world.submit(within=600, scaling_curve=CURVE)
+    world.desk.attach(job.job.job_id, None)
+    answer = await http.post(f"/v1/jobs/{job.job.job_id}/cancel", json={"claim": job.claim})
+    assert answer.status_code == 409
+    assert Problem.model_validate_json(answer.content).error == "stale_claim"
+
+
+# -- uploads -----------------------------------------------------------------------------------------------------
+
+
+def tar_of(*members: tuple[tarfile.TarInfo, bytes], mode: str = "w") -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode=mode) as archive:
+        for info, content in members:
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def link(name: str, target: str, kind: bytes = tarfile.SYMTYPE) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info
+
+
+def device(name: str) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type = tarfile.FIFOTYPE
+    return info
+
+
+FILE = tarfile.TarInfo("train.py")
+
+
+@pytest.mark.parametrize(
+    ("tar", "said"),
+    [
+        (tar_of((tarfile.TarInfo("/etc/evil.py"), b"x")), "evil"),
+        (tar_of((tarfile.TarInfo("../evil.py"), b"x")), "evil"),
+        (tar_of((tarfile.TarInfo("a/../../evil.py"), b"x")), "evil"),
+        (tar_of((link("train.py", "/etc/passwd"), b"")), "neither a file nor a folder"),
+        (tar_of((FILE, b"x"), (link("hard.py", "train.py", tarfile.LNKTYPE), b"")), "neither a file nor a folder"),
+        (tar_of((device("pipe"), b"")), "neither a file nor a folder"),
+        (tar_of((FILE, b"x"), mode="w:gz"), "no acceptable tar"),
+        (b"this is no tar at all" * 100, "no acceptable tar"),
+    ],
+)
+async def test_code_that_could_escape_its_folder_is_refused(world, http, tar, said):
+    sha256 = hashlib.sha256(tar).hexdigest()
+    answer = await http.put(f"/v1/snapshots/{sha256}", content=tar)
+    assert answer.status_code == 422, answer.text
+    problem = Problem.model_validate_json(answer.content)
+    assert said in problem.message
+    assert problem.hint
+    assert (await http.get(f"/v1/snapshots/{sha256}")).status_code == 404
+    left = [p.name for p in (world.settings.state_dir / "snapshots").iterdir() if p.name != world.sha256]
+    assert left == []
+    assert not list(world.base.rglob("evil.py"))
+
+
+async def test_code_must_have_the_hash_that_it_claims(http):
+    tar = tar_of((tarfile.TarInfo("train.py"), b"x"))
+    answer = await http.put(f"/v1/snapshots/{'0' * 64}", content=tar)
+    assert answer.status_code == 422
+    assert hashlib.sha256(tar).hexdigest() in Problem.model_validate_json(answer.content).message
+
+
+@pytest.mark.parametrize("size", [5000, 50_000])
+async def test_code_that_is_too_large_is_refused_with_413(make_world, size):
+    world = make_world(snapshot_max_bytes=4096)
+    tar = tar_of((tarfile.TarInfo("train.py"), b"x" * size))
+    async with open_app(app_of(world)) as http:
+        answer = await http.put(f"/v1/snapshots/{hashlib.sha256(tar).hexdigest()}", content=tar)
+    assert answer.status_code == 413
+    assert "4096 bytes" in Problem.model_validate_json(answer.content).message
+
+
+async def test_too_many_files_are_refused_with_413(make_world):
+    world = make_world(snapshot_max_files=3)
+    tar = tar_of(*((tarfile.TarInfo(f"f{n}.py"), b"x") for n in range(4)))
+    async with open_app(app_of(world)) as http:
+        answer = await http.put(f"/v1/snapshots/{hashlib.sha256(tar).hexdigest()}", content=tar)
+    assert answer.status_code == 413
+
+
+async def test_kept_code_is_read_only_and_uploading_it_again_changes_nothing(world, http):
+    tar = tar_of((tarfile.TarInfo("pkg/train.py"), b"x"))
+    sha256 = hashlib.sha256(tar).hexdigest()
+    for _ in range(2):
+        assert (await http.put(f"/v1/snapshots/{sha256}", content=tar)).status_code == 204
+    for method in ("GET", "HEAD"):
+        assert (await http.request(method, f"/v1/snapshots/{sha256}")).status_code == 204
+    file = world.snapshots.path(sha256) / "pkg" / "train.py"
+    assert file.read_bytes() == b"x"
+    assert file.stat().st_mode & 0o777 == 0o400
+
+
+# -- asking ------------------------------------------------------------------------------------------------------
+
+
+async def test_health_shows_who_holds_each_slot(world, http):
+    world.engine.set_busy("node0", 3, "job other of the service in /elsewhere")
+    job = world.submit(scaling_curve=CURVE, max_workers=2)
+    world.run(2)
+    health = Health.model_validate_json((await http.get("/v1/health")).content)
+    assert (health.status, health.engine, health.live_jobs, health.problems) == ("ok", "fake", 1, [])
+    assert [slot.job_id for slot in health.slots].count(job.job.job_id) == 2
+    assert health.slots[3].busy == "job other of the service in /elsewhere"
+    world.engine.fail_next("observe", "the disk is full")
+    world.step()
+    health = Health.model_validate_json((await http.get("/v1/health")).content)
+    assert health.status == "degraded"
+    assert "the disk is full" in health.problems[0]
+
+
+async def test_a_log_is_read_by_offset_to_its_end(world, http):
+    job = world.submit(within=600, scaling_curve=CURVE)
+    world.run(5)
+    (name, *_) = world.status(job).log_names
+    path = f"/v1/jobs/{job.job.job_id}/logs/{name}"
+    text, offset = "", 0
+    while True:
+        piece = (await http.get(path, params={"offset": offset, "limit": 64})).json()
+        assert piece["start_offset"] == offset
+        if piece["next_offset"] == offset:
+            break
+        text, offset = text + piece["text"], piece["next_offset"]
+    assert "step" in text
+    assert len(text.encode()) == offset
+    assert not piece["end_of_file"], "the worker still writes"
+    assert (await http.get(f"{path}x")).status_code == 404
+
+
+async def test_events_of_a_job_after_an_id(world, http):
+    job = world.submit(within=600, scaling_curve=CURVE)
+    world.ended(job)
+    path = f"/v1/jobs/{job.job.job_id}/events"
+    events = [Event.model_validate(raw) for raw in (await http.get(path)).json()]
+    assert events[0].kind == "submitted"
+    assert events[-1].event_id == world.status(job).last_event_id
+    later = (await http.get(path, params={"after": events[2].event_id, "limit": 1})).json()
+    assert [raw["event_id"] for raw in later] == [events[3].event_id]
+
+
+# -- over real connections ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served(shared_daemons):
+    """One service on TCP for all tests here."""
+    return shared_daemons.served(TOKEN)
+
+
+@pytest.fixture
+def client(served) -> Iterator[ElasticFlowClient]:
+    with ElasticFlowClient(served, retry_for_s=0) as found:
+        yield found
+
+
+@pytest.fixture
+def finished_job(client, tmp_path):
+    """A job that has trained on the served service."""
+    (tmp_path / "train.py").write_text("print()")
+    snapshot = snapshot_folder(tmp_path)
+    client.upload_snapshot(snapshot)
+    submission = JobSubmission(
+        identity=JobIdentity(dag_id="api", run_id=tmp_path.name, task_id="train"),
+        command=Command(snapshot=snapshot.sha256, script="train.py"),
+        length=Length(steps=20),
+        global_batch_size=8,
+        best_effort=True,
+        scaling_curve=CURVE,
+    )
+    return client.submit(submission).job.job_id
+
+
+def read_stream(http, count, **options) -> list[Event]:
+    """The first events of the stream."""
+    found: list[Event] = []
+    with http.stream("GET", "/v1/events", timeout=30, **options) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        entry: dict[str, str] = {}
+        for line in answer.iter_lines():
+            if line.startswith(":"):
+                continue
+            if line:
+                name, _, value = line.partition(": ")
+                entry[name] = value
+                continue
+            event = Event.model_validate_json(entry["data"])
+            assert (entry["id"], entry["event"]) == (str(event.event_id), event.kind)
+            found.append(event)
+            entry = {}
+            if len(found) == count:
+                break
+    return found
+
+
+def test_the_stream_goes_on_after_the_last_event_that_was_seen(client, finished_job):
+    http = client._http
+    stream = read_stream(http, 5, params={"job_id": finished_job})
+    assert [e.job_id for e in stream] == [finished_job] * 5
+    ids = [e.event_id for e in stream]
+    assert ids == sorted(ids)
+    again = read_stream(http, 2, params={"job_id": finished_job}, headers={"Last-Event-ID": str(ids[1])})
+    assert [e.event_id for e in again] == ids[2:4]
+    after = read_stream(http, 1, params={"job_id": finished_job, "after": ids[2]})
+    assert after[0].event_id == ids[3]
+
+
+def test_the_token_is_asked_for_over_tcp(served, client):
+    assert client.health().engine == "fake"
+    for path, token, status in (("/healthz", None, 200), ("/v1/health", None, 401), ("/v1/health", "no", 401)):
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        assert httpx.get(f"{served.base_url}{path}", headers=headers, trust_env=False).status_code == status
+    with pytest.raises(Unauthorized), ElasticFlowClient(type(served)(base_url=served.base_url), retry_for_s=0) as bare:
+        bare.health()
