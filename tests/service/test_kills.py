@@ -1,0 +1,254 @@
+"""``kill -9`` of the service, at every commit and every engine call: nothing is lost, doubled or left without an owner.
+
+Each life of the service is a forked process that a real SIGKILL ends in mid-flight; time is modelled, and goes on in
+the next life. The database, the checkpoints and the modelled machines are files, as they would be.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import signal
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from elasticflow_airflow.engines.fake import FakeEngine, fake_nodes
+from elasticflow_airflow.service import crashpoints
+
+CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
+POINTS = {
+    "before inventory",
+    "before observe",
+    "after observe",
+    "before commit",
+    "after commit",
+    "before apply",
+    "after apply",
+    "after promotion",
+    "before stop",
+    "after stop",
+    "before renew",
+    "after renew",
+    "before forget",
+    "after forget",
+}
+"""Every kind of moment at which these tests have killed the service."""
+
+
+@dataclass(slots=True)
+class Task:
+    """What the owner of a job does: submits (again and again until answered), maybe cancels, acknowledges."""
+
+    at_s: float
+    given: dict[str, object]
+    ends: str = "succeeded"
+    cancel_at_s: float | None = None
+
+
+@dataclass
+class Lives:
+    """One service with many lives."""
+
+    base: Path
+    world_class: type
+    tasks: list[Task]
+    nodes: tuple[int, int] = (1, 4)
+    pace_s: float = 0.5
+    limit_s: float = 400.0
+    kills: int = 0
+    log: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.base.mkdir()
+        self.log = self.base / "crashes"
+        # What survives a life apart from files: the time, and what the owners of the jobs know.
+        self.memory = memoryview(mmap.mmap(-1, 4096)).cast("d")
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.memory[0]
+
+    def live(self, crash_at: int) -> bool:
+        """One life, that ends at its ``crash_at``-th crash point (0: never); True when it saw all jobs to their end."""
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                crashpoints._crash_log = str(self.log)
+                crashpoints.arm(crash_at)
+                self._serve()
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status):
+            assert os.WTERMSIG(status) == signal.SIGKILL
+            self.kills += 1
+            return False
+        assert os.waitstatus_to_exitcode(status) == 0, "the service failed; see the output of the child"
+        return True
+
+    def open(self):
+        engine = FakeEngine(
+            fake_nodes(*self.nodes), clock=lambda: START_S + self.elapsed_s, state_file=self.base / "machines.json"
+        )
+        url = f"sqlite:///{self.base / 'jobs.db'}"
+        return self.world_class(self.base, {}, url, engine, START_S + self.elapsed_s, self.elapsed_s)
+
+    def _serve(self) -> None:
+        world = self.open()
+        while self.elapsed_s < self.limit_s:
+            done = [self._own(world, number, task) for number, task in enumerate(self.tasks)]
+            if all(done):
+                world.stop()
+                return
+            self.memory[0] += self.pace_s
+            world.step(self.pace_s)
+        raise AssertionError("not all jobs have come to their end:\n" + "\n".join(world.story()))
+
+    def _own(self, world, number: int, task: Task) -> bool:
+        """What the owner of a job does at this moment; True when there is nothing left to do."""
+        claim = 1 + number  # where the owner keeps its claim: 0 before the submission was answered
+        if self.elapsed_s < task.at_s:
+            return False
+        done = 101 + number
+        if self.memory[done]:
+            return True
+        submission = world.submission(task=f"task{number}", **task.given)
+        job_id = submission.identity.job_id
+        if not self.memory[claim]:
+            self.memory[claim] = world.desk.submit(job_id, submission).claim
+        status = world.desk.renew(job_id, int(self.memory[claim]))
+        if task.cancel_at_s is not None and self.elapsed_s >= task.cancel_at_s and not status.state.terminal:
+            world.desk.cancel(job_id, int(self.memory[claim]), "no longer needed")
+        if not status.state.terminal:
+            return False
+        if status.state == "succeeded" and not status.acknowledged:
+            world.desk.acknowledge(job_id, int(self.memory[claim]))
+            return False
+        with world.store.read() as reader:
+            self.memory[done] = float(reader.current(job_id)[1].drained)
+        return bool(self.memory[done])
+
+    def points(self) -> Counter[str]:
+        """Where the service was killed, and how often."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return Counter(line.split(" ", 1)[1] for line in lines)
+
+    def check(self) -> None:
+        """Every job came to its end exactly once; no generation was doubled; no slot was given to two gangs."""
+        world = self.open()
+        try:
+            held: list[tuple[str, int, float, float, str]] = []
+            for number, task in enumerate(self.tasks):
+                job_id = world.submission(task=f"task{number}", **task.given).identity.job_id
+                with world.store.read() as reader:
+                    job, row = reader.current(job_id)
+                    generations = reader.generations(job_id, row.incarnation)
+                    events = reader.events(0, job_id, 10_000)
+                story = "\n".join(line for line in world.story() if job_id in line)
+                assert row.state == task.ends, story
+                if task.ends == "rejected":
+                    continue  # An owner who did not get to hear it asks again, and is refused again.
+                assert row.incarnation == 1, story
+                assert row.drained, story
+                kinds = Counter(event.kind for event in events)
+                assert sum(kinds[kind] for kind in ("succeeded", "failed", "cancelled", "rejected")) == 1, story
+                assert kinds["submitted"] == 1, story
+                assert not kinds["not_started"], story
+                assert not kinds["restarting"], story
+                assert not kinds["warning"], story
+                assert [g.generation for g in generations] == list(range(1, job.generation + 1)), story
+                ordered = [e.data["generation"] for e in events if e.kind == "resized" and "slots" in e.data]
+                assert ordered == [g.generation for g in generations], story
+                started = [e.data["generation"] for e in events if e.kind == "started"]
+                assert len(started) == len(set(started)), story
+                assert all(g.handled for g in generations), story
+                if task.ends == "succeeded":
+                    assert row.step == row.total_steps == task.given["steps"], story
+                    assert row.acknowledged, story
+                    assert kinds["acknowledged"] == 1, story
+                for g in generations:
+                    if g.holding_at is not None:
+                        held += [
+                            (node, index, g.holding_at, g.ended_at, f"{job_id} g{g.generation}")
+                            for node, index in g.placement
+                        ]
+            for i, (node, index, since, until, who) in enumerate(held):
+                for other_node, other_index, other_since, other_until, other in held[i + 1 :]:
+                    if (node, index) == (other_node, other_index):
+                        assert until <= other_since or other_until <= since, f"{node}:{index} had {who} and {other}"
+            assert not world.engine.world.gangs, "a gang was left behind"
+        finally:
+            world.stop()
+
+
+START_S = 1_800_000_000.0
+
+
+@pytest.fixture
+def make_lives(tmp_path: Path, world_class: type) -> Callable[..., Lives]:
+    numbers = iter(range(10_000))
+
+    def make(tasks: list[Task], **given) -> Lives:
+        return Lives(tmp_path / f"lives{next(numbers)}", world_class, tasks, **given)
+
+    return make
+
+
+def deadline(after_s: float) -> float:
+    return START_S + after_s
+
+
+def busy_day() -> list[Task]:
+    """Profiling, a known curve, a rescale that follows from both, best effort, a cancel, a hopeless deadline."""
+    return [
+        Task(0.0, {"steps": 400, "deadline_at": deadline(300)}),
+        Task(5.0, {"steps": 300, "best_effort": True}),
+        Task(12.0, {"steps": 320, "deadline_at": deadline(80), "scaling_curve": CURVE}),
+        Task(15.0, {"steps": 5000, "best_effort": True}, ends="cancelled", cancel_at_s=60.0),
+        Task(16.0, {"steps": 50_000, "deadline_at": deadline(90), "scaling_curve": CURVE}, ends="rejected"),
+    ]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
+def test_a_day_of_jobs_survives_a_service_that_is_killed_again_and_again(make_lives, seed):
+    lives = make_lives(busy_day())
+    chance = random.Random(seed)
+    while not lives.live(chance.randint(1, 60) if lives.kills < 40 else 0):
+        pass
+    lives.check()
+    assert lives.kills == 40
+
+
+@pytest.mark.slow
+def test_one_job_survives_a_kill_at_each_single_point_of_its_life(make_lives):
+    """A run for each commit and each engine call of a whole job, killed there and nowhere else."""
+
+    def tasks() -> list[Task]:
+        return [
+            Task(0.0, {"steps": 60, "deadline_at": deadline(200), "scaling_curve": {1: 10.0, 2: 18.0}}),
+            Task(2.0, {"steps": 500, "best_effort": True}, ends="cancelled", cancel_at_s=13.0),
+        ]
+
+    points: Counter[str] = Counter()
+    crash_at = 0
+    done = False
+    while not done:
+        crash_at += 1
+        lives = make_lives(tasks(), nodes=(1, 2), pace_s=1.0)
+        done = lives.live(crash_at)
+        if not done:
+            assert lives.live(0)
+        lives.check()
+        points += lives.points()
+    assert sum(points.values()) == crash_at - 1 >= 200, points
+    assert set(points) == POINTS, f"never killed at {POINTS - set(points)}; unknown: {set(points) - POINTS}"
