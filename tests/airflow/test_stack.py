@@ -50,6 +50,8 @@ with DAG("blocking", schedule=None):
     train(10**6, deadline=None, best_effort=True, deferrable=False)
 with DAG("cleared", schedule=None):
     train(450)
+with DAG("killed", schedule=None):
+    train(300, deferrable=False, retries=1, retry_delay=timedelta(seconds=1))
 """
 
 
@@ -117,9 +119,7 @@ class Stack:
             if found := condition():
                 return found
             time.sleep(0.3)
-        ends = f"jobs: {self.service.list_jobs()}\n" + "\n".join(
-            f"--- {p.name}\n{p.read_text()[-1500:]}" for p in sorted(self.home.glob("*.out"))
-        )
+        ends = "\n".join(f"--- {p.name}\n{p.read_text()[-1500:]}" for p in sorted(self.home.glob("*.out")))
         raise AssertionError(f"not within {limit_s} s: {what}\n{ends}")
 
 
@@ -151,6 +151,8 @@ def stack() -> Iterator[Stack]:
         "AIRFLOW__LOGGING__WORKER_LOG_SERVER_PORT": str(worker_port),
         "AIRFLOW__LOGGING__TRIGGER_LOG_SERVER_PORT": str(trigger_port),
         "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_SEC": "2",
+        "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "30",
+        "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT_DETECTION_INTERVAL": "5",
         "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
         "AIRFLOW__ELASTICFLOW__STATE_DIR": str(home / "s"),
         "AIRFLOW__ELASTICFLOW__POLL_INTERVAL_S": "0.5",
@@ -187,7 +189,7 @@ def stack() -> Iterator[Stack]:
                     dags = http.get("/api/v2/dags").json()["total_entries"]
                 except (httpx.HTTPError, ValueError, KeyError):
                     return False
-                return dags == 4 and all(
+                return dags == 5 and all(
                     parts[p]["status"] == "healthy" for p in ("scheduler", "triggerer", "dag_processor")
                 )
 
@@ -276,3 +278,23 @@ def test_clearing_a_deferred_task_keeps_the_job_that_its_new_attempt_took_over(s
     assert job.state is State.SUCCEEDED
     assert job.result.steps == 450
     assert stack.task("cleared", run_id)["try_number"] == 2
+
+
+def test_a_task_and_the_service_killed_together_train_once_and_to_the_end(stack: Stack) -> None:
+    run_id = stack.run("killed")
+    stack.wait("progress", lambda: (j := stack.job("killed")) and j.step > 20)
+    runners = task_processes(stack.task("killed", run_id)["id"])
+    assert runners
+    os.kill(stack.service.health().pid, signal.SIGKILL)
+    for process in runners:
+        process.kill()
+    stack.reach("killed", run_id, "success", 180)
+    job = stack.wait("acknowledged", lambda: (j := stack.job("killed")).acknowledged and j)
+    assert (job.state, job.incarnation, job.result.steps) == (State.SUCCEEDED, 1, 300)
+    assert job.claim == 2
+    assert stack.task("killed", run_id)["try_number"] == 2
+
+
+def task_processes(task_instance_id: str) -> list[psutil.Process]:
+    """Processes that run this attempt of a task: Airflow names them by its id."""
+    return [p for p in psutil.process_iter(["cmdline"]) if task_instance_id in " ".join(p.info["cmdline"] or ())]
