@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -107,7 +108,7 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
             traffic=traffic,
             started_at=started_at,
         )
-        server = uvicorn.Server(
+        server = _OrderlyServer(
             uvicorn.Config(
                 build_app(parts, token),
                 log_config=None,
@@ -137,6 +138,20 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
         listener.close()
         if settings.host is None or embedded:
             (settings.state_dir / "service.sock").unlink(missing_ok=True)
+
+
+class _OrderlyServer(uvicorn.Server):
+    """Stops at SIGTERM or SIGINT and returns: uvicorn's own raises the signal again, before anything is put away."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Ask the server to exit at the first signal, at once at the second SIGINT."""
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def open_engine(settings: ServiceSettings) -> Engine:

@@ -236,7 +236,7 @@ def test_one_job_survives_a_kill_at_each_single_point_of_its_life(make_lives):
     def tasks() -> list[Task]:
         return [
             Task(0.0, {"steps": 60, "deadline_at": deadline(200), "scaling_curve": {1: 10.0, 2: 18.0}}),
-            Task(2.0, {"steps": 500, "best_effort": True}, ends="cancelled", cancel_at_s=13.0),
+            Task(2.0, {"steps": 500, "best_effort": True}, ends="cancelled", cancel_at_s=15.0),
         ]
 
     points: Counter[str] = Counter()

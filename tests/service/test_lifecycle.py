@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticflow_airflow.client import EmbeddedStartError, ensure_service, snapshot_folder
+from elasticflow_airflow.client import EmbeddedStartError, Endpoint, ensure_service, snapshot_folder
 from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
 
 
@@ -133,3 +133,19 @@ def test_the_daemon_imports_neither_airflow_nor_torch(daemons, open_client, tmp_
     imported = {line.rsplit("|", 1)[1].strip() for line in lines if line.startswith("import time")}
     assert "fastapi" in imported
     assert not [name for name in imported if name.split(".")[0] in ("airflow", "torch", "scipy", "pandas")]
+
+
+def test_told_to_stop_it_leaves_in_order_and_the_job_goes_on_with_the_next(daemons, open_client, tmp_path):
+    process = daemons.popen()
+    client = open_client(Endpoint(socket_path=daemons.state_dir() / "service.sock"))
+    client.retry_for_s = 30.0
+    submission = submission_for(client, tmp_path, length=Length(steps=60), scaling_curve={1: 10.0}, max_workers=1)
+    job = client.submit(submission).job.job_id
+    process.terminate()
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert b"service stopped; workers go on" in said
+    assert not (daemons.state_dir() / "service.sock").exists()
+    again = open_client(daemons.embedded())
+    done = wait_until(lambda: (s := again.status(job)).state.terminal and s, "it ends")
+    assert (done.state, done.incarnation) == ("succeeded", 1)
