@@ -55,13 +55,13 @@ class FakeWorld:
     write_checkpoint: CheckpointWriter = write_fake_checkpoint
     gangs: dict[tuple[str, int], FakeGang] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
-    saved: str = ""
-    """What the state file says, to write it only when something happened."""
+    saved: dict[tuple[str, int], tuple[object, str]] = field(default_factory=dict)
+    """What the state file says of each gang, after which mark: only those to which something happened change."""
 
     def __post_init__(self) -> None:
         raw = read_json(self.state_file) if self.state_file else None
         for item in raw["gangs"] if raw else ():
-            gang = gang_from_json(item)
+            gang = gang_from_json(json.loads(item))
             self.gangs[gang.spec.job_id, gang.spec.generation] = gang
 
     def of(self, job_id: str) -> list[FakeGang]:
@@ -78,11 +78,14 @@ class FakeWorld:
         """Write the state file, if there is one and anything happened."""
         if self.state_file is None:
             return
-        gangs = [gang_to_json(gang) for gang in self.gangs.values()]
-        happened = json.dumps([{k: v for k, v in gang.items() if k not in ("now_s", "step")} for gang in gangs])
-        if happened != self.saved:
-            write_json_atomic(self.state_file, {"gangs": gangs})
-            self.saved = happened
+        saved = {}
+        for key, gang in self.gangs.items():
+            mark, before = gang.mark(), self.saved.get(key)
+            same = before is not None and before[0] == mark
+            saved[key] = before if before is not None and same else (mark, json.dumps(gang_to_json(gang)))
+        if saved != self.saved:
+            write_json_atomic(self.state_file, {"gangs": [text for _, text in saved.values()]})
+            self.saved = saved
 
 
 def fake_nodes(nodes: int = 1, slots: int = 4) -> tuple[EngineNode, ...]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangSpec, GangState, WorkerObservation
@@ -27,6 +27,8 @@ from elasticflow_airflow.scheduler_core.values import Slot
 
 MAX_REPORTS_AN_ADVANCE = 500
 """When a virtual clock jumps far, progress reports are thinned to about this many."""
+
+_LEASE_GRAIN_S = 5.0
 
 CheckpointWriter = Callable[[GangSpec, int, bool], tuple[str, int]]
 """(gang, step, damaged) -> (digest, size in bytes): writes one candidate checkpoint."""
@@ -144,6 +146,11 @@ class FakeGang:
     def worker_id(self, rank: int) -> str:
         """Id of a worker, also the name of its log."""
         return f"g{self.spec.generation:06d}-r{rank:03d}"
+
+    def mark(self) -> object:
+        """Something that differs whenever anything has happened but the passing of time."""
+        lease = self.lease_ends_s // _LEASE_GRAIN_S
+        return self.phase, len(self.reports), self.leave_s, lease, self.outcome, self.spec.cleared_generation
 
     def start(self, now_s: float) -> None:
         """Start the workers; the fence is the caller's affair."""
@@ -380,7 +387,7 @@ class FakeGang:
 
 def gang_to_json(gang: FakeGang) -> dict[str, Any]:
     """Everything but the secrets, as JSON values (infinite times become null)."""
-    raw = asdict(gang)
+    raw = asdict(replace(gang, reports=[]))
     raw["spec"]["secret_env"] = {}
     raw["reports"] = [report.to_line().decode() for report in gang.reports]
     return {k: None if isinstance(v, float) and math.isinf(v) else v for k, v in raw.items()}

@@ -80,6 +80,18 @@ def test_it_leaves_when_nobody_needs_it_and_comes_back_when_somebody_does(daemon
     assert again.status(job).state == "succeeded", "not before the job had ended"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_leave_it_leaves_in_order(daemons, number):
+    process = daemons.popen("state", "--embedded")
+    wait_until((daemons.state_dir() / "service.json").exists, "it serves")
+    daemons.embedded()
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert b"service stopped; workers go on" in said
+    assert not (daemons.state_dir() / "service.sock").exists()
+
+
 def test_after_a_kill_the_next_caller_starts_it_again_and_the_job_goes_on(daemons, open_client, tmp_path):
     client = open_client(daemons.embedded())
     submission = submission_for(client, tmp_path, length=Length(steps=60), scaling_curve={1: 10.0}, max_workers=1)
