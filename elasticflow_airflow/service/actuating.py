@@ -54,6 +54,8 @@ class Actuator:
     drained: set[tuple[str, int]] = field(default_factory=set)
     """Terminal incarnations whose gangs the engine has forgotten; the next pass writes it down."""
     _renewed_at_s: float = -math.inf
+    _applied: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By job: the generation, and the fence with it, that the engine took."""
     _written: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
 
     def act(self, books: Books) -> None:
@@ -66,7 +68,8 @@ class Actuator:
             generations = books.open_of(row)
             desired = books.desired(row)
             if desired is not None and desired.desired == "run" and not row.terminal:
-                if desired.state != GangState.ENDED and not _slots_of_others(books, desired):
+                settled = not renew and self._is_settled(row, desired)
+                if desired.state != GangState.ENDED and not settled and not _slots_of_others(books, desired):
                     self._apply(row, desired)
             elif any(alive(g) or g.state == GangState.PENDING for g in generations):
                 reason = row.state_reason or "no longer wanted"
@@ -75,6 +78,12 @@ class Actuator:
                 self._try("renew", self.engine.renew, row.job_id)
             if row.terminal and not row.drained and not generations:
                 self._forget(books, row)
+
+    def _is_settled(self, row: IncarnationRow, generation: GenerationRow) -> bool:
+        """Whether the engine was told of this very gang, it runs, and its lease lasts beyond the next renewal."""
+        if generation.state != GangState.RUNNING or row.lease_s < 3 * self.settings.renew_interval_s:
+            return False
+        return self._applied.get(row.job_id) == (generation.generation, row.cleared_generation)
 
     def _write_promotion(self, row: IncarnationRow) -> None:
         """Before any gang may start from it; the row was committed first."""
@@ -104,6 +113,7 @@ class Actuator:
                 refusals.message = str(error)
         else:
             self.refusals.pop(row.job_id, None)
+            self._applied[row.job_id] = (generation.generation, row.cleared_generation)
         crashpoints.point("after apply")
 
     def _forget(self, books: Books, row: IncarnationRow) -> None:
@@ -112,6 +122,7 @@ class Actuator:
             self._try("forget", self.engine.forget, row.job_id)
             self.drained.add((row.job_id, row.incarnation))
             self._written.pop((row.job_id, row.incarnation), None)
+            self._applied.pop(row.job_id, None)
             self.refusals.pop(row.job_id, None)
 
     def _try(self, name: str, call: Callable[..., None], *arguments: object) -> None:
