@@ -141,7 +141,13 @@ def test_a_rejected_job_may_be_submitted_again(world):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"args": ("--lr", "0.1")}, {"steps": 150}, {"global_batch_size": 64}, {"init_from": "latest"}]
+    "changed",
+    [
+        {"args": ("--lr", "0.1")},
+        pytest.param({"steps": 150}, marks=pytest.mark.slow),
+        pytest.param({"global_batch_size": 64}, marks=pytest.mark.slow),
+        pytest.param({"init_from": "latest"}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_changed_specification_cancels_the_live_job_and_trains_anew_from_nothing(world, changed):
     first = world.submit(within=600, scaling_curve=CURVE)

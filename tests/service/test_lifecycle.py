@@ -80,7 +80,7 @@ def test_it_leaves_when_nobody_needs_it_and_comes_back_when_somebody_does(daemon
     assert again.status(job).state == "succeeded", "not before the job had ended"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_told_to_leave_it_leaves_in_order(daemons, number):
     process = daemons.popen("state", "--embedded")
     wait_until((daemons.state_dir() / "service.json").exists, "it serves")
@@ -92,6 +92,7 @@ def test_told_to_leave_it_leaves_in_order(daemons, number):
     assert not (daemons.state_dir() / "service.sock").exists()
 
 
+@pytest.mark.slow
 def test_after_a_kill_the_next_caller_starts_it_again_and_the_job_goes_on(daemons, open_client, tmp_path):
     client = open_client(daemons.embedded())
     submission = submission_for(client, tmp_path, length=Length(steps=60), scaling_curve={1: 10.0}, max_workers=1)
@@ -115,6 +116,7 @@ def test_a_socket_path_that_is_too_long_is_told_with_the_setting(daemons):
     assert b"Traceback" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -133,6 +135,7 @@ def test_settings_that_cannot_work_are_told_in_one_line(daemons, settings, said)
     assert "Traceback" not in printed.decode()
 
 
+@pytest.mark.slow
 def test_the_daemon_imports_neither_airflow_nor_torch(daemons, open_client, tmp_path):
     state_dir = daemons.state_dir()
     environment = {**daemons.environment(idle_exit_s=0.5), "PYTHONPROFILEIMPORTTIME": "1"}
