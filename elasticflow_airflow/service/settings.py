@@ -53,7 +53,7 @@ class ServiceSettings(BaseSettings):
     """Added to the earliest feasible deadline that a rejection offers, which is then rounded up to the next minute."""
     default_startup_s: float = Field(default=15.0, ge=0)
     """Assumed until measured."""
-    default_pause_s: float = Field(default=15.0, ge=0)
+    default_pause_s: float = Field(default=10.0, ge=0)
     default_tail_s: float = Field(default=10.0, ge=0)
     wake_up_allowance_s: float = Field(default=5.0, ge=0)
     """Part of the tail: from the promoted checkpoint to the Airflow task that uses it."""
