@@ -14,7 +14,7 @@ from pathlib import Path
 
 from elasticflow_airflow.engines.local.folder import Order, Status, SupervisorFolder
 from elasticflow_airflow.engines.local.judge import Heard, Verdict, all_trainers_there, judge_ended, judge_living
-from elasticflow_airflow.engines.local.processes import members_of_group
+from elasticflow_airflow.engines.local.processes import group_led_by
 from elasticflow_airflow.engines.local.records import GangRecord, JobRecord
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState, WorkerObservation
 from elasticflow_airflow.runtime.protocol import Report, read_reports, report_path
@@ -181,9 +181,7 @@ def _end_leftovers(statuses: Iterable[Status | None]) -> bool:
         for worker in status.workers.values() if status is not None else ():
             processes = [worker.agent] if worker.agent is not None and worker.agent.is_alive() else []
             if worker.trainer is not None:
-                # The group's number stays taken while a member lives; a younger leader is somebody else.
-                group = members_of_group(worker.trainer.pid)
-                processes += [p for p in group if p.pid != worker.trainer.pid or p == worker.trainer]
+                processes += group_led_by(worker.trainer)
             for process in processes:
                 process.kill()
                 left = True

@@ -13,6 +13,8 @@ from typing import Any
 
 _STAT_STATE, _STAT_PPID, _STAT_PGRP, _STAT_START = 0, 1, 2, 19
 """Positions in /proc/PID/stat after the command name (whose field 2 may hold spaces); 19 is field 22."""
+_WORKER_MARK = b"ELASTICFLOW_CORES="
+"""In the environment of every trainer and of what it starts."""
 
 
 def boot_id() -> str:
@@ -64,9 +66,19 @@ class ProcessId:
             os.close(handle)
 
 
-def members_of_group(group: int) -> list[ProcessId]:
-    """Processes of a process group (a trainer's group is named by its pid)."""
-    return _where(_STAT_PGRP, group)
+def group_led_by(leader: ProcessId) -> list[ProcessId]:
+    """Processes of the group that this very process leads, or led: a trainer, and what it started.
+
+    A group's number is its leader's pid, which nobody else gets while a member lives. Afterwards both may go to
+    strangers: whoever has the pid now must be the leader itself, and without one the members must be our workers.
+    """
+    if leader.boot != boot_id():
+        return []
+    members = _where(_STAT_PGRP, leader.pid)
+    stat = _stat(leader.pid)  # Unlike ProcessId.of, this shows a zombie: it still holds its pid.
+    if stat is not None:
+        return members if int(stat[_STAT_START]) == leader.start else []
+    return [process for process in members if _is_marked(process.pid)]
 
 
 def children_of(pid: int) -> list[ProcessId]:
@@ -91,3 +103,11 @@ def _stat(pid: int) -> list[str] | None:
     except (FileNotFoundError, PermissionError, ProcessLookupError):
         return None
     return text[text.rindex(")") + 2 :].split()
+
+
+def _is_marked(pid: int) -> bool:
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
+        return False
+    return any(entry.startswith(_WORKER_MARK) for entry in environment.split(b"\0"))

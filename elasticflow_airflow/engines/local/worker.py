@@ -12,7 +12,7 @@ from pathlib import Path
 from elasticflow_airflow.engines.local.folder import SupervisorFolder, SupervisorSpec, WorkerSpec, WorkerStatus
 from elasticflow_airflow.engines.local.forking import ForkServer
 from elasticflow_airflow.engines.local.logs import LogWriter
-from elasticflow_airflow.engines.local.processes import ProcessId, members_of_group
+from elasticflow_airflow.engines.local.processes import ProcessId, group_led_by
 from elasticflow_airflow.runtime import protocol
 from elasticflow_airflow.runtime.protocol import (
     GENERATION_ENV,
@@ -134,7 +134,7 @@ class Worker:
     def kill_rest(self) -> None:
         """End what the trainer has left behind (data loader workers and the like; they are in its process group)."""
         if self.status.trainer is not None:
-            for process in members_of_group(self.status.trainer.pid):
+            for process in group_led_by(self.status.trainer):
                 process.kill()
 
     def _arguments(self) -> list[str]:
