@@ -14,12 +14,17 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from elasticflow_airflow.engines.fake import FakeEngine, fake_nodes
+from elasticflow_airflow.runtime.manifest import verify_candidate
+from elasticflow_airflow.runtime.protocol import Promotion, checkpoint_dir
 from elasticflow_airflow.service import crashpoints
+from elasticflow_airflow.service.refusal import Refusal
+from elasticflow_airflow.wire import AmendRequest
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 POINTS = {
@@ -43,12 +48,14 @@ POINTS = {
 
 @dataclass(slots=True)
 class Task:
-    """What the owner of a job does: submits (again and again until answered), maybe cancels, acknowledges."""
+    """What the owner of a job does: submits (again until answered), maybe amends or cancels, acknowledges."""
 
     at_s: float
     given: dict[str, object]
     ends: str = "succeeded"
     cancel_at_s: float | None = None
+    amend_at_s: float | None = None
+    new_deadline_at: float | None = None
 
 
 @dataclass
@@ -112,7 +119,20 @@ class Lives:
                 return
             self.memory[0] += self.pace_s
             world.step(self.pace_s)
+            self._look_at_machines(world)
         raise AssertionError("not all jobs have come to their end:\n" + "\n".join(world.story()))
+
+    @staticmethod
+    def _look_at_machines(world) -> None:
+        """What the machines themselves say, whatever the service believes."""
+        holding = [gang for gang in world.engine.world.gangs.values() if gang.started and gang.phase != "ended"]
+        slots = [slot for gang in holding for slot in gang.spec.placement]
+        assert len(slots) == len(set(slots)), f"a slot was given to two gangs: {slots}"
+        jobs = [gang.spec.job_id for gang in holding]
+        assert len(jobs) == len(set(jobs)), f"two generations of a job hold slots: {jobs}"
+        with world.store.read() as reader:
+            owned = {row.job_id for _, row in reader.undrained()}
+        assert set(jobs) <= owned, f"a gang runs for no job: {set(jobs) - owned}"
 
     def _own(self, world, number: int, task: Task) -> bool:
         """What the owner of a job does at this moment; True when there is nothing left to do."""
@@ -127,6 +147,11 @@ class Lives:
         if not self.memory[claim]:
             self.memory[claim] = world.desk.submit(job_id, submission).claim
         status = world.desk.renew(job_id, int(self.memory[claim]))
+        amended = 201 + number
+        if task.amend_at_s is not None and self.elapsed_s >= task.amend_at_s and not self.memory[amended]:
+            request = AmendRequest(claim=int(self.memory[claim]), deadline_at=task.new_deadline_at)
+            assert world.desk.amend(job_id, request).accepted
+            self.memory[amended] = 1.0
         if task.cancel_at_s is not None and self.elapsed_s >= task.cancel_at_s and not status.state.terminal:
             world.desk.cancel(job_id, int(self.memory[claim]), "no longer needed")
         if not status.state.terminal:
@@ -172,8 +197,24 @@ class Lives:
                 started = [e.data["generation"] for e in events if e.kind == "started"]
                 assert len(started) == len(set(started)), story
                 assert all(g.handled for g in generations), story
+                claim = int(self.memory[1 + number])
+                assert claim == job.claim, story
+                assert world.desk.renew(job_id, claim).state == task.ends
+                with pytest.raises(Refusal, match="claim"):
+                    world.desk.cancel(job_id, claim - 1, "too late")
+                # No step is trained twice, and none is left out.
+                trained = [g for g in generations if g.first_step is not None]
+                for before, after in pairwise(trained):
+                    assert before.last_step is None or before.last_step <= after.first_step, story
+                assert task.new_deadline_at is None or row.deadline_at == task.new_deadline_at, story
                 if task.ends == "succeeded":
                     assert row.step == row.total_steps == task.given["steps"], story
+                    checkpoints = checkpoint_dir(world.settings.state_dir / "jobs" / job_id / "i000001")
+                    promotion = Promotion.read(checkpoints)
+                    assert promotion is not None, story
+                    assert promotion == Promotion(**row.promoted), story
+                    assert promotion.step == row.total_steps, story
+                    assert verify_candidate(checkpoints / promotion.path).digest == row.result["checkpoint_digest"]
                     assert row.acknowledged, story
                     assert kinds["acknowledged"] == 1, story
                 for g in generations:
@@ -209,9 +250,9 @@ def deadline(after_s: float) -> float:
 
 
 def busy_day() -> list[Task]:
-    """Profiling, a known curve, a rescale that follows from both, best effort, a cancel, a hopeless deadline."""
+    """Profiling, a known curve, a rescale that follows, best effort, a cancel, a hopeless deadline, an amendment."""
     return [
-        Task(0.0, {"steps": 400, "deadline_at": deadline(300)}),
+        Task(0.0, {"steps": 400, "deadline_at": deadline(300)}, amend_at_s=18.0, new_deadline_at=deadline(250)),
         Task(5.0, {"steps": 300, "best_effort": True}),
         Task(12.0, {"steps": 320, "deadline_at": deadline(80), "scaling_curve": CURVE}),
         Task(15.0, {"steps": 5000, "best_effort": True}, ends="cancelled", cancel_at_s=60.0),
