@@ -92,6 +92,8 @@ def _fold_state(
         generation.holding_at = books.now
     if gang.state is GangState.RUNNING and before != GangState.RUNNING and generation.running_at is None:
         _running(books, row, generation)
+    if gang.state is GangState.RUNNING:
+        _tell_started(books, row, generation)
     if gang.state is GangState.ENDED:
         generation.ended_at = books.now
         generation.outcome = None if gang.outcome is None else gang.outcome.value
@@ -110,15 +112,25 @@ def _running(books: Books, row: IncarnationRow, generation: GenerationRow) -> No
         return
     if generation.purpose == Purpose.TRAIN and row.state in (State.ADMITTED, State.SUSPENDED):
         books.set_state(row, State.RUNNING, generation.reason)
+    step = row.step if generation.first_step is None else generation.first_step
     books.event(
         "started",
         f"generation {generation.generation} trains with {generation.workers} "
-        f"{'worker' if generation.workers == 1 else 'workers'} from step {row.step}",
+        f"{'worker' if generation.workers == 1 else 'workers'} from step {step}",
         row,
         generation=generation.generation,
         workers=generation.workers,
-        step=row.step,
+        step=step,
     )
+
+
+def _tell_started(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+    """Tell the scheduler, once. A gang that is measured has started when it says so: a silent one may still load."""
+    if row.desired_generation != generation.generation or row.ending or generation.notes.get("told_started"):
+        return
+    if generation.purpose == Purpose.PROFILE and generation.first_step is None:
+        return
+    generation.notes = {**generation.notes, "told_started": True}
     feed(books, ev.GangStarted(row.job_id, placement_from_json(generation.placement)))
 
 

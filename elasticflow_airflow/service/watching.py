@@ -16,6 +16,8 @@ from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.wire import State
 
 _HANG_STEPS = 20
+_SILENT_FRACTION = 0.25
+"""Of the time that a start may take: so long a gang must have been silent, whatever the wall clock says."""
 
 
 def watch_deadlines(books: Books) -> None:
@@ -77,7 +79,9 @@ def _quiet(books: Books, row: IncarnationRow, generation: GenerationRow, quiet_s
             _hang(books, row, generation, f"did not make a first step within {quiet_s:.0f} s of its start")
     elif generation.state == GangState.RUNNING:
         if not row.ever_reported:
-            if quiet_s > s.profile_startup_s:
+            # Counted from the order on: after ``profile_startup_s`` and some more the scheduler gives it up.
+            ordered_s = books.now - generation.created_at
+            if ordered_s > s.profile_startup_s and quiet_s > _SILENT_FRACTION * s.profile_startup_s:
                 _reports_nothing(books, row, generation)
             return
         if generation.purpose == Purpose.PROFILE and not generation.notes.get("measured"):

@@ -483,3 +483,11 @@ def test_a_gang_that_the_engine_always_refuses_fails_with_its_message(world):
     assert done.state == "failed"
     assert "no_such_field" in done.failure
     assert "could not be started" in done.state_reason
+
+
+def test_with_the_default_patience_too_a_silent_script_is_no_rejection(world):
+    """What the service waits for must come before the scheduler gives the measurement up."""
+    job = world.submit(within=3600, steps=3000, fake={"reports": False}, max_workers=1)
+    done = world.ended(job, limit_s=1000)
+    assert (done.state, done.best_effort) == ("succeeded", True)
+    assert [event.kind for event in world.events(job) if event.kind in ("warning", "rejected")] == ["warning"]
