@@ -8,6 +8,7 @@ May import torch and the standard library only.
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import signal
@@ -90,6 +91,8 @@ class Session:
         self._saved_at_s = time.monotonic()
         self._speed = Speedometer(context.reporter.interval_s)
         bootstrap.session_initialised = True
+        if context.managed:
+            atexit.register(self._say_how_far)
 
     # -- where we are -------------------------------------------------------------------------------------------
 
@@ -422,6 +425,12 @@ class Session:
             # A reader of the reports would end the training over it.
             data["loss"] = _finite_or_none(data["loss"])
         self._say_if_main(ReportKind.PROGRESS, **data)
+
+    def _say_how_far(self) -> None:
+        """At the end of a process that is not finished: the steps since the last report."""
+        folder = Path(self.config.incarnation_dir)
+        if self._started and not self._finished and os.getpid() == self._pid and folder.is_dir():
+            self._progress()
 
     def _warn(self, message: str) -> None:
         self._say_if_main(ReportKind.WARNING, message=message)

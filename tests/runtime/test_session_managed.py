@@ -332,3 +332,18 @@ def test_promotion_read_back(service, training):
     assert Promotion.read(service.folder / "checkpoints") == Promotion(
         path="g000001/step-000000000004", generation=1, step=4, digest=info.digest
     )
+
+
+def test_a_script_that_ends_early_still_says_how_far_it_came(service, training):
+    service.configure(steps=50)
+    service.start(1)
+    run = training(steps=50, global_batch_size=3, micro_batch_size=2)
+
+    def stop() -> None:
+        raise SystemExit(0)
+
+    with pytest.raises(SystemExit):
+        run.run(before_step=at(7, stop))
+    run.session._say_how_far()
+    assert service.reports(1)[-1].kind is ReportKind.PROGRESS
+    assert service.reports(1)[-1].step == 7
