@@ -24,7 +24,7 @@ from airflow.sdk.exceptions import AirflowFailException
 from elasticflow_airflow.operators import ElasticTrainOperator
 
 CODE = Path(__file__).parent / "bert"
-TRAIN_ROWS, TEST_ROWS = 1152, 360
+TRAIN_ROWS, TEST_ROWS = 1152, 300
 QUICK_TOKENS, THOROUGH_TOKENS = 32, 48
 WIDE_MARGIN = 0.15
 """By how much a model must beat the majority class to be published."""
@@ -43,6 +43,7 @@ with DAG(
     catchup=False,
     params={
         "quick_by": Param("06:30", type="string", description="when the quick model must be there"),
+        "thorough_epochs": Param(3, type="integer", minimum=1, description="how long the thorough model trains"),
         "publish_by": Param("07:30", type="string", description="when the better model must be published"),
     },
     default_args={"retries": 1, "retry_delay": timedelta(seconds=10)},
@@ -83,7 +84,7 @@ with DAG(
         task_id="finetune_thorough",
         script="bert/train_bert.py",
         script_args=["--data", data, "--max-length", THOROUGH_TOKENS, "--top-layers", 6, "--lr", 2e-4],
-        epochs=3,
+        epochs="{{ params.thorough_epochs }}",
         samples=rows,
         global_batch_size=32,
         deadline="{{ params.publish_by }}",

@@ -14,7 +14,7 @@ import hashlib
 import importlib.util
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -96,8 +96,9 @@ def read(path: Path) -> list[Row]:
     return [Row(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
-def _collect(rows: int, belongs: object, *, seed: str, seen: frozenset[str] = frozenset()) -> tuple[Row, ...]:
-    assert callable(belongs)
+def _collect(
+    rows: int, belongs: Callable[[int], bool], *, seed: str, seen: frozenset[str] = frozenset()
+) -> tuple[Row, ...]:
     per_package = rows // len(PACKAGES)
     taken: list[Row] = []
     used = set(seen)

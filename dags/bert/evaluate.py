@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import docstrings
 import torch
 from model import TextClassifier, tokenise
 from sklearn.linear_model import LogisticRegression
+from torch import Tensor
 
 from elasticflow_airflow.runtime import load_weights
 
@@ -62,7 +64,7 @@ def main() -> None:
     for candidate in args.candidates:
         load_weights(model, candidate.checkpoint)
         tokens = tokenise([row.text for row in test], candidate.max_length)
-        guesses = torch.cat([logits.argmax(1) for logits in batches(model, tokens)])
+        guesses = apply(model, tokens).argmax(1)
         result["models"][candidate.name] = (guesses == labels).double().mean().item()
     print(table(result))
     if args.out:
@@ -77,19 +79,21 @@ def majority(train: list[docstrings.Row], test: list[docstrings.Row]) -> float:
 
 def probe(model: TextClassifier, train: list[docstrings.Row], test: list[docstrings.Row], max_length: int) -> float:
     """Accuracy of a logistic regression on the embeddings of the encoder as it is now."""
-    inputs = [
-        torch.cat(list(batches(model.embed, tokenise([row.text for row in rows], max_length)))).numpy()
-        for rows in (train, test)
-    ]
+    inputs = [apply(model.embed, tokenise([row.text for row in rows], max_length)).numpy() for rows in (train, test)]
     regression = LogisticRegression(max_iter=2000).fit(inputs[0], [row.label for row in train])
     return float(regression.score(inputs[1], [row.label for row in test]))
 
 
 @torch.inference_mode()
-def batches(function, tokens: dict[str, torch.Tensor], size: int = 64):
-    """Apply a function to 64 texts at a time."""
-    for start in range(0, len(tokens["input_ids"]), size):
-        yield function(**{name: values[start : start + size] for name, values in tokens.items()})
+def apply(function: Callable[..., Tensor], tokens: dict[str, Tensor], size: int = 32) -> Tensor:
+    """Apply a function to all texts, 32 of about the same length at a time: the padding is not computed."""
+    lengths = tokens["attention_mask"].sum(1)
+    order = lengths.argsort()
+    outputs = []
+    for chosen in order.split(size):
+        longest = int(lengths[chosen].max())
+        outputs.append(function(**{name: values[chosen, :longest] for name, values in tokens.items()}))
+    return torch.cat(outputs)[order.argsort()]
 
 
 def table(result: dict) -> str:

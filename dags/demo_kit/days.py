@@ -49,22 +49,23 @@ class TaskNews:
         self._layout.say(at=time.time(), kind="task", task=task_instance.task_id, state=state, **more)
 
 
-def run_day(layout: Layout, dag: DAG, day: date, quick_s: float, publish_s: float) -> bool:
+def run_day(layout: Layout, dag: DAG, day: date, epochs: int, quick_s: float, publish_s: float) -> bool:
     """Run the DAG for one day with deadlines so many seconds from now; False when it failed."""
     now = time.time()
     quick_by, publish_by = now + quick_s, now + publish_s
     layout.say(at=now, kind="day", day=day.isoformat(), quick_by=quick_by, publish_by=publish_by)
     due = {"quick_by": quick_by, "publish_by": publish_by}
+    conf = {name: datetime.fromtimestamp(at, UTC).isoformat() for name, at in due.items()}
     run = dag.test(
         logical_date=datetime(day.year, day.month, day.day, 2, tzinfo=UTC),
-        run_conf={name: datetime.fromtimestamp(at, UTC).isoformat() for name, at in due.items()},
+        run_conf={**conf, "thorough_epochs": epochs},
     )
     state = str(run.state)
     layout.say(at=time.time(), kind="day_end", day=day.isoformat(), state=state)
     return state == "success"
 
 
-def main(root: str, last_day: str, *due_s: str) -> int:
+def main(root: str, last_day: str, epochs: str, *due_s: str) -> int:
     """Run one day for each pair of deadlines in ``due_s`` (quick, publish), the last of them ``last_day``."""
     layout = Layout.below(Path(root))
     initdb()
@@ -76,7 +77,7 @@ def main(root: str, last_day: str, *due_s: str) -> int:
     pairs = [(float(quick), float(publish)) for quick, publish in zip(due_s[::2], due_s[1::2], strict=True)]
     first = date.fromisoformat(last_day) - timedelta(days=len(pairs) - 1)
     for number, (quick_s, publish_s) in enumerate(pairs):
-        if not run_day(layout, dag, first + timedelta(days=number), quick_s, publish_s):
+        if not run_day(layout, dag, first + timedelta(days=number), int(epochs), quick_s, publish_s):
             return 1
     return 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from demo_kit.layout import Layout
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint
-from elasticflow_airflow.wire import Event, JobStatus
+from elasticflow_airflow.wire import Event, JobStatus, SlotStatus
 
 PROGRESS_EVERY_S = 10.0
 _STYLES = {"admitted": "green", "succeeded": "bold green", "resized": "cyan", "rejected": "red", "failed": "red"}
@@ -33,6 +33,8 @@ class Watcher:
     days: list[dict[str, Any]] = field(default_factory=list)
     states: dict[str, str] = field(default_factory=dict)
     """State of each day's DAG run, by day."""
+    told_of_failure: bool = False
+    _said_busy: bool = False
     _offset: int = 0
     _progress_at: float = 0.0
 
@@ -90,6 +92,7 @@ class Watcher:
             failed = happening["state"] == "failed"
             self.line(f"task {happening['task']}: {happening['state']}", "red" if failed else "green")
             if failed:
+                self.told_of_failure = True
                 self.line(f"  {happening.get('error', '')}", "red")
 
     def _look_at_service(self) -> None:
@@ -97,18 +100,32 @@ class Watcher:
         if not socket.exists():
             return
         with ElasticFlowClient(Endpoint(socket_path=socket), retry_for_s=0) as service:
+            if not self._said_busy:
+                self._say_busy(service.health().slots)
             self.jobs.update({job.job_id: job for job in service.list_jobs()})
+            new: list[Event] = []
             for job_id in self.jobs:
                 known = self.events.setdefault(job_id, [])
-                for event in service.events(job_id, after=known[-1].event_id if known else 0):
-                    known.append(event)
-                    if event.kind not in _QUIET:
-                        what = f"{event.kind}: {self.readable(event.reason)}"
-                        style = _STYLES.get(event.kind)
-                        self.line(f"  #{event.event_id:<4}{self.task_of(job_id):<18} {what}", style)
+                fresh = service.events(job_id, after=known[-1].event_id if known else 0)
+                known += fresh
+                new += fresh
+        for event in sorted(new, key=lambda event: event.event_id):
+            if event.kind not in _QUIET and event.job_id is not None:
+                what = f"{event.kind}: {self.readable(event.reason)}"
+                self.line(f"  #{event.event_id:<4}{self.task_of(event.job_id):<18} {what}", _STYLES.get(event.kind))
         if time.monotonic() - self._progress_at >= PROGRESS_EVERY_S:
             self._progress_at = time.monotonic()
             self._show_progress()
+
+    def _say_busy(self, slots: Sequence[SlotStatus]) -> None:
+        self._said_busy = True
+        busy = [slot for slot in slots if slot.busy is not None]
+        if busy:
+            self.line(
+                f"{len(busy)} of {len(slots)} slots are held by others on this machine ({busy[0].busy}): the demo is"
+                " slower, or cannot train, until they are free",
+                "yellow",
+            )
 
     def _show_progress(self) -> None:
         for job in sorted(self.jobs.values(), key=lambda job: job.submitted_at):

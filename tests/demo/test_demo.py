@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -73,25 +74,51 @@ def test_the_dag_is_parsed_without_torch() -> None:
     assert tasks == "['evaluate', 'extract', 'finetune_quick', 'finetune_thorough', 'publish']"
 
 
+def test_deadlines_are_stretched_on_slow_machines_only() -> None:
+    pace = load("demo_pace", DAGS / "demo_kit" / "pace.py")
+    assert pace.stretch_for(pace.REFERENCE_GFLOPS * 2) == 1.0
+    assert pace.stretch_for(pace.REFERENCE_GFLOPS / 2) == 2.0
+    assert pace.stretch_for(0.0) == pace.MOST
+    assert pace.measure(2, os.environ) > 0
+
+
+def test_nothing_but_the_dag_is_parsed_as_one() -> None:
+    program = (
+        "import sys; from airflow.dag_processing.dagbag import DagBag; "
+        "bag = DagBag(sys.argv[1], collect_dags=False); bag.collect_dags(sys.argv[1]); "
+        "assert not bag.import_errors, bag.import_errors; print(sorted(bag.dags), len(bag.dagbag_stats))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(DAGS)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "AIRFLOW__CORE__LOAD_EXAMPLES": "False"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip().splitlines()[-1] == "['daily_bert_finetune'] 1"
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_fine_tuning_alone_beats_the_majority_class(docstrings: ModuleType, tmp_path: Path) -> None:
     extract = docstrings.extract(date(2026, 3, 1), train_rows=384, test_rows=120)
     docstrings.write(extract.train, tmp_path / "train.jsonl")
     docstrings.write(extract.test, tmp_path / "test.jsonl")
     environment = {**os.environ, "ELASTICFLOW_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
     train = [sys.executable, str(DAGS / "bert/train_bert.py"), "--data", str(tmp_path), "--epochs", "2"]
-    subprocess.run([*train, "--max-length", "32"], check=True, env=environment, timeout=280)
+    subprocess.run([*train, "--max-length", "32"], check=True, env=environment, timeout=580)
     promoted = json.loads((tmp_path / "checkpoints/promoted.json").read_text())
     checkpoint = tmp_path / "checkpoints" / promoted["path"]
     out = tmp_path / "result.json"
     evaluate = [sys.executable, str(DAGS / "bert/evaluate.py"), "--data", str(tmp_path), "--out", str(out)]
-    subprocess.run([*evaluate, "--checkpoint", f"m={checkpoint}:32"], check=True, env=environment, timeout=280)
+    subprocess.run([*evaluate, "--checkpoint", f"m={checkpoint}:32"], check=True, env=environment, timeout=580)
     result = json.loads(out.read_text())
     assert result["models"]["m"] > result["majority"] + 0.15
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_the_whole_demo(tmp_path: Path) -> None:
     output = tmp_path / "demo"
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("AIRFLOW", "ELASTICFLOW"))}
@@ -102,13 +129,42 @@ def test_the_whole_demo(tmp_path: Path) -> None:
         text=True,
         check=False,
         env=environment,
-        timeout=880,
+        timeout=1480,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert "All deadlines met" in done.stdout
     summary = (output / "summary.txt").read_text()
     assert re.search(r"workers over time", summary)
     assert "accuracy: quick" in summary
+    assert [p for p in _processes() if str(output) in p] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+    output = tmp_path / "demo"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("AIRFLOW", "ELASTICFLOW"))}
+    environment["ELASTICFLOW_SLOT_LOCK_DIR"] = str(tmp_path / "slots")
+    with subprocess.Popen(
+        [sys.executable, str(DAGS / "demo.py"), "--output", str(output)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**environment, "PYTHONUNBUFFERED": "1"},
+    ) as demo:
+        assert demo.stdout is not None
+        said = ""
+        try:
+            for line in demo.stdout:
+                said += line
+                if "started: generation" in line:
+                    demo.send_signal(signal.SIGINT)
+                    break
+            said += demo.communicate(timeout=120)[0]
+        finally:
+            demo.kill()
+    assert demo.returncode == 130, said
+    assert "Traceback" not in said
     assert [p for p in _processes() if str(output) in p] == []
 
 
