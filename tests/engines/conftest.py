@@ -221,11 +221,17 @@ class LocalBench(Bench):
         return SupervisorFolder.of(incarnation_dir, generation, self.nodes[node])
 
     def worker_process(self, rank: int, what: str = "trainer") -> ProcessId:
-        status = self.folder().read_status()
-        assert status is not None
-        process = getattr(status.workers[f"g000001-r{rank:03d}"], what)
-        assert isinstance(process, ProcessId)
-        return process
+        """A worker's process; its own reports may come before the supervisor has written down who it is."""
+
+        def known() -> ProcessId | None:
+            status = self.folder().read_status()
+            worker = None if status is None else status.workers.get(f"g000001-r{rank:03d}")
+            process = None if worker is None else getattr(worker, what)
+            return process if isinstance(process, ProcessId) else None
+
+        found = wait_until(known, f"{what} of rank {rank} is known")
+        assert isinstance(found, ProcessId)
+        return found
 
     def kill_worker(self, rank: int) -> None:
         self.worker_process(rank).kill()
