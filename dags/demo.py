@@ -8,7 +8,6 @@ why. It fails when the demo does not show what it promises.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from demo_kit import pace
+from demo_kit.ending import bring_down
 from demo_kit.layout import DAGS, SLOTS, Layout, NotOursError
 from demo_kit.summary import broken_promises, summary_lines
 from demo_kit.watching import Watcher
@@ -43,7 +43,7 @@ def main() -> int:
     console = Console(soft_wrap=True)
     layout = Layout.below(args.output)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # told to end, it cleans up as after Ctrl-C
-    stop_service(layout)  # of an earlier run that was killed
+    bring_down(layout)  # what an earlier run left that was killed
     try:
         layout.start_afresh()
     except NotOursError as error:
@@ -55,12 +55,15 @@ def main() -> int:
     status = run(layout, watcher)
     if watcher.jobs and status != INTERRUPTED:
         status = report(layout, watcher, console) or status
-    stop_service(layout)
+    bring_down(layout)
+    if status == INTERRUPTED:
+        watcher.line("stopped: no process of the demo is left")
+    where = {"Airflow's log": layout.airflow_log, "service's log": layout.service_log}
+    if layout.summary.exists():
+        where = {"the models": layout.models / "published", "this summary": layout.summary} | where
     console.print(f"\nEverything is in {layout.root}:", markup=False)
-    console.print(f"  the models      {layout.models / 'published'}", markup=False)
-    console.print(f"  this summary    {layout.summary}", markup=False)
-    console.print(f"  Airflow's log   {layout.airflow_log}", markup=False)
-    console.print(f"  service's log   {layout.service_log}", markup=False)
+    for what, path in where.items():
+        console.print(f"  {what:<15} {path}", highlight=False, markup=False)
     return status
 
 
@@ -121,21 +124,6 @@ def report(layout: Layout, watcher: Watcher, console: Console) -> int:
             style="bold green",
         )
     return 1 if broken else 0
-
-
-def stop_service(layout: Layout) -> None:
-    """Have the service leave now rather than when it has been idle."""
-    card = layout.state_dir / "service.json"
-    socket = layout.state_dir / "service.sock"
-    if not (card.exists() and socket.exists()):
-        return
-    try:
-        os.kill(int(json.loads(card.read_text())["pid"]), signal.SIGTERM)
-    except ProcessLookupError:
-        return
-    limit = time.monotonic() + _LEAVE_S
-    while socket.exists() and time.monotonic() < limit:
-        time.sleep(0.1)
 
 
 def _wait(process: subprocess.Popen[bytes]) -> None:

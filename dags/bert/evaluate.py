@@ -12,9 +12,13 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+# On a busy machine threads that wait by spinning take the cores from those that compute.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import docstrings
 import torch
