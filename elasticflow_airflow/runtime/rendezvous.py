@@ -13,7 +13,11 @@ import os
 import time
 from pathlib import Path
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not marked so by torch
+from torch.distributed import (  # type: ignore[attr-defined]  # public, but not marked so by torch
+    DistNetworkError,
+    PrefixStore,
+    TCPStore,
+)
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -122,13 +126,20 @@ class PlanRendezvous(RendezvousHandler):
         Torchrun's own barrier lets rank 0 go first now and then: the others then log a broken connection.
         """
         self._closed = True
-        if self._agents is None or not self._agents.check([_ALL_AT_EXIT_KEY]):
-            return True  # Not all came to the exit barrier: something failed, nobody waits for anybody.
-        self._agents.add(_GONE_KEY, 1)
-        deadline_s = time.monotonic() + GOODBYE_LIMIT_S
-        while self._rank == 0 and time.monotonic() < deadline_s and self._agents.add(_GONE_KEY, 0) < self._world_size:
-            time.sleep(_POLL_S)
+        try:
+            if self._agents is not None and self._agents.check([_ALL_AT_EXIT_KEY]):
+                self._say_goodbye(self._agents)
+        except DistNetworkError:
+            # Rank 0's agent, and the store with it, has gone first: after a failure nobody waits for anybody. What
+            # torchrun is about to say of its own worker must not be drowned by this.
+            logger.info("the store of generation %s is gone already", self._generation)
         return True
+
+    def _say_goodbye(self, agents: PrefixStore) -> None:
+        agents.add(_GONE_KEY, 1)
+        deadline_s = time.monotonic() + GOODBYE_LIMIT_S
+        while self._rank == 0 and time.monotonic() < deadline_s and agents.add(_GONE_KEY, 0) < self._world_size:
+            time.sleep(_POLL_S)
 
     def _wait_for_plan(self, deadline_s: float) -> Membership:
         while True:

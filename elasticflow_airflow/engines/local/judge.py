@@ -101,14 +101,15 @@ def judge_ended(gang: GangRecord, statuses: Mapping[str, Status | None], lost: l
 def culprit(statuses: Iterable[Status], heard: Heard) -> tuple[str, WorkerStatus]:
     """Who failed first. When one worker dies, its peers fail in their next collective, often within the same tick.
 
-    Killed by a signal that was not ours comes before any exception; then who reported a cause first; then by rank.
+    Killed by a signal that was not ours comes before any exception, and so does an end without a word. Then who
+    reported a cause first; then by rank.
     """
 
     def order(item: tuple[str, WorkerStatus]) -> tuple[bool, bool, float, int]:
         worker_id, worker = item
         code = worker.exit_code or 0
         said_s = heard.causes[worker_id][0] if worker_id in heard.causes else float("inf")
-        return (worker.signalled or code == 0, code > 0, said_s, worker.rank)
+        return (worker.signalled or code == 0, code > 0 and worker_id in heard.causes, said_s, worker.rank)
 
     return min((item for status in statuses for item in status.workers.items()), key=order)
 
