@@ -147,15 +147,17 @@ class LocalEngine:
         """Every gang that is not forgotten, with what it reported since the last time."""
         with self._lock, _disk_errors(self._state_dir):
             self._starter.reap()
-            for job in list(self._jobs.values()):
-                for gang in job.gangs.values():
-                    if not gang.started and not gang.dropped:
-                        self._tell_earlier(job, gang)
-            return tuple(
+            found = tuple(
                 self._observer.observe(job, gang)
                 for _, job in sorted(self._jobs.items())
                 for _, gang in sorted(job.gangs.items())
             )
+            # After the look: a new object has only then heard who trains, and lets them until others are warm.
+            for job in list(self._jobs.values()):
+                for gang in job.gangs.values():
+                    if not gang.started and not gang.dropped:
+                        self._tell_earlier(job, gang)
+            return found
 
     def forget(self, job_id: str) -> None:
         """Drop the ended gangs of a job; files stay, logs can still be read."""
@@ -280,10 +282,8 @@ class LocalEngine:
         )
         return (
             not training
-            or all(
-                folder.warm.exists() or not self._starter.is_coming_up(folder)
-                for folder in map(gang.folder, gang.nodes)
-            )
+            # Supervisors that a crash of the service kept from starting are started by the next apply.
+            or all(gang.folder(node_id).warm.exists() for node_id in gang.nodes)
             or self._observer.elapsed(job, gang, "warm up", WARM_LIMIT_S)
         )
 
