@@ -1,4 +1,4 @@
-"""``kill -9`` of the service while real torchrun workers train: they go on, and every sample counts exactly once."""
+"""``kill -9`` of the service, and of whoever trains, with real torchrun: every sample still counts exactly once."""
 
 from __future__ import annotations
 
@@ -7,17 +7,25 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from elasticflow_airflow.client import Endpoint, snapshot_script
+from elasticflow_airflow.client import ElasticFlowClient, Endpoint, snapshot_script
+from elasticflow_airflow.engines.local.folder import Status, SupervisorFolder
+from elasticflow_airflow.engines.local.processes import ProcessId, children_of
+from elasticflow_airflow.runtime.protocol import read_reports, report_path
 from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
 
 pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
 
-SAMPLES, BATCH, EPOCHS, KILLS = 640, 32, 25, 12
+SAMPLES, BATCH = 640, 32
+STEPS_PER_EPOCH = SAMPLES // BATCH
 COUNTING = f"""
+import sys
 import time
 import torch
 from elasticflow_airflow import runtime
@@ -32,7 +40,7 @@ class Counter(torch.nn.Module):
     def forward(self, ids):
         return -self.uses[ids].mean()
 
-session = runtime.init(epochs={EPOCHS})
+session = runtime.init(epochs=int(sys.argv[1]))
 loader = session.dataloader(range(SAMPLES), global_batch_size=BATCH, shuffle=True)
 model = Counter()
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -65,76 +73,231 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.slow
-def test_training_survives_a_service_that_is_killed_again_and_again(daemons, open_client, tmp_path):
+@dataclass
+class Trial:
+    """A service with two CPU slots on a state directory, that is killed and started again, and its jobs."""
+
+    daemons: Any
+    client: ElasticFlowClient
+    state_dir: Path
+    snapshot: Any
+    settings: dict[str, object] = field(default_factory=dict)
+    service: subprocess.Popen[bytes] | None = None
+    claims: dict[str, int] = field(default_factory=dict)
+    epochs: dict[str, int] = field(default_factory=dict)
+    kills: int = 0
+
+    def start(self, crash_at: int = 0) -> None:
+        self.service = self.daemons.popen(
+            "state",
+            engine="local",
+            slots=2,
+            crash_at=crash_at,
+            **{"checkpoint_interval_s": 5, "profile_s": 1, **self.settings},
+        )
+
+    def kill(self) -> None:
+        assert self.service is not None
+        self.service.kill()
+        assert self.service.wait() == -signal.SIGKILL
+        self.kills += 1
+
+    def submit(self, task: str, epochs: int, **given: Any) -> str:
+        submission = JobSubmission(
+            identity=JobIdentity(dag_id="daily", run_id="run1", task_id=task),
+            command=Command(snapshot=self.snapshot.sha256, script="train.py", args=(str(epochs),)),
+            length=Length(epochs=epochs, samples=SAMPLES),
+            global_batch_size=BATCH,
+            **({"best_effort": True} if "deadline_at" not in given else {}),
+            **given,
+        )
+        self.client.upload_snapshot(self.snapshot)
+        job_id = submission.identity.job_id
+        self.claims[job_id] = self.client.submit(submission).claim
+        self.epochs[job_id] = epochs
+        return job_id
+
+    def wait(self, condition: Callable[[], Any], what: str, limit_s: float = 120.0) -> Any:
+        end = time.monotonic() + limit_s
+        while not (value := condition()):
+            assert time.monotonic() < end, f"waited {limit_s} s in vain: {what}\n{self.story()}"
+            time.sleep(0.01)
+        return value
+
+    def story(self) -> str:
+        """What has happened, for a test that failed."""
+        events = [event for job_id in self.claims for event in self.client.events(job_id)]
+        lines = [f"{event.at:.1f} {event.job_id} {event.kind}: {event.reason}" for event in events]
+        for path in sorted(self.state_dir.glob("jobs/*/i*/supervisors/*/*")):
+            lines.append(f"{path.stat().st_mtime:.1f} {path.relative_to(self.state_dir)}")
+            if path.name == "supervisor.log":
+                lines += path.read_text().splitlines()[-5:]
+        return "\n".join(lines)
+
+    # What the files say, with or without a service.
+
+    def incarnation_dir(self, job_id: str) -> Path:
+        return self.state_dir / "jobs" / job_id / "i000001"
+
+    def folder(self, job_id: str, generation: int) -> SupervisorFolder:
+        return SupervisorFolder.of(self.incarnation_dir(job_id), generation, "local")
+
+    def status(self, job_id: str, generation: int) -> Status | None:
+        return self.folder(job_id, generation).read_status()
+
+    def trainers(self, job_id: str, generation: int) -> list[ProcessId]:
+        status = self.status(job_id, generation)
+        workers = status.workers.values() if status is not None else ()
+        return [worker.trainer for worker in workers if worker.trainer is not None]
+
+    def step(self, job_id: str, generation: int) -> int:
+        path = report_path(self.incarnation_dir(job_id), generation, f"g{generation:06d}-r000")
+        return max((report.step for report, _ in read_reports(path)), default=0)
+
+    # The end.
+
+    def finish(self, restarts: int = 0) -> float:
+        """Wait for the end of all jobs; each came to it once, with every sample used once an epoch. Returns when."""
+        last_end = 0.0
+        for job_id, claim in self.claims.items():
+            self.wait(lambda j=job_id, c=claim: self.client.renew(j, c).state.terminal, f"{job_id} ends", 300)
+            status = self.client.acknowledge(job_id, claim)
+            events = self.client.events(job_id)
+            story = "\n".join(f"{event.kind}: {event.reason}" for event in events)
+            epochs = self.epochs[job_id]
+            assert (status.state, status.incarnation) == ("succeeded", 1), story
+            assert status.result.steps == epochs * STEPS_PER_EPOCH, story
+            assert status.result.metrics == {"least": epochs, "most": epochs}, story
+            kinds = [event.kind for event in events]
+            assert kinds.count("succeeded") == kinds.count("acknowledged") == 1, story
+            assert kinds.count("restarting") == restarts, story
+            ordered = [e.data["generation"] for e in events if e.kind == "resized" and "slots" in e.data]
+            assert ordered == list(range(1, status.generation + 1)), story
+            last_end = max(last_end, status.result.finished_at)
+        assert self.service is not None
+        self.service.terminate()
+        assert self.service.wait(30.0) == 0
+        end = time.monotonic() + 30
+        while left := processes_of(self.state_dir):
+            assert time.monotonic() < end, left
+            time.sleep(0.1)
+        return last_end
+
+
+@pytest.fixture
+def trial(daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     script = tmp_path / "code" / "train.py"
     script.parent.mkdir()
     script.write_text(COUNTING)
-    snapshot = snapshot_script(script)
-    chance = random.Random(7)
-    settings = {"engine": "local", "slots": 2, "checkpoint_interval_s": 5, "profile_s": 1}
     state_dir = daemons.state_dir("state")
-
-    def start(crash_at: int = 0) -> subprocess.Popen[bytes]:
-        return daemons.popen("state", **settings, crash_at=crash_at)
-
-    def submission(task: str, **given) -> JobSubmission:
-        return JobSubmission(
-            identity=JobIdentity(dag_id="daily", run_id="run1", task_id=task),
-            command=Command(snapshot=snapshot.sha256, script="train.py"),
-            length=Length(epochs=EPOCHS, samples=SAMPLES),
-            global_batch_size=BATCH,
-            **given,
-        )
-
-    service = start()
     client = open_client(Endpoint(socket_path=state_dir / "service.sock"))
     client.retry_for_s = 60.0
-    client.upload_snapshot(snapshot)
-    jobs = [submission("first", deadline_at=time.time() + 500), submission("second", best_effort=True)]
-    claims = {job.identity.job_id: client.submit(job).claim for job in jobs}
+    trial = Trial(daemons, client, state_dir, snapshot_script(script))
+    yield trial
+    # A test that failed leaves no trainer behind either.
+    if trial.service is not None:
+        trial.service.kill()
+    for status_file in state_dir.glob("jobs/*/i*/supervisors/*/status.json"):
+        status = SupervisorFolder(status_file.parent).read_status()
+        if status is not None and status.supervisor is not None:
+            status.supervisor.kill()
 
-    crashed, killed_at = 0, []
-    for kill in range(KILLS):
+
+@pytest.mark.slow
+def test_training_survives_a_service_that_is_killed_again_and_again(trial):
+    chance = random.Random(7)
+    trial.start()
+    trial.submit("first", 25, deadline_at=time.time() + 500)
+    trial.submit("second", 25)
+    kills, crashed, killed_at = 12, 0, []
+    for kill in range(kills):
         if kill % 2:
             # Right before or after a commit or a call of the engine ...
             try:
-                service.wait(10.0)
+                trial.service.wait(10.0)
                 crashed += 1
             except subprocess.TimeoutExpired:
-                service.kill()
+                trial.service.kill()
         else:
             # ... and whenever.
             time.sleep(chance.uniform(0.2, 3.0))
-            service.send_signal(signal.SIGKILL)
-        assert service.wait() == -signal.SIGKILL
+            trial.service.kill()
+        assert trial.service.wait() == -signal.SIGKILL
         killed_at.append(time.time())
-        service = start(crash_at=0 if kill % 2 else chance.randint(1, 40))
-    assert crashed >= KILLS // 3
-
-    end = time.monotonic() + 300
-    while not all(client.renew(job_id, claim).state.terminal for job_id, claim in claims.items()):
-        assert time.monotonic() < end, [(client.status(j).state, client.events(j)) for j in claims]
-        time.sleep(0.5)
-    last_end = max(client.status(job_id).result.finished_at for job_id in claims)
+        trial.start(crash_at=0 if kill % 2 else chance.randint(1, 40))
+    assert crashed >= kills // 3
+    last_end = trial.finish()
     assert sum(at < last_end for at in killed_at) >= 10, "the training was too short for these kills"
-    for job_id, claim in claims.items():
-        status = client.acknowledge(job_id, claim)
-        events = client.events(job_id)
-        story = "\n".join(f"{e.kind}: {e.reason}" for e in events)
-        assert status.state == "succeeded", story
-        assert status.incarnation == 1
-        assert status.result.steps == EPOCHS * SAMPLES // BATCH
-        assert status.result.metrics == {"least": EPOCHS, "most": EPOCHS}, story
-        kinds = [event.kind for event in events]
-        assert kinds.count("succeeded") == kinds.count("acknowledged") == 1, story
-        assert "restarting" not in kinds, story
-        ordered = [e.data["generation"] for e in events if e.kind == "resized" and "slots" in e.data]
-        assert ordered == list(range(1, status.generation + 1)), story
 
-    service.terminate()
-    assert service.wait(30.0) == 0
-    end = time.monotonic() + 30
-    while left := processes_of(state_dir):
-        assert time.monotonic() < end, left
-        time.sleep(0.1)
+
+@pytest.mark.slow
+def test_training_goes_on_in_the_same_processes_while_there_is_no_service(trial):
+    chance = random.Random(11)
+    trial.start()
+    job = trial.submit("only", 15, min_workers=2, scaling_curve={2: 9.0})
+    trial.wait(lambda: trial.step(job, 1) > 3, "it trains")
+    trainers = trial.trainers(job, 1)
+    assert len(trainers) == 2
+    for _ in range(6):
+        trial.kill()
+        step = trial.step(job, 1)
+        trial.wait(lambda s=step: trial.step(job, 1) > s + 5, "it makes progress without a service", 30)
+        assert trial.trainers(job, 1) == trainers
+        assert all(trainer.is_alive() for trainer in trainers)
+        trial.start()
+        time.sleep(chance.uniform(0.0, 2.0))  # While it imports, takes its jobs up again, or does its work.
+    assert trial.client.status(job).generation == 1
+    trial.finish()
+
+
+@pytest.mark.slow
+def test_a_resize_survives_a_kill_at_each_of_its_stages(trial):
+    trial.start()
+    first = trial.submit("first", 25, max_workers=2, scaling_curve={1: 6.0, 2: 9.0})
+    trial.wait(lambda: trial.step(first, 1) > 3, "it trains on both slots")
+    assert len(trial.trainers(first, 1)) == 2
+    second = trial.submit("second", 3, max_workers=1, scaling_curve={1: 8.0}, deadline_at=time.time() + 120)
+    stages = {
+        "the new generation is ordered": trial.folder(first, 2).path,
+        "it has warmed up": trial.folder(first, 2).warm,
+        "the old one is told to leave": trial.folder(first, 1).path / "order.json",
+        "the new one may start": trial.folder(first, 2).go,
+        "the other job's supervisor is started": trial.folder(second, 1).path,
+        "the other job may start": trial.folder(second, 1).go,
+    }
+    for stage, path in stages.items():
+        trial.wait(path.exists, stage, 60)
+        trial.kill()
+        trial.start()
+    trial.wait(lambda: (found := trial.status(second, 1)) is not None and found.ended, "the other job's workers leave")
+    trial.kill()
+    trial.start()
+    assert trial.client.status(first).generation >= 2
+    trial.finish()
+
+
+@pytest.mark.slow
+def test_whoever_is_killed_in_the_middle_the_result_is_right(trial):
+    trial.settings = {"checkpoint_interval_s": 2, "max_restarts": 10}
+    trial.start()
+    job = trial.submit("only", 15, min_workers=2, scaling_curve={2: 9.0})
+    victims = ("trainer", "agent", "fork server", "supervisor", "service and trainer", "service and supervisor")
+    for number, victim in enumerate(victims):
+        generation = number + 1
+
+        def saved(g: int = generation) -> bool:
+            events = trial.client.events(job)
+            return any(event.kind == "checkpoint" and event.data["generation"] == g for event in events)
+
+        trial.wait(saved, f"generation {generation} has saved")
+        status = trial.status(job, generation)
+        if "service" in victim:
+            trial.kill()
+        worker = status.workers[f"g{generation:06d}-r001"]
+        (server,) = children_of(status.supervisor.pid)
+        targets = {"trainer": worker.trainer, "agent": worker.agent, "fork server": server}
+        targets.get(victim.removeprefix("service and "), status.supervisor).kill()
+        if "service" in victim:
+            trial.start()
+    trial.finish(restarts=len(victims))
