@@ -275,6 +275,7 @@ def test_a_day_of_jobs_survives_a_service_that_is_killed_again_and_again(make_li
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_one_job_survives_a_kill_at_each_single_point_of_its_life(make_lives):
     """A run for each commit and each engine call of a whole job, killed there and nowhere else."""
 
