@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import shutil
 import signal
 import tempfile
 import traceback
@@ -296,5 +297,6 @@ def test_one_job_survives_a_kill_at_each_single_point_of_its_life(make_lives):
             assert lives.live(0)
         lives.check()
         points += lives.points()
+        shutil.rmtree(lives.base)
     assert sum(points.values()) == crash_at - 1 >= 200, points
     assert set(points) == POINTS, f"never killed at {POINTS - set(points)}; unknown: {set(points) - POINTS}"
