@@ -6,8 +6,10 @@ imports torch; everything it needs to know of the service is the client.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from datetime import datetime, timedelta, tzinfo
 from datetime import time as time_of_day
 from typing import Any, NoReturn
@@ -46,7 +48,7 @@ from elasticflow_airflow.submission import Prepared, RunFacts, prepare, run_fact
 from elasticflow_airflow.task_memory import TaskMemory
 from elasticflow_airflow.triggers import ElasticFlowJobTrigger
 from elasticflow_airflow.waiting import JobWatch
-from elasticflow_airflow.wire import JobStatus, State
+from elasticflow_airflow.wire import Attachment, JobStatus, JobSubmission, State
 
 _DAG_TEST_POKE_S = 1.0
 _KILL_WITHIN_S = 4.0
@@ -164,6 +166,7 @@ class ElasticTrainOperator(BaseOperator):
         """As written in the DAG: what rendered to 'None' must be told from what was left out."""
         self.elasticflow_job: OwnedJob | None = None
         """The job of this attempt, for the listener that acknowledges or cancels it."""
+        self._submitted: Future[Attachment] | None = None
         self._killed = False
         check_arguments(
             script=script,
@@ -203,6 +206,7 @@ class ElasticTrainOperator(BaseOperator):
         except ElasticFlowError as error:
             raise AirflowException(str(error)) from error
         except KeyboardInterrupt:
+            self._await_submission()
             keeper().interrupt(run_id)
             raise
 
@@ -298,7 +302,7 @@ class ElasticTrainOperator(BaseOperator):
             # Submitted all the same: the service knows the earliest deadline that it could promise.
             submission = submission.model_copy(update={"on_reject": "fail", "latest_deadline_at": None})
         client.upload_snapshot(prepared.snapshot)
-        attachment = client.submit(submission)
+        attachment = self._submit_whatever_comes(client, submission, keep=facts.is_dag_test)
         memory.attempt, memory.job_id, memory.claim = facts.attempt, attachment.job.job_id, attachment.claim
         memory.since, memory.away_since = now, None
         job = self._own(client, memory)
@@ -320,6 +324,37 @@ class ElasticTrainOperator(BaseOperator):
             self.log.warning("%s", job.cancel("its deadline had passed before it was submitted"))
             raise AirflowFailException(past_deadline_message(prepared.submission, facts.timezone, now))
         return status
+
+    def _submit_whatever_comes(self, client: ElasticFlowClient, submission: JobSubmission, *, keep: bool) -> Attachment:
+        """Submit in a thread: Ctrl-C between request and answer must not lose the claim to a job that now trains.
+
+        With ``keep``, the thread hands the job to the lease keeper, which cancels it when this process leaves, however
+        often Ctrl-C was pressed.
+        """
+        submitted: Future[Attachment] = Future()
+
+        def submit() -> None:
+            try:
+                attachment = client.submit(submission)
+                if keep and not attachment.job.state.terminal:
+                    job_id = attachment.job.job_id
+                    keeper().keep(OwnedJob(endpoint=client.endpoint, job_id=job_id, claim=attachment.claim))
+                submitted.set_result(attachment)
+            except BaseException as error:  # noqa: BLE001 - raised by result(), in the thread that waits
+                submitted.set_exception(error)
+
+        self._submitted = submitted
+        threading.Thread(target=submit, name="elasticflow-submit").start()
+        return submitted.result()
+
+    def _await_submission(self) -> None:
+        """Give a submission that is under way the time to be answered."""
+        if self._submitted is None:
+            return
+        try:
+            self._submitted.result(timeout=_KILL_WITHIN_S)
+        except (ElasticFlowError, TimeoutError) as error:
+            self.log.warning("interrupted while submitting: %s", error or "the service has not answered yet")
 
     def _look_again(
         self,

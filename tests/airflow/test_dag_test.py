@@ -174,15 +174,53 @@ def test_a_task_that_fails_for_good_leaves_no_job_running(run_dag, new_dag, clie
     assert keeper().kept() == []
 
 
-def test_ctrl_c_cancels(airflow_db, airflow_home, client, tmp_path):
+WHEN_INTERRUPTED = {
+    "while it waits": "",
+    "before the answer to the submission": (
+        "import os, signal, time\n"
+        "from elasticflow_airflow.client import ElasticFlowClient\n"
+        "submit = ElasticFlowClient.submit\n"
+        "def slow(client, submission):\n"
+        "    attachment = submit(client, submission)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(0.5)\n"
+        "    return attachment\n"
+        "if submit.__name__ != 'slow':\n"  # the DAG file is read more than once
+        "    ElasticFlowClient.submit = slow\n"
+    ),
+    "twice, before the answer": (
+        "import os, signal, time\n"
+        "from elasticflow_airflow.client import ElasticFlowClient\n"
+        "submit = ElasticFlowClient.submit\n"
+        "def slow(client, submission):\n"
+        "    attachment = submit(client, submission)\n"
+        "    for _ in range(2):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        time.sleep(0.5)\n"
+        "    return attachment\n"
+        "if submit.__name__ != 'slow':\n"
+        "    ElasticFlowClient.submit = slow\n"
+    ),
+    "right after the answer": (
+        "import os, signal\n"
+        "from elasticflow_airflow.task_memory import TaskMemory\n"
+        "TaskMemory.save = lambda self, store: os.kill(os.getpid(), signal.SIGINT)\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("when", WHEN_INTERRUPTED)
+def test_ctrl_c_cancels(airflow_db, airflow_home, client, tmp_path, when):
     (tmp_path / "train.py").write_text("")
-    program = airflow_home / "dags" / "interrupted.py"
+    name = f"interrupted_{list(WHEN_INTERRUPTED).index(when)}"
+    program = airflow_home / "dags" / f"{name}.py"
     program.write_text(
         "from airflow.sdk import DAG\n"
         "from elasticflow_airflow.operators import ElasticTrainOperator\n"
-        "with DAG('interrupted', schedule=None) as dag:\n"
+        f"with DAG('{name}', schedule=None) as dag:\n"
         f"    ElasticTrainOperator(task_id='train', script={str(tmp_path / 'train.py')!r}, steps=10**6,\n"
         f"        global_batch_size=8, best_effort=True, scaling_curve={CURVE!r})\n"
+        f"{WHEN_INTERRUPTED[when]}"
         "if __name__ == '__main__':\n"
         "    dag.test()\n"
     )
@@ -193,17 +231,18 @@ def test_ctrl_c_cancels(airflow_db, airflow_home, client, tmp_path):
         )
     try:
         end = time.monotonic() + 60
-        while not client.list_jobs(dag_id="interrupted"):
+        while when == "while it waits" and not client.list_jobs(dag_id=name):
             assert process.poll() is None, output.read_text()[-3000:]
             assert time.monotonic() < end, output.read_text()[-3000:]
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        process.wait(30)
+        if when == "while it waits":
+            process.send_signal(signal.SIGINT)
+        process.wait(60)
     finally:
         process.kill()
         process.wait(10)
         program.unlink()
-    (job,) = client.list_jobs(dag_id="interrupted")
+    (job,) = client.list_jobs(dag_id=name)
     assert job.state is State.CANCELLED, output.read_text()[-3000:]
 
 

@@ -17,7 +17,30 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = (ROOT / "docker/Dockerfile").read_text()
-COMPOSE = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())
+COMPOSE_FILE = (ROOT / "docker/compose.yaml").read_text()
+COMPOSE = yaml.safe_load(COMPOSE_FILE)
+
+WHAT_AIRFLOW_SEES = """
+import json
+from cryptography.fernet import Fernet
+from sqlalchemy import make_url
+from airflow import settings
+from airflow.providers_manager import ProvidersManager
+from airflow.sdk.configuration import conf
+from elasticflow_airflow.hooks import ElasticFlowHook
+from elasticflow_airflow.operators import ElasticTrainOperator
+
+Fernet(conf.get("core", "fernet_key").encode())
+endpoint = ElasticFlowHook().endpoint()
+urls = [make_url(url) for url in (settings.SQL_ALCHEMY_CONN, settings.SQL_ALCHEMY_CONN_ASYNC)]
+print(json.dumps({
+    "databases": [[url.username, url.password, url.host, url.database] for url in urls],
+    "secrets": [conf.get("api_auth", "jwt_secret").strip(), conf.get("api", "secret_key").strip()],
+    "provider": "elasticflow-airflow" in ProvidersManager().providers,
+    "service": endpoint.base_url,
+    "token": endpoint.token,
+}))
+"""
 
 
 def stage(name: str) -> str:
@@ -59,24 +82,95 @@ def test_compose_depends_on_services_that_exist_and_can_be_healthy() -> None:
     assert "HEALTHCHECK" in stage("service")
 
 
+def test_compose_covers_only_folders_whose_owner_may_write() -> None:
+    """A new volume takes the owner of the image's folder beneath it; without one it is root's."""
+    for name, service in COMPOSE["services"].items():
+        for mount in service.get("volumes", ()) if "build" in service else ():
+            source, target = mount.split(":")[:2]
+            if source in COMPOSE["volumes"]:
+                made = re.findall(
+                    r"install --directory --owner=elasticflow (.*)", stage("base") + stage(service["build"]["target"])
+                )
+                assert target in " ".join(made).split(), f"{name}: the image does not make {target}"
+
+
+def make_secrets(where: Path) -> Path:
+    """The secrets, by the very commands that the compose file names."""
+    commands = re.findall(r"^#   (.*)$", COMPOSE_FILE, re.MULTILINE)
+    shell = "\n".join(command for command in commands if not command.startswith("docker compose"))
+    subprocess.run(["bash", "-euc", shell], cwd=where, check=True)
+    return where / "docker/secrets"
+
+
+def test_the_commands_of_the_compose_file_make_every_secret(tmp_path: Path) -> None:
+    made = {file.name for file in make_secrets(tmp_path).iterdir() if len(file.read_text()) > 40}
+    assert made == set(COMPOSE["secrets"])
+    assert {f"secrets/{name}" for name in made} == {secret["file"] for secret in COMPOSE["secrets"].values()}
+
+
+def test_no_secret_is_sent_to_the_builder() -> None:
+    assert "docker/secrets" in (ROOT / ".dockerignore").read_text().splitlines()
+    assert "/docker/secrets/" in (ROOT / ".gitignore").read_text().splitlines()
+
+
 def test_every_copied_file_is_there() -> None:
     for line in re.findall(r"^COPY (?!--from)(\S+) ", DOCKERFILE, re.MULTILINE):
         assert (ROOT / line).exists(), line
 
 
-@pytest.fixture(scope="session")
-def service_venv(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The service's environment, made by the very steps of the image, without torch."""
-    where = tmp_path_factory.mktemp("image")
+def image_venv(target: str, wheel: Path, where: Path) -> Path:
+    """The environment of an image, made by its very steps, without torch."""
     subprocess.run([sys.executable, "-m", "venv", str(where / "venv")], check=True)
     environment = {**os.environ, "PATH": f"{where / 'venv/bin'}:{os.environ['PATH']}"}
-    for step in pip_steps("service"):
+    for step in pip_steps(target):
         if "$TORCH" in step:
             continue
-        command = step.replace("/tmp/service.txt", str(ROOT / "requirements/service.txt"))
-        command = command.replace("/tmp/*.whl", str(wheel))
-        subprocess.run(["bash", "-euc", command], check=True, env=environment, capture_output=True)
+        command = re.sub(r"/tmp/(\w+\.txt)", rf"{ROOT}/requirements/\1", step).replace("/tmp/*.whl", str(wheel))
+        done = subprocess.run(["bash", "-euc", command], env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
     return where / "venv"
+
+
+@pytest.fixture(scope="session")
+def service_venv(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return image_venv("service", wheel, tmp_path_factory.mktemp("service"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_airflow_finds_the_provider_its_database_and_the_service(wheel: Path, tmp_path: Path) -> None:
+    """With the environment that the compose file gives each Airflow component, through its entrypoint."""
+    venv = image_venv("airflow", wheel, tmp_path)
+    secrets = make_secrets(tmp_path)
+    (common,) = {
+        json.dumps(s["environment"]) for s in COMPOSE["services"].values() if s.get("image") == "elasticflow-airflow"
+    }
+    entrypoint = tmp_path / "entrypoint.sh"
+    script = (ROOT / "docker/airflow-entrypoint.sh").read_text()
+    entrypoint.write_text(script.replace("/run/secrets/", f"{secrets}/"))
+    done = subprocess.run(
+        ["bash", str(entrypoint), "python", "-c", WHAT_AIRFLOW_SEES],
+        env={
+            **json.loads(common.replace("/run/secrets/", f"{secrets}/")),
+            "PATH": f"{venv / 'bin'}:/usr/bin:/bin",
+            "HOME": str(tmp_path),
+            "AIRFLOW_HOME": str(tmp_path / "airflow"),
+        },
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    seen = json.loads(done.stdout.strip().splitlines()[-1])
+    secret = {file.name: file.read_text().strip() for file in secrets.iterdir()}
+    assert seen == {
+        "databases": [["airflow", secret["postgres_password"], "postgres", "airflow"]] * 2,
+        "secrets": [secret["airflow_jwt_secret"], secret["airflow_secret_key"]],
+        "provider": True,
+        "service": "http://elasticflow:8321",
+        "token": secret["elasticflow_token"],
+    }
 
 
 @pytest.mark.slow
