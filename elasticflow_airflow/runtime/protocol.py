@@ -63,6 +63,9 @@ class Membership:
     mode: RescaleMode
     members: tuple[Member, ...]
     reason: str = ""
+    lost: tuple[str, ...] = ()
+    """Workers of earlier generations that are dead, or hang and are being killed: whoever waits for one of them in a
+    collective gives up at once. Only then: as long as all live, the old generation trains on until the new is ready."""
 
     def rank_of(self, worker_id: str) -> int | None:
         """Rank of a worker in this plan, or None when it is not in it."""
@@ -84,6 +87,7 @@ class Membership:
             mode=RescaleMode(raw["mode"]),
             members=members,
             reason=raw.get("reason", ""),
+            lost=tuple(raw.get("lost", ())),
         )
 
 
@@ -93,7 +97,9 @@ class SessionConfig:
 
     One of ``script`` (path inside ``code_dir``) and ``module`` is set. ``steps`` or ``epochs`` gives the length;
     ``samples`` is the size of one epoch, when the submitter knows it. ``micro_batch_size`` None lets the session
-    choose; after an out-of-memory it is halved by the service. ``init_from`` is the folder of a checkpoint whose
+    choose; after an out-of-memory it is halved by the service. ``logical_workers`` (a power of two that divides
+    ``global_batch_size``; None: the session chooses) never changes in the life of a job; ``consistency`` is
+    "consistent" (the result does not depend on the number of workers) or "fast". ``init_from`` is the folder of a checkpoint whose
     *weights* start this incarnation. ``progress_regex`` and ``progress_file`` are for plain scripts.
     """
 
@@ -110,6 +116,8 @@ class SessionConfig:
     samples: int | None = None
     global_batch_size: int = 1
     micro_batch_size: int | None = None
+    logical_workers: int | None = None
+    consistency: str = "consistent"
     init_from: str | None = None
     seed: int = 0
     checkpoint_interval_s: float = 60.0
@@ -139,14 +147,17 @@ class ReportKind(StrEnum):
     """What a worker can say. ``Report.data`` holds the keys named here (optional ones in brackets)."""
 
     STARTED = "started"
-    """The model is built and state restored; ``step`` is where it goes on. [resumed_from, init_from, samples, steps,
-    micro_batch_size]: ``samples`` is the size of one epoch and ``steps`` the total length as the session knows them."""
+    """This worker is in the report's generation; ``step`` is where it goes on. [resumed_from, init_from, samples, steps,
+    micro_batch_size, logical_workers, in_place]: ``samples`` is the size of one epoch and ``steps`` the total length as
+    the session knows them; ``in_place`` says that this session can be rescaled without a restart. A worker that
+    adopted the generation while it trained adds from_generation, pause_s (how long training stood still for it),
+    state_bytes and recovered (whether a worker had died)."""
     PROGRESS = "progress"
     """``step`` steps are done in all. [loss, window_steps, window_s, epoch]: speed = window_steps / window_s."""
     CHECKPOINT = "checkpoint"
     """A complete candidate at ``step``. path (relative to the checkpoint folder), digest, size_bytes, write_s."""
     STOPPED = "stopped"
-    """Left as the plan asked, after saving at ``step``."""
+    """Left as the plan asked at ``step``: after saving, or, in place, with the state in good hands."""
     FINISHED = "finished"
     """All steps are done and saved. [metrics, loss]; ``path`` of the final candidate checkpoint."""
     OUT_OF_MEMORY = "out_of_memory"
