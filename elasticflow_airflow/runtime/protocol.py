@@ -99,8 +99,8 @@ class SessionConfig:
     ``samples`` is the size of one epoch, when the submitter knows it. ``micro_batch_size`` None lets the session
     choose; after an out-of-memory it is halved by the service. ``logical_workers`` (a power of two that divides
     ``global_batch_size``; None: the session chooses) never changes in the life of a job; ``consistency`` is
-    "consistent" (the result does not depend on the number of workers) or "fast". ``init_from`` is the folder of a checkpoint whose
-    *weights* start this incarnation. ``progress_regex`` and ``progress_file`` are for plain scripts.
+    "consistent" (the result does not depend on the number of workers) or "fast". ``init_from`` is the folder of a
+    checkpoint whose *weights* start this incarnation. ``progress_regex`` and ``progress_file`` are for plain scripts.
     """
 
     job_id: str
@@ -147,10 +147,10 @@ class ReportKind(StrEnum):
     """What a worker can say. ``Report.data`` holds the keys named here (optional ones in brackets)."""
 
     STARTED = "started"
-    """This worker is in the report's generation; ``step`` is where it goes on. [resumed_from, init_from, samples, steps,
-    micro_batch_size, logical_workers, in_place]: ``samples`` is the size of one epoch and ``steps`` the total length as
-    the session knows them; ``in_place`` says that this session can be rescaled without a restart. A worker that
-    adopted the generation while it trained adds from_generation, pause_s (how long training stood still for it),
+    """This worker is in the report's generation; ``step`` is where it goes on. [resumed_from, init_from, samples,
+    steps, micro_batch_size, logical_workers, in_place]: ``samples`` is the size of one epoch and ``steps`` the total
+    length as the session knows them; ``in_place`` says that this session can be rescaled without a restart. A worker
+    that adopted the generation while it trained adds from_generation, pause_s (how long training stood still for it),
     state_bytes and recovered (whether a worker had died)."""
     PROGRESS = "progress"
     """``step`` steps are done in all. [loss, window_steps, window_s, epoch]: speed = window_steps / window_s."""
