@@ -24,6 +24,7 @@ from elasticflow_airflow.runtime.protocol import (
     GENERATION_ENV,
     SESSION_ENV,
     WORKER_ENV,
+    WORLD_ENV,
     Membership,
     Report,
     ReportKind,
@@ -40,6 +41,9 @@ TRAINER_FILE_ENV = "ELASTICFLOW_TRAINER_FILE"
 
 session_initialised = False
 """Set by the session when a script calls ``init``: tells session scripts from plain ones."""
+
+leave_abruptly = False
+"""Set by the session: a thread is blocked for good in an operation with a dead worker; no destructor may run."""
 
 current_step = 0
 """Kept by the session: the last completed step, for reports written on the way out."""
@@ -63,6 +67,7 @@ def main() -> int:
     trainer_file = os.environ.pop(TRAINER_FILE_ENV, None)
     if trainer_file:
         write_json_atomic(Path(trainer_file), {"pid": os.getpid()})
+    _take_place_in_world()
     session = SessionConfig.read(Path(os.environ[SESSION_ENV]))
     worker_id = os.environ[WORKER_ENV]
     plan = Membership.read(Path(session.incarnation_dir))
@@ -84,6 +89,17 @@ def main() -> int:
     return 0
 
 
+def _take_place_in_world() -> None:
+    """Tell the script its rank among all workers: torchrun's agent knows of this one alone."""
+    world = os.environ.pop(WORLD_ENV, None)
+    if world:
+        rank, size = world.split(",")
+        for name in ("RANK", "GROUP_RANK", "ROLE_RANK"):
+            os.environ[name] = rank
+        for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"):
+            os.environ[name] = size
+
+
 def _be_as_if_new() -> None:
     """Forked from its agent: undo what a fresh interpreter would not have."""
     if os.getpgid(0) != os.getpid():
@@ -101,7 +117,7 @@ def _be_as_if_new() -> None:
 
 def _run_exit_functions() -> None:
     """What the script registered with atexit: a forked process leaves without it."""
-    if multiprocessing.parent_process() is not None:
+    if multiprocessing.parent_process() is not None or leave_abruptly:
         atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -171,4 +187,7 @@ if __name__ == "__main__":
     # Through the import, so that the session sets the flags of the same module object.
     from elasticflow_airflow.runtime import bootstrap
 
-    sys.exit(bootstrap.main())
+    exit_status = bootstrap.main()
+    if bootstrap.leave_abruptly:
+        os._exit(exit_status)
+    sys.exit(exit_status)

@@ -7,12 +7,15 @@ is padded, repeated or dropped. May import torch and the standard library only.
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import Dataset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,91 +67,205 @@ def share(batch: Sequence[int], rank: int, world_size: int) -> Sequence[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """A worker's part of one global batch. ``content`` is what the collate function made; None when it is empty."""
+class Ticket:
+    """One logical worker's share of one step: the unit of fetching. What it stands for is a pure function of it.
 
-    content: Any
-    samples: int
-    global_samples: int
+    ``indices`` are its samples, in order. ``seed`` is set before the fetch, so that random augmentation does not depend
+    on who fetches, or when.
+    """
+
+    epoch: int
+    step_in_epoch: int
+    logical: int
     indices: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A ticket and what was fetched for it: what the collate function made, None where there are no samples."""
+
+    ticket: Ticket
+    content: Any
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return len(self.ticket.indices)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A worker's part of one global batch: the shares of its logical workers, in their order."""
+
+    shares: tuple[Share, ...]
+    global_samples: int
     epoch: int
     step_in_epoch: int
 
+    @property
+    def samples(self) -> int:
+        """Number of this worker's samples."""
+        return sum(share.samples for share in self.shares)
 
-_OWN_OPTIONS = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last", "in_order"})
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """This worker's samples in the dataset."""
+        return tuple(index for share in self.shares for index in share.ticket.indices)
+
+    @property
+    def content(self) -> Any:
+        """What was fetched, where this worker has a single share; a list of that otherwise."""
+        return self.shares[0].content if len(self.shares) == 1 else [share.content for share in self.shares]
+
+
+class Fetcher(Protocol):
+    """Gets what tickets stand for, ahead of time where it can."""
+
+    def expect(self, tickets: Sequence[Ticket]) -> None:
+        """Say what will be asked for next, in order. What was expected before and is not here is dropped."""
+        ...
+
+    def get(self, ticket: Ticket) -> Any:
+        """Return the collated content of any ticket, expected or not."""
+        ...
+
+    def close(self) -> None:
+        """Let go of processes and held batches."""
+        ...
+
+
+class DirectFetcher:
+    """Fetches in this process, when asked."""
+
+    def __init__(self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any]) -> None:
+        self._dataset, self._collate = dataset, collate_fn
+
+    def expect(self, tickets: Sequence[Ticket]) -> None:
+        """Nothing is fetched ahead."""
+
+    def get(self, ticket: Ticket) -> Any:
+        """Fetch under the ticket's seed; the random state of the caller stays as it was."""
+        with seeded(ticket.seed):
+            if hasattr(self._dataset, "__getitems__"):
+                return self._collate(self._dataset.__getitems__(list(ticket.indices)))
+            return self._collate([self._dataset[index] for index in ticket.indices])
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw random numbers (torch on the CPU, Python, numpy where it is imported) from a seed, and undo that after."""
+    numpy = sys.modules.get("numpy")
+    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if numpy:
+        numpy.random.seed(seed & 0xFFFFFFFF)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        if numpy:
+            numpy.random.set_state(before[2])
+
+
+_OWN_OPTIONS = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last", "in_order", "generator"})
 """Options of ``DataLoader`` that would contradict the plan."""
-
-
-class _Shares:
-    """Batch sampler for one pass: the shares of this worker from ``first_step`` on."""
-
-    def __init__(self, plan: BatchPlan, epoch: int, first_step: int, rank: int, world_size: int) -> None:
-        self._plan, self._first_step, self._rank, self._world_size = plan, first_step, rank, world_size
-        self._order = plan.order(epoch)
-
-    def all(self) -> Iterator[tuple[int, Sequence[int], int]]:
-        for step in range(self._first_step, self._plan.steps_per_epoch):
-            batch = self._plan.global_batch(self._order, step)
-            yield step, share(batch, self._rank, self._world_size), len(batch)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for _, mine, _ in self.all():
-            if mine:
-                yield list(mine)
+_AHEAD_STEPS = 2
 
 
 class ElasticLoader:
     """Iterates over this worker's part of each remaining batch of the current epoch.
 
-    ``position`` tells where the session stands: (epoch, step in the epoch); ``workers`` who this is: (rank, world
-    size); both are asked at the beginning of each pass, and ``finished`` before each batch. Resuming in the middle of
-    an epoch reads nothing twice: the order is computed, not replayed. Length: steps in one epoch.
+    ``position`` tells where the session stands: (epoch, step in the epoch), asked at the beginning of each pass;
+    ``owned``, which logical workers are this worker's, is asked before each batch, and so is ``finished``: a rescale
+    in the middle of an epoch changes the next batch, and reads nothing twice: the order is computed, not replayed.
+    Length: steps in one epoch.
     """
 
     def __init__(
         self,
-        dataset: Dataset[Any],
         plan: BatchPlan,
+        fetcher: Fetcher,
         *,
+        logical_workers: Callable[[], int],
         position: Callable[[], tuple[int, int]],
-        workers: Callable[[], tuple[int, int]],
+        owned: Callable[[], range],
         finished: Callable[[], bool] = lambda: False,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_workers: int = 0,
-        **options: Any,
     ) -> None:
-        refused = sorted(options.keys() & _OWN_OPTIONS)
-        if refused:
-            raise ValueError(
-                f"{', '.join(refused)}: the session decides which samples make a batch; leave it out, and give "
-                "global_batch_size= and shuffle= to session.dataloader()"
-            )
         self.plan = plan
-        self._dataset = dataset
-        self._position, self._workers, self._finished = position, workers, finished
-        self._options = {"collate_fn": collate_fn or default_collate, "num_workers": num_workers, **options}
+        self._logical_workers = logical_workers
+        self._fetcher = fetcher
+        self._position, self._owned, self._finished = position, owned, finished
+        self._order: tuple[int, list[int]] = (-1, [])
+        self._jumped = False
 
     def __len__(self) -> int:
         return self.plan.steps_per_epoch
 
     def __iter__(self) -> Iterator[Batch]:
-        epoch, first_step = self._position()
-        rank, world_size = self._workers()
-        shares = _Shares(self.plan, epoch, first_step, rank, world_size)
-        # Loader processes take their seeds from it; without, those of all workers would draw the same augmentation.
-        seeds = torch.Generator().manual_seed(mix_seed(self.plan.seed, epoch, first_step, rank))
-        loaded = iter(DataLoader(self._dataset, batch_sampler=shares, **{"generator": seeds, **self._options}))
-        for step, mine, global_samples in shares.all():
-            if self._finished():
+        epoch, step = self._position()
+        self._jumped = False
+        while not self._finished():
+            if self._jumped:
+                self._jumped = False
+                now, step = self._position()
+                if now != epoch:
+                    return
+            if step >= self.plan.steps_per_epoch:
                 return
-            yield Batch(
-                content=next(loaded) if mine else None,
-                samples=len(mine),
-                global_samples=global_samples,
-                indices=tuple(mine),
+            yield self.batch(epoch, step)
+            step += 1
+
+    def jump(self) -> None:
+        """The session stands elsewhere than this loader's passes brought it: go on from its position."""
+        self._jumped = True
+
+    def batch(self, epoch: int, step_in_epoch: int) -> Batch:
+        """Fetch this worker's part of any step's batch, as ownership is now."""
+        owned = self._owned()
+        last = min(step_in_epoch + _AHEAD_STEPS, self.plan.steps_per_epoch - 1)
+        ahead = [t for step in range(step_in_epoch, last + 1) for t in self._tickets(epoch, step, owned) if t.indices]
+        self._fetcher.expect(ahead)
+        shares = tuple(
+            Share(ticket, self._fetcher.get(ticket) if ticket.indices else None)
+            for ticket in self._tickets(epoch, step_in_epoch, owned)
+        )
+        size = len(self.plan.global_batch(self._order[1], step_in_epoch))
+        return Batch(shares=shares, global_samples=size, epoch=epoch, step_in_epoch=step_in_epoch)
+
+    def _tickets(self, epoch: int, step: int, owned: range) -> list[Ticket]:
+        if self._order[0] != epoch:
+            self._order = (epoch, self.plan.order(epoch))
+        batch, logical_workers = self.plan.global_batch(self._order[1], step), self._logical_workers()
+        return [
+            Ticket(
                 epoch=epoch,
                 step_in_epoch=step,
+                logical=logical,
+                indices=tuple(share(batch, logical, logical_workers)),
+                seed=mix_seed(self.plan.seed, 0xDA7A, epoch, step, logical),
             )
+            for logical in owned
+        ]
+
+    def close(self) -> None:
+        """Let go of what fetches ahead."""
+        self._fetcher.close()
+
+
+def refuse_own_options(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for options of a DataLoader that would contradict the plan."""
+    refused = sorted(options.keys() & _OWN_OPTIONS)
+    if refused:
+        raise ValueError(
+            f"{', '.join(refused)}: the session decides which samples make a batch; leave it out, and give "
+            "global_batch_size= and shuffle= to session.dataloader()"
+        )
 
 
 def split_content(content: Any, start: int, end: int, samples: int) -> Any:

@@ -1,50 +1,201 @@
-"""The workers of the moment, as one process group. May import torch and the standard library only."""
+"""The workers of the moment, as one process group of our own, outside torch's global one.
+
+Every operation runs in a communication thread, and the caller waits for it *or* for the news that a member is lost: a
+blocked operation of gloo is freed by nothing but the death of a process, so its thread is abandoned then. Sums follow
+one fixed binary tree over the ranks, so that they do not depend on how many processes share the leaves.
+May import torch and the standard library only.
+"""
 
 from __future__ import annotations
 
 import datetime
-import os
+import json
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 COLLECTIVE_TIMEOUT_S = 600.0
+_TEXT_BYTES = 1 << 14
+
+
+class GroupBroken(RuntimeError):  # noqa: N818  (it is named for what happened)
+    """A member of the group is gone, or its operations fail: what was under way in the group is void."""
 
 
 class WorkerGroup:
-    """Who this worker is among how many. Joined when it is made, from what torchrun put into the environment."""
+    """Rank and size, and the operations that all members call in the same order. Size 1 needs no process group."""
 
-    def __init__(self, device: torch.device) -> None:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+    def __init__(self, rank: int = 0, size: int = 1, process_group: Any = None, generation: int = 0) -> None:
+        self.rank, self.size, self.generation = rank, size, generation
+        self._pg = process_group
+        self._why: str | None = None
+        self._changed = threading.Condition()
+        self._work: queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if process_group is not None:
+            name = f"elasticflow-group-{generation}"
+            self._thread = threading.Thread(target=self._serve, args=[process_group], name=name, daemon=True)
+            self._thread.start()
+
+    @classmethod
+    def of_torchrun(cls, device: torch.device, rank: int, size: int) -> WorkerGroup:
+        """The world that a bare torchrun started, through torch's default group."""
+        if size == 1:
+            return cls()
+        if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S))
-        self._last = (0, 1)
+        return cls(rank, size, dist.distributed_c10d._get_default_group())
 
-    @property
-    def rank(self) -> int:
-        """Rank now; after the end, the last one: a script that saves from ``is_main`` does it once, not everywhere."""
-        return dist.get_rank() if dist.is_initialized() else self._last[0]
+    # -- operations ---------------------------------------------------------------------------------------------
 
-    @property
-    def size(self) -> int:
-        """Number of workers now; after the end, the last one."""
-        return dist.get_world_size() if dist.is_initialized() else self._last[1]
+    def submit(self, operation: Callable[[Any], Any]) -> Future[Any]:
+        """Queue an operation on the process group; all members queue the same ones in the same order."""
+        future: Future[Any] = Future()
+        future.add_done_callback(lambda _: self._wake())
+        self._work.put((operation, future))
+        return future
 
-    def sum(self, numbers: list[float]) -> list[float]:
-        """Add up a few numbers over all workers; everybody gets the sums."""
-        if self.size == 1:
-            return numbers
-        tensor = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(tensor)
-        sums: list[float] = tensor.tolist()
-        return sums
+    def wait(self, future: Future[Any]) -> Any:
+        """Wait for a queued operation. Raises GroupBroken when it fails, or when a member is given up meanwhile."""
+        with self._changed:
+            self._changed.wait_for(lambda: future.done() or self._why is not None)
+        if self._why is not None and not future.done():
+            raise GroupBroken(self._why)
+        error = future.exception()
+        if error is None:
+            return future.result()
+        if isinstance(error, RuntimeError):
+            raise GroupBroken(f"a worker of generation {self.generation} is gone: {error}") from error
+        raise error
+
+    def exchange(self, row: Tensor) -> Tensor:
+        """Give everybody everybody's row: (n,) on the CPU in, (size, n) out, by rank."""
+        if self._pg is None:
+            return row.unsqueeze(0)
+
+        gathered: Tensor = self.wait(self.begin_exchange(row))
+        return gathered
+
+    def begin_exchange(self, row: Tensor) -> Future[Any]:
+        """Begin an exchange, to be waited for later; size 1 has its answer at once."""
+        if self._pg is None:
+            done: Future[Any] = Future()
+            done.set_result(row.unsqueeze(0))
+            return done
+
+        def gather(group: Any) -> Tensor:
+            rows = [torch.empty_like(row) for _ in range(self.size)]
+            group.allgather([rows], [row]).wait()
+            return torch.stack(rows)
+
+        return self.submit(gather)
+
+    def exchange_values(self, value: Any) -> list[Any]:
+        """Give everybody everybody's JSON value, by rank; up to 16 KiB each. Raises GroupBroken."""
+        return from_text_rows(self.exchange(to_text_row(value)))
 
     def wait_for_all(self) -> None:
         """Return when every worker has come here."""
-        self.sum([0.0])
+        self.exchange(torch.zeros(1))
 
-    def disband(self) -> None:
-        """Leave the group; rank and size stay what they were."""
-        if dist.is_initialized():
-            self._last = (self.rank, self.size)
-            dist.destroy_process_group()
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def give_up(self, why: str) -> None:
+        """A member is lost: free whoever waits. Thread-safe; called by the watcher of the plan."""
+        with self._changed:
+            self._why = self._why or why
+            self._changed.notify_all()
+
+    @property
+    def broken(self) -> bool:
+        """Whether a member was given up."""
+        return self._why is not None
+
+    def close(self) -> None:
+        """Let go of the process group, in its own thread: the last reference pays tens of milliseconds."""
+        if self._pg is not None:
+            self._work.put(None)
+            self._pg = None
+
+    def join(self, limit_s: float) -> bool:
+        """Wait until the process group is gone; False when an operation still holds it."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(limit_s)
+        return self._thread is None or not self._thread.is_alive()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _serve(self, group: Any) -> None:
+        while (item := self._work.get()) is not None:
+            operation, future = item
+            try:
+                future.set_result(operation(group))
+            except BaseException as error:  # noqa: BLE001  (raised in the thread that waits)
+                future.set_exception(error)
+            del item, operation, future
+
+
+def to_text_row(value: Any) -> Tensor:
+    """A JSON value as a row that every member's is as long as."""
+    data = json.dumps(value).encode()
+    if len(data) > _TEXT_BYTES:
+        raise ValueError(f"{len(data)} bytes are more than the workers exchange in a row ({_TEXT_BYTES})")
+    return torch.frombuffer(bytearray(data.ljust(_TEXT_BYTES)), dtype=torch.uint8)
+
+
+def from_text_rows(rows: Tensor) -> list[Any]:
+    """Inverse of :func:`to_text_row`, for all members' rows."""
+    return [json.loads(bytes(row.tolist())) for row in rows]
+
+
+def sum_in_tree(flat: Tensor, scratch: Tensor, group: Any, rank: int, size: int) -> None:
+    """Sum ``flat`` over all ranks in place, in one fixed binary tree: ((0+1)+(2+3))+...
+
+    ``scratch`` is half as long, rounded up; the size is a power of two.
+
+    Recursive halving and doubling: at each level a rank exchanges half of what it still holds with the partner whose
+    rank differs in one bit, lowest first, so that the same additions happen in the same order for every size that
+    shares the leaves (EasyScale, SC 2022, section 3.3; Thakur, Rabenseifner and Gropp, 2005).
+    """
+    levels: list[tuple[int, int, int, int]] = []
+    begin, end, distance = 0, flat.numel(), 1
+    while distance < size:
+        partner, middle = rank ^ distance, begin + (end - begin + 1) // 2
+        low = rank & distance == 0
+        keep, give = ((begin, middle), (middle, end)) if low else ((middle, end), (begin, middle))
+        mine, received = flat[keep[0] : keep[1]], scratch[: keep[1] - keep[0]]
+        _swap(group, flat[give[0] : give[1]], received, partner)
+        # Addition is commutative to the bit; only the grouping counts.
+        mine.add_(received)
+        levels.append((partner, begin, middle, end))
+        begin, end = keep
+        distance *= 2
+    for partner, first, middle, last in reversed(levels):
+        low = rank < partner
+        keep, give = ((first, middle), (middle, last)) if low else ((middle, last), (first, middle))
+        _swap(group, flat[keep[0] : keep[1]], flat[give[0] : give[1]], partner)
+
+
+def _swap(group: Any, out: Tensor, into: Tensor, partner: int) -> None:
+    """Send one tensor to the partner and receive one from it; either may be empty."""
+    cuda = out.device.type == "cuda"
+    if cuda:
+        group._start_coalescing(out.device)
+    sent = group.send([out], partner, 0) if out.numel() else None
+    received = group.recv([into], partner, 0) if into.numel() else None
+    if cuda:
+        group._end_coalescing(out.device).wait()
+        return
+    if received is not None:
+        received.wait()
+    if sent is not None:
+        sent.wait()

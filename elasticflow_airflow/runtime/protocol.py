@@ -8,7 +8,9 @@ Layout of an incarnation's folder::
 
     session.json                     what to train (SessionConfig); written before the first worker starts
     membership.json                  who trains now (Membership); replaced atomically at each generation
-    rendezvous/g000003.json          address of the generation's store, written by its rank 0
+    rendezvous/g000003.json          address of the store that rank 0's agent holds, for plain torchrun scripts
+    rendezvous/g000003-session.json  address of the store where the sessions of a generation form their group
+    heartbeats/<worker>.json         {"step", "phase", "at_s"}, about every second
     reports/g000003-<worker>.jsonl   one Report a line, appended by one worker (or for it, by its supervisor)
     logs/<worker>.log[.N]            standard output and error of one worker
     checkpoints/g000003/step-000000000120/   candidate checkpoint, written by workers of generation 3
@@ -34,6 +36,9 @@ WORKER_ENV = "ELASTICFLOW_WORKER"
 """Environment variable: the id of this worker, as in the membership plan."""
 GENERATION_ENV = "ELASTICFLOW_GENERATION"
 """Environment variable: the generation this worker was started for (the plan may move on)."""
+
+WORLD_ENV = "ELASTICFLOW_WORLD"
+"""Environment variable: "rank,size" of this worker in the plan that it was started for; torchrun knows only itself."""
 
 
 class RescaleMode(StrEnum):
@@ -249,6 +254,21 @@ def rendezvous_path(incarnation_dir: Path, generation: int) -> Path:
     return incarnation_dir / "rendezvous" / f"g{generation:06d}.json"
 
 
+def meeting_path(incarnation_dir: Path, generation: int) -> Path:
+    """Path of the file in which the sessions of a generation find the store where they form their group."""
+    return incarnation_dir / "rendezvous" / f"g{generation:06d}-session.json"
+
+
+def heartbeat_path(incarnation_dir: Path, worker_id: str) -> Path:
+    """Path of the file in which a worker says about every second that it lives, and what it is doing."""
+    return heartbeats_path(incarnation_dir) / f"{worker_id}.json"
+
+
+def heartbeats_path(incarnation_dir: Path) -> Path:
+    """Folder of the heartbeats."""
+    return incarnation_dir / "heartbeats"
+
+
 def candidate_name(generation: int, step: int) -> str:
     """Path of a candidate checkpoint, relative to the checkpoint folder."""
     return f"g{generation:06d}/step-{step:012d}"
@@ -281,15 +301,19 @@ def read_reports(path: Path, offset: int = 0) -> Iterator[tuple[Report, int]]:
                 yield Report.from_line(line), offset
 
 
-def write_json_atomic(path: Path, value: Mapping[str, Any]) -> None:
-    """Write JSON under a temporary name, flush it to disk, and rename it: readers see the old or the new, whole."""
+def write_json_atomic(path: Path, value: Mapping[str, Any], *, flush: bool = True) -> None:
+    """Write JSON under a temporary name, flush it to disk, and rename it: readers see the old or the new, whole.
+
+    Without ``flush`` it may be gone, or empty, after a crash of the machine (not of a process).
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w") as file:
             json.dump(value, file, indent=1)
             file.flush()
-            os.fsync(file.fileno())
+            if flush:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):

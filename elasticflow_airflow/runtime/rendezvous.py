@@ -1,8 +1,10 @@
 """The rendezvous handler that takes our membership plan: backend ``elasticflow`` (entry point ``torchrun.handlers``).
 
 Torchrun's own rendezvous lets whoever comes in time join. Here the service decides who is in: an agent waits until
-the plan contains its worker, and gets its rank from there. Rank 0 opens a fresh TCPStore and publishes its address in
-the incarnation's folder; the trainers share that store. May import torch and the standard library only.
+the plan contains its worker. To torchrun each agent is a world of one, so that none waits for another, neither to begin
+nor to end, and workers come, go and die alone. What the plan says of rank and size reaches the trainer beside torchrun
+(``WORLD_ENV``). For scripts without a session rank 0's agent opens a fresh TCPStore and publishes its address in the
+incarnation's folder; their ``init_process_group`` meets there. May import torch and the standard library only.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ import logging
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import (  # type: ignore[attr-defined]  # public, but not marked so by torch
-    DistNetworkError,
-    PrefixStore,
+    HashStore,
     TCPStore,
 )
 from torch.distributed.elastic.rendezvous import (
@@ -30,7 +32,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandlerCreator
 from elasticflow_airflow.runtime.protocol import (
     GENERATION_ENV,
     WORKER_ENV,
+    WORLD_ENV,
     Membership,
+    RescaleMode,
     read_json,
     rendezvous_path,
     write_json_atomic,
@@ -38,11 +42,7 @@ from elasticflow_airflow.runtime.protocol import (
 
 BACKEND = "elasticflow"
 DEFAULT_TIMEOUT_S = 600
-GOODBYE_LIMIT_S = 3.0
 _POLL_S = 0.02
-_ALL_AT_EXIT_KEY = "torchelastic/agent/terminal_state/last_member"
-"""Set by the last agent that comes to torchrun's exit barrier (torch.distributed.elastic.utils.store.barrier)."""
-_GONE_KEY = "elasticflow/gone"
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,6 @@ class PlanRendezvous(RendezvousHandler):
         self._timeout_s = timeout_s
         self._closed = False
         self._store: TCPStore | None = None
-        self._agents: PrefixStore | None = None
-        self._rank = self._world_size = 0
 
     def get_backend(self) -> str:
         """Name of this backend."""
@@ -87,22 +85,24 @@ class PlanRendezvous(RendezvousHandler):
         """Wait for the plan and the store. Raises SystemExit(0) when the plan has moved on without this worker."""
         deadline_s = time.monotonic() + self._timeout_s
         plan = self._wait_for_plan(deadline_s)
-        rank = plan.rank_of(self._worker_id)
+        rank, address, port = plan.rank_of(self._worker_id), self._address, 0
         if rank is None:
             raise RuntimeError(f"worker {self._worker_id} is not in the plan of generation {plan.generation}")
-        limit = datetime.timedelta(seconds=self._timeout_s)
         path = rendezvous_path(self._incarnation_dir, plan.generation)
-        if rank == 0:
+        if plan.mode is RescaleMode.IN_PLACE:
+            pass  # who joins a running training has a session, and sessions meet by themselves
+        elif rank == 0:
+            limit = datetime.timedelta(seconds=self._timeout_s)
             # Port 0: the kernel picks one that is free; nobody can take it between choice and use.
             self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False, timeout=limit)
-            address, port = self._address, self._store.port
+            port = self._store.port
             write_json_atomic(path, {"address": address, "port": port, "worker_id": self._worker_id})
         else:
             address, port = self._wait_for_address(path, plan, deadline_s)
-            self._store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
-        self._agents = PrefixStore(f"agents/g{plan.generation:06d}", self._store)
-        self._rank, self._world_size = rank, len(plan.members)
-        return RendezvousInfo(self._agents, rank, self._world_size, RendezvousStoreInfo(address, port))
+        # The trainer inherits it.
+        os.environ[WORLD_ENV] = f"{rank},{len(plan.members)}"
+        own: Any = HashStore()
+        return RendezvousInfo(own, 0, 1, RendezvousStoreInfo(address, port))
 
     def is_closed(self) -> bool:
         """Whether set_closed was called here."""
@@ -121,25 +121,9 @@ class PlanRendezvous(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Let go. Rank 0, whose agent holds the store, stays until the others have come through the exit barrier.
-
-        Torchrun's own barrier lets rank 0 go first now and then: the others then log a broken connection.
-        """
+        """Let go."""
         self._closed = True
-        try:
-            if self._agents is not None and self._agents.check([_ALL_AT_EXIT_KEY]):
-                self._say_goodbye(self._agents)
-        except DistNetworkError:
-            # Rank 0's agent, and the store with it, has gone first: after a failure nobody waits for anybody. What
-            # torchrun is about to say of its own worker must not be drowned by this.
-            logger.info("the store of generation %s is gone already", self._generation)
         return True
-
-    def _say_goodbye(self, agents: PrefixStore) -> None:
-        agents.add(_GONE_KEY, 1)
-        deadline_s = time.monotonic() + GOODBYE_LIMIT_S
-        while self._rank == 0 and time.monotonic() < deadline_s and agents.add(_GONE_KEY, 0) < self._world_size:
-            time.sleep(_POLL_S)
 
     def _wait_for_plan(self, deadline_s: float) -> Membership:
         while True:

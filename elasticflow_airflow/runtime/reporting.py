@@ -24,6 +24,10 @@ class Reporter(Protocol):
     interval_s: float
     """Least time between two progress reports."""
 
+    def adopt(self, generation: int) -> None:
+        """The worker belongs to another generation from now on."""
+        ...
+
     def say(self, kind: ReportKind, rank: int, step: int, /, **data: Any) -> None:
         """Make one report."""
         ...
@@ -35,8 +39,13 @@ class FileReporter:
     interval_s = PROGRESS_INTERVAL_S
 
     def __init__(self, incarnation_dir: Path, generation: int, worker_id: str) -> None:
-        self._path = report_path(incarnation_dir, generation, worker_id)
-        self._generation, self._worker_id = generation, worker_id
+        self._incarnation_dir, self._worker_id = incarnation_dir, worker_id
+        self.adopt(generation)
+
+    def adopt(self, generation: int) -> None:
+        """Write into the file of another generation from now on."""
+        self._path = report_path(self._incarnation_dir, generation, self._worker_id)
+        self._generation = generation
 
     def say(self, kind: ReportKind, rank: int, step: int, /, **data: Any) -> None:
         """Append one line. A full disk costs the report, not the training: it says so on standard error."""
@@ -58,6 +67,9 @@ class ConsoleReporter:
     """Prints what a person who runs the script alone wants to see."""
 
     interval_s = ALONE_INTERVAL_S
+
+    def adopt(self, generation: int) -> None:
+        """A person need not know."""
 
     def say(self, kind: ReportKind, rank: int, step: int, /, **data: Any) -> None:
         """Print one line, from rank 0 only, except for failures."""

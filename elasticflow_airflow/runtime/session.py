@@ -1,14 +1,16 @@
 """The session: what a training script talks to, the same alone, under a bare torchrun and under the service.
 
-At this level workers come and go by stop, save and restart: a session told to leave saves at the next step boundary
-and ends with status 0; the next generation resumes from the checkpoint that was promoted. Scripts assume none of
-that: rank and number of workers are asked of the session, never remembered.
+Workers come and go while a script runs: at a step boundary its group changes, and it goes on with another share of each
+batch (membership.py); or all save and leave, and the next generation resumes. Scripts notice none of that: rank and
+number of workers are asked of the session, never remembered.
 May import torch and the standard library only.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import json
 import math
 import os
 import signal
@@ -20,20 +22,34 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from elasticflow_airflow.runtime import bootstrap, checkpoint
 from elasticflow_airflow.runtime.checkpoint import Registered, Stateful
 from elasticflow_airflow.runtime.context import Context, detect
-from elasticflow_airflow.runtime.data import BatchPlan, ElasticLoader, mix_seed
-from elasticflow_airflow.runtime.group import WorkerGroup
+from elasticflow_airflow.runtime.data import (
+    Batch,
+    BatchPlan,
+    DirectFetcher,
+    ElasticLoader,
+    mix_seed,
+    refuse_own_options,
+)
+from elasticflow_airflow.runtime.group import GroupBroken, WorkerGroup
+from elasticflow_airflow.runtime.logical import choose_logical_workers, owned_by
+from elasticflow_airflow.runtime.machinery import Machinery, Sums, from_rows, to_row
 from elasticflow_airflow.runtime.manifest import CandidateInfo, CheckpointError, promote, remove_old
-from elasticflow_airflow.runtime.protocol import ReportKind
+from elasticflow_airflow.runtime.membership import Adoption, Dismissed, Place
+from elasticflow_airflow.runtime.protocol import GENERATION_ENV, Membership, ReportKind, heartbeats_path
 from elasticflow_airflow.runtime.reduction import broadcast_model, refuse_unsupported
 from elasticflow_airflow.runtime.reporting import Speedometer
 from elasticflow_airflow.runtime.resume import agree_on_checkpoint
 from elasticflow_airflow.runtime.step import Step
+
+REHEARSALS = 4
+"""Steps that a joiner makes on its own before it joins: its first ones are several times slower."""
 
 
 class Leaving(SystemExit):
@@ -60,8 +76,14 @@ class Session:
         init_from: str | Path | None = None,
         checkpoint_interval_s: float | None = None,
         allow_nonfinite_loss: bool = False,
+        logical_workers: int | None = None,
+        consistency: str | None = None,
     ) -> None:
         config = context.config
+        if not context.managed:
+            config = replace(config, logical_workers=logical_workers, consistency=consistency or config.consistency)
+        if config.consistency not in ("consistent", "fast"):
+            raise ValueError(f"consistency={config.consistency!r}: it is 'consistent' or 'fast'")
         if config.steps is None and config.epochs is None:
             config = replace(config, steps=steps, epochs=epochs)
         if config.micro_batch_size is None:
@@ -74,7 +96,18 @@ class Session:
         self.device = _pick_device()
         self._context = context
         self._allow_nonfinite_loss = allow_nonfinite_loss
-        self._group = WorkerGroup(self.device)
+        self._consistent = config.consistency == "consistent"
+        self._lone_group = WorkerGroup()
+        self._place = self._find_place()
+        if self._place is None:
+            size = int(os.environ.get("WORLD_SIZE", "1"))
+            self._lone_group = WorkerGroup.of_torchrun(self.device, int(os.environ.get("RANK", "0")), size)
+        self._disbanded = False
+        self._rehearsals = 0
+        self._just_joined = False
+        self._committed: Sums | None = None
+        self._logical: int | None = None
+        self._machinery: Machinery | None = None
         torch.manual_seed(mix_seed(config.seed, 0x1717))
         self._terminated = False
         self._pid = os.getpid()
@@ -91,25 +124,56 @@ class Session:
         self._saved_at_s = time.monotonic()
         self._speed = Speedometer(context.reporter.interval_s)
         bootstrap.session_initialised = True
-        if context.managed:
-            atexit.register(self._say_how_far)
+        atexit.register(self._at_exit)
+
+    def _find_place(self) -> Place | None:
+        """This worker's place in the plan; None where there is no plan: alone, or under a bare torchrun."""
+        if not self._context.managed:
+            return None
+        plan = Membership.read(Path(self.config.incarnation_dir))
+        if plan is None:
+            return None
+        place = Place(Path(self.config.incarnation_dir), self._context.worker_id, self.device, plan)
+        if plan.rank_of(self._context.worker_id) is None:
+            raise Leaving
+        try:
+            place.begin()
+        except Dismissed:
+            place.close()
+            raise Leaving from None
+        return place
+
+    @property
+    def _group(self) -> WorkerGroup:
+        return self._lone_group if self._place is None else self._place.group
+
+    @property
+    def _is_rehearsing(self) -> bool:
+        return self._place is not None and not self._place.joined
 
     # -- where we are -------------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
         """Rank of this worker now; it may change at a step boundary. After ``finish`` it stays."""
-        return self._group.rank
+        return self._group.rank if self._place is None else self._place.rank
 
     @property
     def world_size(self) -> int:
         """Number of workers now; it may change at a step boundary."""
-        return self._group.size
+        return self._group.size if self._place is None else self._place.size
+
+    @property
+    def logical_workers(self) -> int:
+        """Into how many shares each global batch is cut; each share is one worker's at a time. See ``init``."""
+        if self._logical is None:
+            raise ValueError("the number of logical workers is known once session.dataloader() was called")
+        return self._logical if self._consistent else self.world_size
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the worker that prints and saves."""
-        return self.rank == 0
+        """Whether this is the worker that prints and saves; never one that only warms up to join."""
+        return self.rank == 0 and not self._is_rehearsing
 
     @property
     def steps_done(self) -> int:
@@ -149,12 +213,13 @@ class Session:
         """
         if self._registered is not None:
             raise ValueError("session.register() was called before; name everything in one call")
-        refuse_unsupported(model)
+        refuse_unsupported(model, consistent=self._consistent)
         named = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, **others}
         self._registered = Registered(model, {name: part for name, part in named.items() if part is not None})
         model.to(self.device)
         try:
-            self._restore(self._registered)
+            if not self._is_rehearsing:
+                self._restore(self._registered)
         except CheckpointError as error:
             self._say(ReportKind.FAILED, message=str(error), kind="bad_checkpoint")
             raise
@@ -185,19 +250,22 @@ class Session:
                 f"{type(dataset).__name__} has no length, so nobody could say which of its samples were used"
             )
         samples = len(dataset)
+        refuse_own_options(options)
+        options = {"num_workers": num_workers, **options}
         plan = BatchPlan(samples=samples, global_batch_size=size, seed=self.config.seed, shuffle=shuffle)
         said = self.config.samples
         if said is not None and said != samples:
             self._warn(f"the submission says samples={said}, the dataset has {samples}; the dataset counts")
+        self._logical = choose_logical_workers(
+            self.config.logical_workers, size, self.world_size, consistent=self._consistent
+        )
         self._loader = ElasticLoader(
-            dataset,
             plan,
+            DirectFetcher(dataset, collate_fn or default_collate),
+            logical_workers=lambda: self.logical_workers,
             position=self._position,
-            workers=lambda: (self.rank, self.world_size),
+            owned=lambda: owned_by(self.rank, self.world_size, self.logical_workers),
             finished=self._all_done,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            **options,
         )
         return self._loader
 
@@ -213,9 +281,9 @@ class Session:
             raise ValueError("call session.dataloader() before session.epochs()")
         self._start()
         while not self._all_done():
-            before = self._step
+            before = self._step, self._rehearsals
             yield self.epoch
-            if self._step == before:
+            if (self._step, self._rehearsals) == before:
                 raise RuntimeError("an epoch went by without a session.step(): every batch needs one")
 
     def step(self) -> Step:
@@ -226,8 +294,10 @@ class Session:
             raise RuntimeError("session.step() after session.finish(): the result is out already")
         self._start()
         self._boundary()
-        seed = mix_seed(self.config.seed, self._step, self.rank)
-        return Step(self, self._registered.model, self.config.micro_batch_size, seed, self._position())
+        if self._machinery is None:
+            self._machinery = Machinery(self._registered, self.logical_workers, consistent=self._consistent)
+            self._machinery.group = self._group
+        return Step(self, self._machinery, self.config.micro_batch_size, mix_seed(self.config.seed, self._step))
 
     def log(self, **scalars: float | Tensor) -> None:
         """Attach numbers to the next progress report, ``loss`` among them; its own epoch and speed stay."""
@@ -239,13 +309,20 @@ class Session:
         if self._finished:
             return
         self._start()
+        if self._is_rehearsing:
+            self._leave_at_once()
         self._progress()
         info = self._save()
         self._finished = True
         data = {"metrics": dict(metrics or {}), "loss": self._loss, "path": self._relative(info)}
-        self._group.wait_for_all()
+        try:
+            self._group.wait_for_all()
+        except GroupBroken as error:
+            if not self.is_main:
+                # Rank 0 may have died before it had saved: then it is up to the others.
+                self._finish_for_the_dead(error, data)
         self._say_if_main(ReportKind.FINISHED, **data)
-        self._group.disband()
+        self._disband()
         # What the script does from here on is its own; a SIGTERM ends it again.
         signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
 
@@ -256,24 +333,82 @@ class Session:
         if bootstrap.is_out_of_memory(error):
             self._say(ReportKind.OUT_OF_MEMORY, micro_batch_size=micro_batch_size, message=str(error)[:500])
 
-    def step_done(self, loss: float) -> float:
-        """Count a step. ``loss`` is this worker's part of the mean; returns the mean over the global batch.
+    def phase(self, name: str) -> None:
+        """Note what this worker is doing, for its heartbeat."""
+        if self._place is not None:
+            self._place.watcher.phase = name
 
-        Here all workers agree, in one small sum, on whether to save or to leave at the next boundary.
+    def batch_of_step(self, batch: Batch) -> Batch:
+        """This worker's part of the step's batch; fetched again where the worker's place has changed since."""
+        self.phase("compute")
+        assert self._loader is not None  # the batch came from it
+        position, owned = self._position(), owned_by(self.rank, self.world_size, self.logical_workers)
+        if (batch.epoch, batch.step_in_epoch) == position:
+            if [share.ticket.logical for share in batch.shares] == list(owned):
+                return batch
+        elif not self._just_joined and not self._is_rehearsing:
+            raise RuntimeError(
+                f"batch {batch.step_in_epoch} of epoch {batch.epoch} came to the step for batch {position[1]} of "
+                f"epoch {position[0]}: every batch of the loader needs exactly one session.step(), in order"
+            )
+        return self._loader.batch(*position)
+
+    def commit(self, sums: Sums) -> Sums:
+        """Tell all workers that the gradients are summed, and agree on what happens at the next boundary.
+
+        Who gets the answer knows that everybody has the whole sums: should it alone hear of it, the others can still
+        follow. Raises GroupBroken.
         """
-        leaving = self._terminated or (self.is_main and self._context.told_to_leave())
+        if self._is_rehearsing:
+            return replace(sums, loss=sum(sums.losses.values()))
+        if self._place is not None:
+            self._place.watcher.look()
+        leaving = self._terminated or (self._place is not None and self._place.told_to_stop)
         saving = self.is_main and time.monotonic() - self._saved_at_s >= self.config.checkpoint_interval_s
-        loss, leave_votes, save_votes = self._group.sum([loss, float(leaving), float(saving)])
-        self._leaving, self._saving = leave_votes > 0, save_votes > 0
+        switching = 0 if self._place is None else self._place.ready_for(self._epoch_of(self._step + 1))
+        flags = [float(leaving), float(saving), float(switching)]
+        rows = self._group.exchange(to_row(sums, flags, self.logical_workers))
+        sums, votes = from_rows(rows, sums, len(flags), self.logical_workers)
+        self._leaving, self._saving = any(vote[0] for vote in votes), any(vote[1] for vote in votes)
+        if self._place is not None:
+            self._place.agree([int(vote[2]) for vote in votes])
+        self._committed = sums
+        return sums
+
+    def recover(self, error: GroupBroken, sums: Sums | None) -> Sums | None:
+        """Go on without those that are gone, from the states in memory; see Step. Raises GroupBroken without a plan."""
+        if self._place is None or self._is_rehearsing:
+            raise error
+        assert self._machinery is not None
+        assert self._registered is not None
+        self._say(ReportKind.WARNING, message=f"{error}: waiting for the plan without it")
+        self._machinery.statistics.reset()
+        pending = None if sums is None else self._step + 1
+        adoption = self._recover(pending)
+        if sums is None or adoption.committed is None:
+            return None
+        facts = adoption.committed
+        present = [bool(int(facts["present"], 16) >> i & 1) for i in range(len(sums.present))]
+        return replace(sums, loss=float(facts["loss"]), present=present, counts=list(facts["counts"]))
+
+    def step_done(self, loss: float) -> None:
+        """Count a step; ``loss`` is the mean over the global batch."""
+        if self._is_rehearsing:
+            self._rehearsals += 1
+            assert self._loader is not None  # a batch came from it
+            self._loader.jump()
+            return
+        self._just_joined = False
         self._step += 1
         bootstrap.current_step = self._step
         self._speed.step_done()
         self._loss = loss
+        if self._place is not None:
+            self._place.watcher.step = self._step
         if not math.isfinite(loss) and not self._allow_nonfinite_loss:
             self._diverged(f"the loss is {loss} at step {self._step}")
         if self._speed.due:
             self._progress()
-        return loss
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -288,6 +423,9 @@ class Session:
         per_epoch = self._loader.plan.steps_per_epoch if self._loader else max(1, self._step + 1)
         return divmod(self._step, per_epoch)
 
+    def _epoch_of(self, step: int) -> int:
+        return 0 if self._loader is None else step // self._loader.plan.steps_per_epoch
+
     def _total_or_none(self) -> int | None:
         if self.config.steps is not None:
             return self.config.steps
@@ -301,7 +439,7 @@ class Session:
         return total is not None and self._step >= total
 
     def _restore(self, registered: Registered) -> None:
-        found = agree_on_checkpoint(self._context.checkpoints, self.config.incarnation, self._warn)
+        found = agree_on_checkpoint(self._group, self._context.checkpoints, self.config.incarnation, self._warn)
         if found is not None:
             checkpoint.load(registered, found)
             self._step, self._resumed_from, self._loss = found.step, found, found.metadata.get("loss")
@@ -310,8 +448,7 @@ class Session:
         if self.config.init_from is not None:
             checkpoint.load_weights(registered.model, Path(self.config.init_from))
             self._initialised_from = self.config.init_from
-        if self.world_size > 1:
-            broadcast_model(registered.model)
+        broadcast_model(registered.model, self._group)
 
     def _start(self) -> None:
         if self._started:
@@ -323,17 +460,15 @@ class Session:
             raise ValueError(
                 "nobody has said how long to train: call session.epochs(n), or give steps= or epochs= to runtime.init()"
             )
-        micro = self.config.micro_batch_size
-        if micro is None and self._loader is not None:
-            micro = -(-self._loader.plan.global_batch_size // self.world_size)
+        if self._is_rehearsing:
+            self._step = self._guess_step()
+            return
         self._check_same_data()
-        self._say(
-            ReportKind.STARTED,
-            samples=samples,
-            steps=total,
-            micro_batch_size=micro,
+        self._say_started(
             resumed_from=self._relative(self._resumed_from),
             init_from=self._initialised_from,
+            samples=samples,
+            steps=total,
         )
         self._speed.leave_out()
         self._saved_at_s = time.monotonic()
@@ -348,22 +483,150 @@ class Session:
                 f"{self._step}, but samples of this epoch may be used twice or not at all"
             )
 
+    def _say_started(self, **data: Any) -> None:
+        micro = self.config.micro_batch_size
+        if micro is None and self._loader is not None:
+            micro = -(-self._loader.plan.global_batch_size // self.logical_workers)
+        logical = self._logical if self._consistent else None
+        in_place = self._place is not None
+        self._say(ReportKind.STARTED, micro_batch_size=micro, logical_workers=logical, in_place=in_place, **data)
+
     def _boundary(self) -> None:
+        if self._is_rehearsing:
+            if self._rehearsals >= REHEARSALS:
+                self._join()
+            elif self._place is not None and self._place.told_to_stop:
+                self._leave_at_once()
+            return
         if self._leaving:
             self._leave()
         if self._saving:
             self._save()
             self._saving = False
             self._speed.leave_out()
+        if self._place is not None and self._place.switch_is_due:
+            self._switch()
 
     def _leave(self) -> None:
         self._progress()
         self._save()
-        # Everybody waits for the save: torchrun would otherwise keep who is early in its exit barrier.
-        self._group.wait_for_all()
+        # Everybody waits for the save: the service takes who is gone for one that needs no time any more.
+        with contextlib.suppress(GroupBroken):
+            self._group.wait_for_all()
         self._say_if_main(ReportKind.STOPPED)
-        self._group.disband()
+        self._disband()
         raise Leaving
+
+    def _leave_at_once(self) -> NoReturn:
+        """Leave without saving: others have the state, or this worker never had it."""
+        if not self._is_rehearsing:
+            self._progress()
+            self._say(ReportKind.STOPPED)
+        self._disband()
+        raise Leaving
+
+    def _disband(self) -> None:
+        if self._loader is not None:
+            self._loader.close()
+        if self._disbanded:
+            return
+        self._disbanded = True
+        if self._place is not None:
+            # A thread that is blocked with somebody who is gone would abort an interpreter that ends by itself.
+            bootstrap.leave_abruptly = not self._place.close()
+        else:
+            self._lone_group.close()
+            bootstrap.leave_abruptly = not self._lone_group.join(1.0)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    # -- changing places ----------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """A joiner's way in: wait for the others at a boundary and take their state over."""
+        assert self._place is not None
+        assert self._registered is not None
+        assert self._loader is not None
+        try:
+            adoption = self._place.join(self._registered, self.epoch)
+        except Dismissed:
+            self._leave_at_once()
+        if adoption is None:
+            # The others are in another epoch: so that the script's own loops follow, another rehearsal there.
+            self._step = self._place.epoch_of_others(self.epoch) * self._loader.plan.steps_per_epoch
+            return
+        self._loader.jump()
+        self._just_joined = True
+        self._adopted(adoption)
+
+    def _switch(self) -> None:
+        assert self._place is not None
+        assert self._registered is not None
+        self.phase("switch")
+        try:
+            adoption = self._place.switch(self._registered, self._facts())
+        except GroupBroken as error:
+            self._say(ReportKind.WARNING, message=f"{error}: waiting for the next plan")
+            adoption = self._recover(None)
+            return
+        except Dismissed:
+            self._leave_at_once()
+        self._adopted(adoption)
+
+    def _recover(self, pending: int | None) -> Adoption:
+        assert self._place is not None
+        assert self._registered is not None
+        self.phase("wait")
+        try:
+            adoption = self._place.recover(self._registered, self._facts(), pending)
+        except Dismissed:
+            self._leave_at_once()
+        self._adopted(adoption)
+        return adoption
+
+    def _finish_for_the_dead(self, error: GroupBroken, data: dict[str, Any]) -> None:
+        """A worker died while all were finishing: who is rank 0 now saves."""
+        self._say(ReportKind.WARNING, message=f"{error}: waiting for the plan without it")
+        self._recover(None)
+        data["path"] = self._relative(self._save())
+
+    def _facts(self) -> dict[str, Any]:
+        """What a member that joins, or is a step behind, must know beside the state."""
+        present = self._committed.present if self._committed is not None else []
+        bits = sum(1 << i for i, here in enumerate(present) if here)
+        counts = self._committed.counts if self._committed is not None else []
+        return {"step": self._step, "loss": _finite_or_none(self._loss), "present": f"{bits:x}", "counts": counts}
+
+    def _adopted(self, adoption: Adoption) -> None:
+        """The group has changed: everything that names generation, rank or size follows."""
+        self._progress()
+        if adoption.took_over is not None:
+            self._step, self._loss = int(adoption.took_over["step"]), adoption.took_over["loss"]
+            bootstrap.current_step = self._step
+            self._saved_at_s = time.monotonic()
+        os.environ[GENERATION_ENV], os.environ["RANK"] = str(adoption.generation), str(self.rank)
+        self._context.generation = adoption.generation
+        self._context.reporter.adopt(adoption.generation)
+        if self._machinery is not None:
+            self._machinery.group = self._group
+            self._machinery.logical_workers = self.logical_workers
+        self._say_started(
+            from_generation=adoption.from_generation,
+            pause_s=adoption.pause_s,
+            state_bytes=adoption.state_bytes,
+            recovered=adoption.recovered,
+            samples=self._loader.plan.samples if self._loader else None,
+            steps=self._total_or_none(),
+        )
+        self._speed.leave_out()
+
+    def _guess_step(self) -> int:
+        """Where the others are, from their heartbeats: a rehearsal in the right epoch spares another."""
+        steps = [0]
+        for path in heartbeats_path(Path(self.config.incarnation_dir)).glob("*.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                steps.append(int(json.loads(path.read_text())["step"]))
+        return max(steps)
 
     def _diverged(self, what: str) -> NoReturn:
         message = (
@@ -426,11 +689,14 @@ class Session:
             data["loss"] = _finite_or_none(data["loss"])
         self._say_if_main(ReportKind.PROGRESS, **data)
 
-    def _say_how_far(self) -> None:
-        """At the end of a process that is not finished: the steps since the last report."""
-        folder = Path(self.config.incarnation_dir)
-        if self._started and not self._finished and os.getpid() == self._pid and folder.is_dir():
+    def _at_exit(self) -> None:
+        """At the end of a process that is not finished: the steps since the last report; no thread stays behind."""
+        if os.getpid() != self._pid:
+            return
+        is_under_way = self._started and not self._finished and not self._is_rehearsing
+        if self._context.managed and is_under_way and Path(self.config.incarnation_dir).is_dir():
             self._progress()
+        self._disband()
 
     def _warn(self, message: str) -> None:
         self._say_if_main(ReportKind.WARNING, message=message)
@@ -452,14 +718,19 @@ def init(
     checkpoint_dir: str | Path | None = None,
     checkpoint_interval_s: float | None = None,
     allow_nonfinite_loss: bool = False,
+    logical_workers: int | None = None,
+    consistency: str | None = None,
 ) -> Session:
     """Join the training: alone, under torchrun, or under the service; the same call.
 
     ``epochs`` or ``steps`` is the script's own length, ``micro_batch_size`` the most samples in one forward pass,
     ``init_from`` the folder of a checkpoint whose weights to start from, ``checkpoint_dir`` where to keep
     checkpoints (``ELASTICFLOW_CHECKPOINT_DIR``, else ``./elasticflow-checkpoints``),
-    ``checkpoint_interval_s`` how often to save (60 s); under the service what was
-    submitted wins over all of them. Raises ValueError for lengths that contradict each other.
+    ``checkpoint_interval_s`` how often to save (60 s). ``consistency`` is "consistent" (the default: the result does
+    not depend on the number of workers, bit for bit) or "fast". ``logical_workers``, a power of two that divides the
+    global batch (8, if it can be), is into how many shares each batch is cut in consistent mode: at least as many as
+    there will ever be workers, and always the same for the same result. Under the service what was submitted wins over
+    all of them. Raises ValueError for lengths that contradict each other.
     """
     if epochs is not None and steps is not None:
         raise ValueError("give steps= or epochs=, not both")
@@ -471,6 +742,8 @@ def init(
         init_from=init_from,
         checkpoint_interval_s=checkpoint_interval_s,
         allow_nonfinite_loss=allow_nonfinite_loss,
+        logical_workers=logical_workers,
+        consistency=consistency,
     )
 
 

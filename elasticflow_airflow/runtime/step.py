@@ -1,22 +1,26 @@
-"""One optimizer step: this worker's share in micro-batches, gradients averaged over the global batch.
+"""One optimizer step: the logical workers of this process in turn, gradients averaged over the global batch.
 
-The result does not depend on how many workers share the batch, up to the rounding of sums: each sample weighs
-1 / (samples of the global batch), in the short last batch of an epoch, too.
+Each logical worker has its own share of the batch, random seeds and running statistics, and its gradients are a leaf of
+one fixed tree: which process computes it, and with how many others, changes nothing in the result (EasyScale, SC 2022).
+Each sample weighs 1 / (samples of the global batch), in the short last batch of an epoch, too.
 May import torch and the standard library only.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from elasticflow_airflow.runtime.data import Batch, split_content, to_device
-from elasticflow_airflow.runtime.reduction import refuse_leftovers, sum_gradients
+from elasticflow_airflow.runtime.data import Batch, Share, mix_seed, split_content, to_device
+from elasticflow_airflow.runtime.group import GroupBroken
+from elasticflow_airflow.runtime.machinery import Machinery, Sums
+from elasticflow_airflow.runtime.reduction import refuse_leftovers
 
 
 class StepOwner(Protocol):
@@ -24,31 +28,45 @@ class StepOwner(Protocol):
 
     device: torch.device
 
+    def phase(self, name: str) -> None:
+        """Note what this worker is doing."""
+        ...
+
+    def batch_of_step(self, batch: Batch) -> Batch:
+        """This worker's part of the step's global batch, as its place is now. Raises RuntimeError out of turn."""
+        ...
+
+    def commit(self, sums: Sums) -> Sums:
+        """Tell all workers that the gradients are summed; what the step comes to over all. Raises GroupBroken."""
+        ...
+
+    def recover(self, error: GroupBroken, sums: Sums | None) -> Sums | None:
+        """Form a new group without those that are gone. Returns the step's sums when it counts, None to redo it."""
+        ...
+
     def step_failed(self, error: BaseException, micro_batch_size: int) -> None:
         """An exception ended the step."""
         ...
 
-    def step_done(self, loss: float) -> float:
-        """Gradients are reduced and applied; returns the loss over all workers."""
+    def step_done(self, loss: float) -> None:
+        """Gradients are applied."""
         ...
 
 
 class Step:
     """Context manager of one step. Use :meth:`split` once and :meth:`backward` for every micro-batch it yields."""
 
-    def __init__(
-        self, owner: StepOwner, model: nn.Module, micro_batch_size: int | None, seed: int, position: tuple[int, int]
-    ) -> None:
-        self._owner, self._model, self._position = owner, model, position
-        self._micro_batch_size, self._seed = micro_batch_size, seed
+    def __init__(self, owner: StepOwner, machinery: Machinery, micro_batch_size: int | None, seed: int) -> None:
+        self._owner, self._machinery, self._seed = owner, machinery, seed
+        self._micro_batch_size = micro_batch_size
         self._weight: float | None = None
-        self._weighted_loss = torch.zeros((), dtype=torch.float64)
-        self._reduced = False
+        self._leaf_loss: Tensor | None = None
+        self._last = self._split = self._reduced = False
         self.loss = float("nan")
-        """Mean loss over the global batch, on every worker; known after the step."""
+        """Mean loss over the global batch, on every worker; known when ``split`` has come to its end."""
 
     def __enter__(self) -> Step:
-        torch.manual_seed(self._seed)
+        seed_everything(mix_seed(self._seed, 0x57E9))
         return self
 
     def __exit__(
@@ -59,42 +77,86 @@ class Step:
             return
         if not self._reduced:
             raise RuntimeError("a step must iterate over step.split(batch) to its end")
-        self.loss = self._owner.step_done(float(self._weighted_loss))
+        self._owner.step_done(self.loss)
 
     def split(self, batch: Batch) -> Iterator[Any]:
         """Yield this worker's micro-batches on its device; after the last one gradients are summed over all workers.
 
-        Yields nothing where the share is empty. Raises RuntimeError when a micro-batch had no ``backward``,
-        and when gradients of the step before are still there.
+        When a worker dies meanwhile, the others share the step anew, and more micro-batches come. Yields nothing where
+        the share is empty. Raises RuntimeError when a micro-batch had no ``backward``, and when gradients of the step
+        before are still there.
         """
-        if self._reduced:
+        if self._split:
             raise RuntimeError("step.split() may be used once in a step")
+        self._split = True
         if not isinstance(batch, Batch):
             raise TypeError(f"step.split() takes what session.dataloader() yields, not {type(batch).__name__}")
-        if (batch.epoch, batch.step_in_epoch) != self._position:
-            raise RuntimeError(
-                f"batch {batch.step_in_epoch} of epoch {batch.epoch} came to the step for batch {self._position[1]} of "
-                f"epoch {self._position[0]}: every batch of the loader needs exactly one session.step(), in order"
-            )
-        parameters = [p for p in self._model.parameters() if p.requires_grad]
-        refuse_leftovers(parameters)
-        size = self._micro_batch_size = min(self._micro_batch_size or batch.samples or 1, max(1, batch.samples))
-        for start in range(0, batch.samples, size):
-            end = min(start + size, batch.samples)
-            self._weight = (end - start) / batch.global_samples
-            whole = end - start == batch.samples
-            content = batch.content if whole else split_content(batch.content, start, end, batch.samples)
-            yield to_device(content, self._owner.device)
-            if self._weight is not None:
-                raise RuntimeError("a micro-batch went by without step.backward(loss)")
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            sum_gradients(parameters)
+        machinery = self._machinery
+        refuse_leftovers(machinery.reducer.parameters)
+        machinery.statistics.begin()
+        outcome: Sums | None = None
+        while outcome is None:
+            batch = self._owner.batch_of_step(batch)
+            sums: Sums | None = None
+            machinery.begin(len(batch.shares))
+            yield from self._shares(batch)
+            self._owner.phase("reduce")
+            try:
+                sums = machinery.sum()
+                outcome = self._owner.commit(sums)
+            except GroupBroken as error:
+                outcome = self._owner.recover(error, sums)
+                if outcome is None:
+                    machinery.abandon()
+        machinery.install(outcome)
+        self.loss = outcome.loss
+        # What the script draws from here on is the same on every worker, however many there are.
+        seed_everything(mix_seed(self._seed, 0xAF7E))
         self._reduced = True
 
     def backward(self, loss: Tensor) -> None:
-        """Add a micro-batch's gradients. ``loss`` is the mean over the samples of the micro-batch."""
+        """Add a micro-batch's gradients. ``loss`` is the mean over the samples of the micro-batch.
+
+        A registered gradient scaler scales it here; leave ``scaler.scale`` out.
+        """
         if self._weight is None:
             raise RuntimeError("step.backward() is for once per micro-batch of step.split()")
-        (loss * self._weight).backward()  # type: ignore[no-untyped-call]  # torch's own
-        self._weighted_loss += loss.detach().double().cpu() * self._weight
+        weighted = loss * self._weight
+        if self._last:
+            self._machinery.reducer.last_backward()
+        self._machinery.scale(weighted).backward()
+        part = weighted.detach().double()
+        self._leaf_loss = part if self._leaf_loss is None else self._leaf_loss + part
         self._weight = None
+
+    def _shares(self, batch: Batch) -> Iterator[Any]:
+        """Go through the logical workers of this process."""
+        for number, share in enumerate(batch.shares):
+            if number:
+                self._machinery.statistics.reset()
+            self._leaf_loss = None
+            yield from self._micro_batches(share, batch.global_samples, last=number == len(batch.shares) - 1)
+            self._machinery.leaf_done(share.ticket.logical, self._leaf_loss)
+
+    def _micro_batches(self, share: Share, global_samples: int, *, last: bool) -> Iterator[Any]:
+        samples = share.samples
+        size = self._micro_batch_size = min(self._micro_batch_size or samples or 1, max(1, samples))
+        for start in range(0, samples, size):
+            end = min(start + size, samples)
+            self._weight = (end - start) / global_samples
+            self._last = last and end == samples
+            whole = end - start == samples
+            content = share.content if whole else split_content(share.content, start, end, samples)
+            seed_everything(mix_seed(self._seed, share.ticket.logical, start))
+            yield to_device(content, self._owner.device)
+            if self._weight is not None:
+                raise RuntimeError("a micro-batch went by without step.backward(loss)")
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch (all devices), Python, and numpy where it is imported."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        numpy.seed(seed & 0xFFFFFFFF)

@@ -8,9 +8,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from elasticflow_airflow.runtime.data import BatchPlan, ElasticLoader, mix_seed, share, split_content, to_device
+from elasticflow_airflow.runtime.data import (
+    BatchPlan,
+    DirectFetcher,
+    ElasticLoader,
+    mix_seed,
+    refuse_own_options,
+    share,
+    split_content,
+    to_device,
+)
 
 
 class Squares(Dataset[int]):
@@ -29,16 +38,16 @@ class Squares(Dataset[int]):
 class Trainer:
     """Stands in for a session: a step counter, and a number of workers that somebody changes."""
 
-    def __init__(self, plan: BatchPlan, rank: int, **options) -> None:
+    def __init__(self, plan: BatchPlan, rank: int) -> None:
         self.plan, self.rank, self.world_size, self.step = plan, rank, 1, 0
         self.last_step: int | None = None
         self.loader = ElasticLoader(
-            Squares(plan.samples),
             plan,
+            DirectFetcher(Squares(plan.samples), default_collate),
+            logical_workers=lambda: self.world_size,
             position=lambda: divmod(self.step, plan.steps_per_epoch),
-            workers=lambda: (self.rank, self.world_size),
+            owned=lambda: range(self.rank, self.rank + 1),
             finished=lambda: self.last_step is not None and self.step >= self.last_step,
-            **options,
         )
 
 
@@ -120,15 +129,6 @@ def test_order_depends_on_seed_and_epoch_alone():
     assert other_seed.order(0) != first
 
 
-def test_prefetching_workers_deal_out_the_same_batches():
-    plan = BatchPlan(samples=23, global_batch_size=5, seed=1, shuffle=True)
-    plain, prefetching = Trainer(plan, 0), Trainer(plan, 0, num_workers=2, prefetch_factor=3)
-    plain.step = prefetching.step = 1
-    expected = [batch.content.tolist() for batch in plain.loader]
-    assert [batch.content.tolist() for batch in prefetching.loader] == expected
-    assert len(expected) == plan.steps_per_epoch - 1
-
-
 class Noise(Squares):
     """A dataset that augments its samples."""
 
@@ -136,22 +136,31 @@ class Noise(Squares):
         return torch.rand(())
 
 
-def test_augmentation_in_loader_processes_differs_between_workers_and_comes_again():
+def test_augmentation_depends_on_the_logical_worker_alone():
     plan = BatchPlan(samples=8, global_batch_size=8, seed=1, shuffle=True)
 
-    def drawn(rank: int) -> list[float]:
-        torch.manual_seed(0)  # As a session does, the same in every worker.
-        place = {"position": lambda: (0, 0), "workers": lambda: (rank, 2)}
-        (batch,) = ElasticLoader(Noise(plan.samples), plan, num_workers=1, **place)
-        return batch.content.tolist()
+    def drawn(owned: range) -> list[list[float]]:
+        before = torch.get_rng_state()
+        loader = ElasticLoader(
+            plan,
+            DirectFetcher(Noise(plan.samples), default_collate),
+            logical_workers=lambda: 4,
+            position=lambda: (0, 0),
+            owned=lambda: owned,
+        )
+        (batch,) = loader
+        assert torch.equal(torch.get_rng_state(), before)
+        return [share.content.tolist() for share in batch.shares]
 
-    assert drawn(0) == drawn(0) != drawn(1)
+    everything = drawn(range(4))
+    assert drawn(range(2)) + drawn(range(2, 4)) == everything
+    assert len({str(part) for part in everything}) == 4
 
 
 def test_a_pass_given_up_in_the_middle_loses_nothing():
     """Leaving ends a pass with batches fetched ahead; the next pass starts at the step counter, not behind them."""
     plan = BatchPlan(samples=40, global_batch_size=4, seed=1, shuffle=True)
-    trainer = Trainer(plan, 0, num_workers=1)
+    trainer = Trainer(plan, 0)
     used: list[int] = []
     for batch in trainer.loader:
         if trainer.step == 3:
@@ -169,11 +178,10 @@ def test_wrong_sizes_and_contradicting_options_are_refused():
         BatchPlan(samples=0, global_batch_size=1, seed=0, shuffle=True)
     with pytest.raises(ValueError, match="global_batch_size=0: it must be at least 1"):
         BatchPlan(samples=5, global_batch_size=0, seed=0, shuffle=True)
-    plan = BatchPlan(samples=5, global_batch_size=2, seed=0, shuffle=True)
     with pytest.raises(ValueError, match=r"batch_size, drop_last: the session decides.*global_batch_size="):
-        Trainer(plan, 0, batch_size=4, drop_last=True)
+        refuse_own_options({"batch_size": 4, "drop_last": True})
     with pytest.raises(ValueError, match="in_order: the session decides"):
-        Trainer(plan, 0, num_workers=2, in_order=False)
+        refuse_own_options({"num_workers": 2, "in_order": False})
 
 
 def test_changes_since_names_what_differs():
@@ -259,7 +267,13 @@ def test_mixed_seeds_are_seeds_and_differ(one, other):
 def test_default_collate_of_a_tensor_dataset_comes_through():
     plan = BatchPlan(samples=4, global_batch_size=4, seed=0, shuffle=False)
     dataset = TensorDataset(rows(4), torch.arange(4))
-    loader = ElasticLoader(dataset, plan, position=lambda: (0, 0), workers=lambda: (1, 2))
+    loader = ElasticLoader(
+        plan,
+        DirectFetcher(dataset, default_collate),
+        logical_workers=lambda: 2,
+        position=lambda: (0, 0),
+        owned=lambda: range(1, 2),
+    )
     (batch,) = loader
     assert torch.equal(batch.content[0], rows(4)[2:])
     assert batch.indices == (2, 3)

@@ -46,6 +46,8 @@ def test_the_reports_of_a_whole_training(service, training):
         "samples": 20,
         "steps": 8,  # what was submitted: epochs=2 and a global batch of 6, not what the script says
         "micro_batch_size": 2,
+        "logical_workers": 2,
+        "in_place": True,
         "resumed_from": None,
         "init_from": None,
     }
@@ -101,7 +103,7 @@ def test_out_of_memory_names_the_micro_batch(service, training):
     with pytest.raises(torch.OutOfMemoryError):
         run.run()
     (report,) = service.reports(1, kind=ReportKind.OUT_OF_MEMORY)
-    assert report.data == {"micro_batch_size": 4, "message": "CUDA out of memory. Tried to allocate 20.00 GiB"}
+    assert report.data == {"micro_batch_size": 3, "message": "CUDA out of memory. Tried to allocate 20.00 GiB"}
 
 
 def test_out_of_memory_names_the_share_where_nobody_chose_a_micro_batch(service, training):
@@ -116,7 +118,7 @@ def test_out_of_memory_names_the_share_where_nobody_chose_a_micro_batch(service,
     with pytest.raises(RuntimeError):
         run.run()
     (report,) = service.reports(1, kind=ReportKind.OUT_OF_MEMORY)
-    assert report.data["micro_batch_size"] == 6
+    assert report.data["micro_batch_size"] == 3
 
 
 def test_another_error_is_no_out_of_memory(service, training):
@@ -344,6 +346,6 @@ def test_a_script_that_ends_early_still_says_how_far_it_came(service, training):
 
     with pytest.raises(SystemExit):
         run.run(before_step=at(7, stop))
-    run.session._say_how_far()
+    run.session._at_exit()
     assert service.reports(1)[-1].kind is ReportKind.PROGRESS
     assert service.reports(1)[-1].step == 7

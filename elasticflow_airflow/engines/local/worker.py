@@ -147,7 +147,7 @@ class Worker:
         )
         return [
             str(self._folder.exit_file(self.worker_id)),
-            f"--nnodes={spec.world_size}:{spec.world_size}",
+            "--nnodes=1:1",
             "--nproc-per-node=1",
             "--rdzv-backend=elasticflow",
             f"--rdzv-endpoint={spec.incarnation_dir}",

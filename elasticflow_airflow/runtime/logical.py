@@ -1,0 +1,54 @@
+"""Logical workers: how many, and whose they are. May import the standard library only."""
+
+from __future__ import annotations
+
+DEFAULT_LOGICAL_WORKERS = 8
+"""Of a script that runs alone and says nothing: as many workers as it may ever get, when it gets more."""
+
+
+def is_power_of_two(number: int) -> bool:
+    """Whether a number is 1, 2, 4, 8, ..."""
+    return number >= 1 and number & (number - 1) == 0
+
+
+def largest_power_of_two(number: int, *, dividing: int) -> int:
+    """The largest power of two that is at most ``number`` and divides ``dividing``; at least 1."""
+    size = 1
+    while size * 2 <= number and dividing % (size * 2) == 0:
+        size *= 2
+    return size
+
+
+def choose_logical_workers(asked: int | None, global_batch_size: int, workers: int, *, consistent: bool) -> int:
+    """The number of logical workers of a job: a power of two that divides the global batch.
+
+    In consistent mode it never changes in the life of the job, whatever the number of workers; else it is that number.
+    Raises ValueError for one that the global batch or the workers of now do not fit.
+    """
+    if not consistent:
+        return workers
+    if not is_power_of_two(workers):
+        raise ValueError(f"{workers} workers: in consistent mode their number must be a power of two")
+    if asked is None:
+        asked = largest_power_of_two(max(DEFAULT_LOGICAL_WORKERS, workers), dividing=global_batch_size)
+        if asked < workers:
+            raise ValueError(
+                f"global_batch_size={global_batch_size} cannot be shared equally by {workers} workers: choose a"
+                f" multiple of {workers}, fewer workers, or consistency='fast'"
+            )
+    if not is_power_of_two(asked):
+        raise ValueError(f"logical_workers={asked}: it must be a power of two")
+    if global_batch_size % asked:
+        raise ValueError(
+            f"logical_workers={asked} does not divide global_batch_size={global_batch_size}: choose a global batch "
+            f"that is a multiple of it, or logical_workers={largest_power_of_two(asked, dividing=global_batch_size)}"
+        )
+    if asked < workers:
+        raise ValueError(f"logical_workers={asked} is less than the {workers} workers: some would have nothing to do")
+    return asked
+
+
+def owned_by(rank: int, size: int, logical_workers: int) -> range:
+    """The logical workers of one of ``size`` workers: a contiguous part, so that its sums are one subtree."""
+    each = logical_workers // size
+    return range(rank * each, (rank + 1) * each)

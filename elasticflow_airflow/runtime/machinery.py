@@ -1,0 +1,118 @@
+"""What turns the logical workers' backward passes into one step: gradients, losses, running statistics, summed alike.
+
+May import torch and the standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elasticflow_airflow.runtime.checkpoint import Registered
+from elasticflow_airflow.runtime.group import WorkerGroup
+from elasticflow_airflow.runtime.reduction import GradientReducer
+from elasticflow_airflow.runtime.running_statistics import RunningStatistics
+
+_BITS = 48
+"""Presence bits in one float64: exact up to 53."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """What one step comes to: of this process before the commit, of all after it."""
+
+    losses: dict[int, float]
+    """By logical worker: its part of the mean loss."""
+    present: list[bool]
+    """By parameter: whether anybody has a gradient for it."""
+    counts: list[int]
+    """The model's counters (of batches)."""
+    statistics: Tensor | None = None
+    """The merged running statistics."""
+    loss: float = float("nan")
+
+
+class Machinery:
+    """The sums of a model's steps, over the group of the moment."""
+
+    def __init__(self, registered: Registered, logical_workers: int, *, consistent: bool) -> None:
+        self.logical_workers = logical_workers
+        """In fast mode the number of workers, which the session keeps up to date."""
+        self.reducer = GradientReducer(list(registered.model.parameters()), tree=consistent)
+        self.statistics = RunningStatistics(registered.model)
+        self.group = WorkerGroup()
+        self._scaler: Any = registered.others.get("scaler")
+        self._losses: dict[int, Tensor | None] = {}
+
+    def scale(self, loss: Tensor) -> Any:
+        """Scale a loss as the registered gradient scaler says, if there is one."""
+        return loss if self._scaler is None or not hasattr(self._scaler, "scale") else self._scaler.scale(loss)
+
+    def begin(self, leaves: int) -> None:
+        """Open a step, or another attempt at it, with this many logical workers of this process."""
+        self._losses = {}
+        self.reducer.begin(self.group, leaves)
+
+    def leaf_done(self, logical: int, loss: Tensor | None) -> None:
+        """One logical worker has done its backward passes."""
+        self._losses[logical] = loss
+        self.reducer.leaf_done()
+        self.statistics.leaf_done()
+
+    def sum(self) -> Sums:
+        """Sum gradients and statistics over all processes. Raises GroupBroken."""
+        present = self.reducer.present
+        self.reducer.finish()
+        return Sums(
+            losses={logical: 0.0 if loss is None else float(loss) for logical, loss in self._losses.items()},
+            present=present,
+            counts=self.statistics.counts,
+            statistics=self.statistics.merge(self.group, self.logical_workers),
+        )
+
+    def install(self, sums: Sums) -> None:
+        """Give the parameters their gradients, and the model its merged statistics."""
+        self.reducer.install(sums.present)
+        self.statistics.install(sums.statistics, sums.counts)
+
+    def abandon(self) -> None:
+        """Forget an attempt: the model is as at the beginning of the step."""
+        self.reducer.abandon()
+        self.statistics.begin_again()
+
+
+def to_row(sums: Sums, flags: list[float], logical_workers: int) -> Tensor:
+    """One worker's word at the commit: flags, losses, counters and presence bits, as float64."""
+    losses = [sums.losses.get(logical, 0.0) for logical in range(logical_workers)]
+    bits = [
+        float(sum(1 << i for i, here in enumerate(sums.present[start : start + _BITS]) if here))
+        for start in range(0, len(sums.present), _BITS)
+    ]
+    return torch.tensor([*flags, *losses, *map(float, sums.counts), *bits], dtype=torch.float64)
+
+
+def from_rows(rows: Tensor, own: Sums, flags: int, logical_workers: int) -> tuple[Sums, list[list[float]]]:
+    """What all workers' words come to: the step's sums, and each worker's flags."""
+    table: list[list[float]] = rows.tolist()
+    # Each logical worker has one owner; the others say zero.
+    leaves = [sum(row[flags + i] for row in table) for i in range(logical_workers)]
+    first = flags + logical_workers
+    counts = [int(max(row[first + i] for row in table)) for i in range(len(own.counts))]
+    first += len(own.counts)
+    words = [0] * (len(table[0]) - first)
+    for row in table:
+        words = [word | int(value) for word, value in zip(words, row[first:], strict=True)]
+    present = [bool(words[i // _BITS] >> (i % _BITS) & 1) for i in range(len(own.present))]
+    sums = replace(own, losses=dict(enumerate(leaves)), present=present, counts=counts, loss=_tree_sum(leaves))
+    return sums, [row[:flags] for row in table]
+
+
+def _tree_sum(leaves: list[float]) -> float:
+    """Add up as the gradients are; their number is a power of two, except in fast mode."""
+    while len(leaves) > 1:
+        pairs = [a + b for a, b in zip(leaves[::2], leaves[1::2], strict=False)]
+        leaves = pairs + leaves[2 * len(pairs) :]
+    return leaves[0]

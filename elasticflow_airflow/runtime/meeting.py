@@ -1,0 +1,203 @@
+"""Where the members of a new generation meet while the old one still trains: its store, who is there, its group.
+
+One background thread per meeting. The first rank opens a fresh store and publishes its address in the incarnation's
+folder; everybody says when it is ready; then all build the process group together. May import torch and the standard
+library only.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import (  # type: ignore[attr-defined]  # public, but not marked so by torch
+    PrefixStore,
+    ProcessGroupGloo,
+    TCPStore,
+)
+
+from elasticflow_airflow.runtime.group import COLLECTIVE_TIMEOUT_S, WorkerGroup
+from elasticflow_airflow.runtime.protocol import Membership, meeting_path, read_json, write_json_atomic
+
+ADDRESS_ENV = "ELASTICFLOW_ADDRESS"
+"""Environment variable: the address at which the other workers of a job reach this one."""
+_POLL_S = 0.01
+_BUILD_LIMIT_S = 20.0
+_HOLDER = "holder"
+
+
+class Meeting:
+    """The making of one generation's group, seen by one worker.
+
+    ``joins`` tells who brings no state: it meets the others only once it has called ``announce``.
+    """
+
+    def __init__(
+        self, folder: Path, plan: Membership, worker_id: str, device: torch.device, *, joins: bool, epoch: int = 0
+    ) -> None:
+        self.plan, self.rank = plan, plan.rank_of(worker_id)
+        self._folder, self._worker_id, self._device = folder, worker_id, device
+        self._joins = joins
+        self._announced = threading.Event()
+        self._epoch = epoch
+        """A joiner's: where its loops stand; a holder's: the epoch of the next step."""
+        self._stopped = threading.Event()
+        self._changed = threading.Condition()
+        self.group: WorkerGroup | None = None
+        self.ready = False
+        self.joiner_epochs: list[int] = []
+        """Where the loops of those who join stand: a switch in another epoch would leave them one behind."""
+        self.epoch_of_holders: int | None = None
+        self.failure: str | None = None
+        self.store: Any = None
+        self._thread = threading.Thread(target=self._run, name=f"elasticflow-meet-{plan.generation}", daemon=True)
+        self._thread.start()
+
+    @property
+    def generation(self) -> int:
+        """The generation that meets here."""
+        return self.plan.generation
+
+    def announce(self, epoch: int) -> None:
+        """The joiner is warm, and its loops are in this epoch."""
+        self._epoch = epoch
+        self._announced.set()
+
+    def now_in_epoch(self, epoch: int) -> None:
+        """The holders' next step is in this epoch; called at each step boundary while a meeting is on."""
+        self._epoch = epoch
+
+    def wait(self, limit_s: float) -> None:
+        """Wait for a change: ready, failed, stopped, or the holders in another epoch."""
+        with self._changed:
+            if not (self.ready or self.failure or self._stopped.is_set()):
+                self._changed.wait(limit_s)
+
+    def stop(self, why: str) -> None:
+        """Nobody will come here any more. Whoever waits in the new group is freed."""
+        self._stopped.set()
+        if self.group is not None:
+            self.group.give_up(why)
+        with self._changed:
+            self._changed.notify_all()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a later plan has taken its place."""
+        return self._stopped.is_set()
+
+    def end(self) -> None:
+        """Its group has begun: the thread may end."""
+        self._stopped.set()
+
+    def join(self, limit_s: float) -> bool:
+        """Wait until the thread has ended; False when it has not."""
+        self._thread.join(limit_s)
+        return not self._thread.is_alive()
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._meet()
+        except Exception as error:  # noqa: BLE001  (told to whoever waits; a thread that dies silently hangs everything)
+            self.failure = f"{type(error).__name__}: {error}"
+        with self._changed:
+            self._changed.notify_all()
+
+    def _meet(self) -> None:
+        members = self.plan.members
+        if len(members) == 1 and self.rank == 0 and self._joins is False:
+            # Nobody joins: only those who leave look here.
+            self.store = self._open_store()
+            self._say()
+            self.group = WorkerGroup(0, 1, None, self.generation)
+            self.ready = True
+            return
+        self.store = self._open_store() if self.rank == 0 else self._connect()
+        if self.store is None:
+            return
+        if self._joins:
+            while not self._announced.wait(_POLL_S):
+                if self._stopped.is_set():
+                    return
+        said = self._say()
+        while not self._stopped.is_set():
+            here = [f"here/{m.worker_id}" for m in members]
+            if self.store.check(here):
+                break
+            said = self._say(said)
+            time.sleep(_POLL_S)
+        if self._stopped.is_set():
+            return
+        if self.rank is not None:
+            self.group = self._build()
+        self._follow_epochs(said)
+
+    def _say(self, said: str | None = None) -> str:
+        """Tell the others that this worker is here, and where a joiner's loops stand."""
+        text = f"joiner {self._epoch}" if self._joins else _HOLDER
+        if text != said:
+            self.store.set(f"here/{self._worker_id}", text)
+        return text
+
+    def _follow_epochs(self, said: str) -> None:
+        """Keep joiners and holders informed of each other's epoch until the switch."""
+        told: int | None = None
+        while not self._stopped.is_set():
+            said = self._say(said)
+            words = [self.store.get(f"here/{m.worker_id}").decode() for m in self.plan.members]
+            self.joiner_epochs = [int(word.split()[1]) for word in words if word != _HOLDER]
+            if self._joins:
+                if self.store.check(["epoch"]):
+                    self.epoch_of_holders = int(self.store.get("epoch"))
+            else:
+                if self._epoch != told:
+                    told = self._epoch
+                    self.store.set("epoch", str(told))
+            if not self.ready:
+                self.ready = True
+                with self._changed:
+                    self._changed.notify_all()
+            self._stopped.wait(_POLL_S)
+
+    def _open_store(self) -> Any:
+        address = os.environ.get(ADDRESS_ENV, "127.0.0.1")
+        limit = datetime.timedelta(seconds=_BUILD_LIMIT_S)
+        # Port 0: the kernel picks one that is free; nobody can take it between choice and use.
+        store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        write_json_atomic(meeting_path(self._folder, self.generation), {"address": address, "port": store.port})
+        return store
+
+    def _connect(self) -> Any:
+        while not self._stopped.is_set():
+            found = read_json(meeting_path(self._folder, self.generation))
+            if found is not None:
+                limit = datetime.timedelta(seconds=_BUILD_LIMIT_S)
+                host, port = str(found["address"]), int(found["port"])
+                return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+            time.sleep(_POLL_S)
+        return None
+
+    def _build(self) -> WorkerGroup:
+        assert self.rank is not None  # asked before
+        size = len(self.plan.members)
+        if size == 1:
+            return WorkerGroup(0, 1, None, self.generation)
+        group = make_process_group(PrefixStore("group", self.store), self.rank, size, self._device)
+        return WorkerGroup(self.rank, size, group, self.generation)
+
+
+def make_process_group(store: Any, rank: int, size: int, device: torch.device) -> Any:
+    """A process group outside torch's global one: gloo for the CPU, and for a GPU NCCL beside it."""
+    limit = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    if device.type != "cuda":
+        return ProcessGroupGloo(store, rank, size, limit)
+    from elasticflow_airflow.runtime.cuda_group import CudaGroup
+
+    return CudaGroup(store, rank, size, limit)

@@ -1,0 +1,387 @@
+"""This worker's place among the workers: joins a group, changes to the next one in place, recovers when one dies.
+
+The plan names who trains; the old group trains on until all of the new one are ready, and all agree at a step boundary
+to switch (EDL, arXiv:1909.11985). Who has the state of training hands it to who joins. May import torch and the
+standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from elasticflow_airflow.runtime.checkpoint import Registered
+from elasticflow_airflow.runtime.group import GroupBroken, WorkerGroup, from_text_rows, to_text_row
+from elasticflow_airflow.runtime.meeting import ADDRESS_ENV, Meeting
+from elasticflow_airflow.runtime.protocol import Membership, RescaleMode
+from elasticflow_airflow.runtime.transfer import StateServer, TransferError, receive
+from elasticflow_airflow.runtime.watching import PlanWatcher
+
+FIRST_MEETING_LIMIT_S = 600.0
+RECOVERY_LIMIT_S = 60.0
+"""Survivors wait so long for a plan without the dead, counted from the last news."""
+ABANDONED_STATUS = 75
+"""Exit status of a survivor for whom no plan came (EX_TEMPFAIL)."""
+_WAIT_S = 0.05
+_END_LIMIT_S = 3.0
+
+
+class Dismissed(Exception):  # noqa: N818  (no error: it is news)
+    """The plan goes on without this worker, or tells all to stop: there is nothing more to do here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adoption:
+    """What a change of the group brought. ``facts`` are the sender's when this worker took its state over."""
+
+    from_generation: int
+    generation: int
+    pause_s: float
+    state_bytes: int
+    recovered: bool
+    top_step: int
+    """The step that all are at now; -1: nobody brought a state."""
+    took_over: Mapping[str, Any] | None
+    committed: Mapping[str, Any] | None
+    """What a member that is a step ahead knows of the step that this one is in."""
+
+
+class Place:
+    """The group of the moment, and how it changes. ``joined`` is False while a joiner still warms up."""
+
+    def __init__(self, folder: Path, worker_id: str, device: torch.device, plan: Membership) -> None:
+        self._folder, self._worker_id, self._device = folder, worker_id, device
+        self._lock = threading.Lock()
+        self.plan = plan
+        self.group = WorkerGroup(generation=0)
+        self.members: tuple[str, ...] = ()
+        self.joined = False
+        self.told_to_stop = False
+        """Save and leave, everybody: stop, or a change by restart."""
+        self._meeting: Meeting | None = None
+        self._agreed: Meeting | None = None
+        self._news = threading.Event()
+        self._announced: int | None = None
+        self._arrival: tuple[Meeting, Future[Any]] | None = None
+        self.watcher = PlanWatcher(folder, worker_id, self._on_plan)
+        self._ending: list[WorkerGroup | Meeting] = []
+        """What was left and has threads still: an interpreter that ends with one of them aborts."""
+        self._first = plan.mode is RescaleMode.RESTART
+
+    # -- the plan (in the watcher's thread) -------------------------------------------------------------------------
+
+    def _on_plan(self, plan: Membership) -> None:
+        with self._lock:
+            known = self._meeting.generation if self._meeting is not None else self.group.generation
+            in_it = plan.rank_of(self._worker_id) is not None
+            stays = in_it and plan.generation <= known
+            if plan.mode is RescaleMode.RESTART or not plan.members:
+                if not stays:
+                    self.told_to_stop = True
+                    self._end_meeting("everybody stops")
+                    if not self.joined:
+                        self.group.give_up("everybody stops")
+            elif plan.generation > known:
+                self._end_meeting(f"generation {plan.generation} has taken its place")
+                if self.joined or in_it:
+                    joins = not self.joined
+                    self._meeting = Meeting(self._folder, plan, self._worker_id, self._device, joins=joins)
+                    if joins and self._announced is not None:
+                        self._meeting.announce(self._announced)
+                else:
+                    self.told_to_stop = True
+                gone = set(plan.lost) & set(self.members)
+                if gone:
+                    self.group.give_up(f"worker {', '.join(sorted(gone))} is lost")
+            self.plan = plan
+        self._news.set()
+
+    def _end_meeting(self, why: str) -> None:
+        if self._meeting is not None:
+            self._meeting.stop(why)
+            self._ending.append(self._meeting)
+            if self._meeting.group is not None:
+                self._meeting.group.close()
+                self._ending.append(self._meeting.group)
+            self._meeting = None
+
+    # -- beginning --------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Form the first group of a generation that starts together; a joiner only begins to watch.
+
+        Raises RuntimeError when the others do not come, Dismissed when the plan has moved on.
+        """
+        if self._first:
+            meeting = Meeting(self._folder, self.plan, self._worker_id, self._device, joins=True)
+            self._meeting = meeting
+            meeting.announce(0)
+            self.watcher.start()
+            end_s = time.monotonic() + FIRST_MEETING_LIMIT_S
+            while not meeting.ready:
+                if self.told_to_stop or meeting.stopped:
+                    raise Dismissed
+                if meeting.failure is not None or time.monotonic() > end_s:
+                    raise RuntimeError(
+                        f"the workers of generation {meeting.generation} could not meet: {meeting.failure or 'timeout'}"
+                    )
+                meeting.wait(_WAIT_S)
+            self._take_place(meeting)
+        else:
+            self.watcher.start()
+
+    @property
+    def rank(self) -> int:
+        """Rank now; of a joiner that still warms up, the one that it will have."""
+        return self.group.rank if self.joined else (self.plan.rank_of(self._worker_id) or 0)
+
+    @property
+    def size(self) -> int:
+        """Number of workers now; for a joiner that still warms up, as planned."""
+        return self.group.size if self.joined else max(1, len(self.plan.members))
+
+    # -- agreeing ---------------------------------------------------------------------------------------------------
+
+    def ready_for(self, next_epoch: int) -> int:
+        """The generation that this worker is ready to switch to when the next step is in ``next_epoch``; 0: none."""
+        meeting = self._meeting
+        if meeting is None or not self.joined:
+            return 0
+        meeting.now_in_epoch(next_epoch)
+        if not meeting.ready or any(epoch != next_epoch for epoch in meeting.joiner_epochs):
+            return 0
+        return meeting.generation
+
+    def agree(self, generations: list[int]) -> None:
+        """Take in what all workers are ready for: when it is the same, the next boundary switches."""
+        meeting = self._meeting
+        if meeting is not None and generations and set(generations) == {meeting.generation}:
+            self._agreed = meeting
+
+    @property
+    def switch_is_due(self) -> bool:
+        """Whether all have agreed to switch at the next boundary."""
+        return self._agreed is not None
+
+    # -- switching --------------------------------------------------------------------------------------------------
+
+    def switch(self, registered: Registered, facts: Mapping[str, Any]) -> Adoption:
+        """Change to the agreed group. Raises GroupBroken, and Dismissed when this worker is not in it."""
+        meeting, self._agreed = self._agreed, None
+        assert meeting is not None  # switch_is_due
+        return self._enter(meeting, registered, facts, step=int(facts["step"]))
+
+    def recover(self, registered: Registered, facts: Mapping[str, Any], pending: int | None) -> Adoption:
+        """Wait for a plan without the dead and form its group from the survivors' states in memory.
+
+        ``pending`` is the step whose sums this worker holds and whose commit failed. Raises Dismissed when the plan
+        goes on without this worker, and SystemExit when no plan comes.
+        """
+        self._agreed = None
+        self.group.give_up("its operations fail")
+        end_s = time.monotonic() + RECOVERY_LIMIT_S
+        tried: set[int] = set()
+        while time.monotonic() < end_s:
+            if self.told_to_stop:
+                raise Dismissed
+            meeting = self._meeting
+            if meeting is None or meeting.generation in tried or not (meeting.ready or meeting.failure):
+                self._news.wait(_WAIT_S)
+                self._news.clear()
+                continue
+            tried.add(meeting.generation)
+            end_s = time.monotonic() + RECOVERY_LIMIT_S
+            if meeting.failure is not None:
+                sys.stderr.write(f"elasticflow: generation {meeting.generation} did not form: {meeting.failure}\n")
+                continue
+            try:
+                return self._enter(meeting, registered, facts, int(facts["step"]), pending=pending, recovered=True)
+            except GroupBroken as error:
+                sys.stderr.write(f"elasticflow: generation {meeting.generation} broke while it formed: {error}\n")
+        sys.stderr.write(f"elasticflow: no plan without the lost workers came in {RECOVERY_LIMIT_S:.0f} s: leaving\n")
+        raise SystemExit(ABANDONED_STATUS)
+
+    def join(self, registered: Registered, epoch: int) -> Adoption | None:
+        """A joiner's way in, once it is warm and its loops are in ``epoch``; None: the others are in another epoch.
+
+        Raises Dismissed when the plan goes on without it.
+        """
+        self._announced = epoch
+        with self._lock:
+            if self._meeting is not None:
+                self._meeting.announce(epoch)
+        while True:
+            if self.told_to_stop:
+                raise Dismissed
+            meeting = self._meeting
+            if meeting is None or meeting.stopped or not meeting.ready:
+                self._news.wait(_WAIT_S) if meeting is None else meeting.wait(_WAIT_S)
+                self._news.clear()
+                continue
+            if meeting.epoch_of_holders not in (None, epoch):
+                return None
+            assert meeting.group is not None  # it is ready, and this worker is in it
+            if self._arrival is None or self._arrival[0] is not meeting:
+                self._arrival = (meeting, meeting.group.begin_exchange(to_text_row({"step": -1})))
+            arrived = self._arrival[1]
+            if not arrived.done():
+                time.sleep(0.002)
+                continue
+            if isinstance(arrived.exception(), RuntimeError):
+                time.sleep(_WAIT_S)  # a later plan follows, or everybody is dead
+                continue
+            return self._settle(meeting, registered, from_text_rows(arrived.result()), None, time.perf_counter())
+
+    def epoch_of_others(self, otherwise: int) -> int:
+        """The epoch in which those who train are, as far as a joiner has heard."""
+        meeting = self._meeting
+        epoch = None if meeting is None else meeting.epoch_of_holders
+        return otherwise if epoch is None else epoch
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _enter(
+        self,
+        meeting: Meeting,
+        registered: Registered,
+        facts: Mapping[str, Any],
+        step: int,
+        *,
+        pending: int | None = None,
+        recovered: bool = False,
+    ) -> Adoption:
+        began_s = time.perf_counter()
+        known = set(self.members)
+        joiners = [m for m in meeting.plan.members if m.worker_id not in known]
+        stayers = len(meeting.plan.members) - len(joiners)
+        server = StateServer(registered, facts, os.environ.get(ADDRESS_ENV, "127.0.0.1")) if joiners else None
+        try:
+            if meeting.group is None:
+                if stayers == 0 and server is not None:
+                    self._serve_as_leaver(meeting, server, len(joiners))
+                raise Dismissed
+            row: dict[str, Any] = {"step": step, "pending": pending, "facts": facts}
+            if server is not None:
+                row["contact"] = server.contact
+            rows = meeting.group.exchange_values(row)
+            return self._settle(meeting, registered, rows, server, began_s, recovered=recovered)
+        finally:
+            if server is not None:
+                server.close()
+
+    def _serve_as_leaver(self, meeting: Meeting, server: StateServer, joiners: int) -> None:
+        """Everybody leaves and others come: the leavers hand the state over before they go."""
+        mine = sum(1 for i in range(joiners) if i % self.group.size == self.group.rank)
+        meeting.store.set(f"leaver/{self.group.rank}", json.dumps(server.contact))
+        meeting.store.set("leavers", str(self.group.size))
+        server.wait(mine, lambda: meeting.stopped)
+
+    def _settle(
+        self,
+        meeting: Meeting,
+        registered: Registered,
+        rows: list[dict[str, Any]],
+        server: StateServer | None,
+        began_s: float,
+        *,
+        recovered: bool = False,
+    ) -> Adoption:
+        """Bring everybody of the new group to the same step."""
+        assert meeting.group is not None
+        assert meeting.rank is not None
+        rank, own = meeting.rank, rows[meeting.rank]
+        top = max(int(row["step"]) for row in rows)
+        holders = [r for r, row in enumerate(rows) if row["step"] == top]
+        catches_up = own["step"] == top - 1 and own.get("pending") == top
+        needy = [
+            r
+            for r, row in enumerate(rows)
+            if row["step"] < top and not (row["step"] == top - 1 and row.get("pending") == top)
+        ]
+        took_over: Mapping[str, Any] | None = None
+        nbytes = 0
+        if top < 0 and "leaver" not in own:
+            contact = self._contact_of_leaver(meeting)
+            received = self._receive(contact, registered)
+            took_over, nbytes, top = received.facts, received.nbytes, int(received.facts["step"])
+        elif rank in needy:
+            source = rows[holders[needy.index(rank) % len(holders)]]
+            received = self._receive(source["contact"], registered)
+            took_over, nbytes = received.facts, received.nbytes
+        elif server is not None and rank in holders:
+            mine = sum(1 for i in range(len(needy)) if holders[i % len(holders)] == rank)
+            if not server.wait(mine, lambda: meeting.stopped or bool(meeting.group and meeting.group.broken)):
+                raise GroupBroken("a worker that joins did not take the state")
+            nbytes = server.nbytes
+        before = self.group.generation
+        self._take_place(meeting)
+        return Adoption(
+            from_generation=before,
+            generation=meeting.generation,
+            pause_s=time.perf_counter() - began_s,
+            state_bytes=nbytes,
+            recovered=recovered,
+            top_step=top,
+            took_over=took_over,
+            committed=rows[holders[0]]["facts"] if catches_up else None,
+        )
+
+    def _contact_of_leaver(self, meeting: Meeting) -> Any:
+        store = meeting.store
+        while not store.check(["leavers"]):
+            if meeting.stopped or self.told_to_stop:
+                raise Dismissed
+            time.sleep(_WAIT_S)
+        assert meeting.rank is not None  # a joiner is in the plan
+        return json.loads(store.get(f"leaver/{meeting.rank % int(store.get('leavers'))}"))
+
+    def _receive(self, contact: Any, registered: Registered) -> Any:
+        try:
+            return receive(contact, registered)
+        except TransferError as error:
+            _die(f"the state of training could not be taken over: {error}")
+
+    def _take_place(self, meeting: Meeting) -> None:
+        assert meeting.group is not None  # this worker is in it
+        old = self.group
+        with self._lock:
+            self.group = meeting.group
+            self.members = tuple(m.worker_id for m in meeting.plan.members)
+            self.joined = True
+            if self._meeting is meeting:
+                self._meeting = None
+            gone = set(self.plan.lost) & set(self.members)
+        old.close()
+        meeting.end()
+        self._ending = [part for part in self._ending if not part.join(0.0)] + [old, meeting]
+        if gone:
+            self.group.give_up(f"worker {', '.join(sorted(gone))} is lost")
+
+    def close(self) -> bool:
+        """Leave. False when a thread stays behind, blocked in an operation with somebody who is gone."""
+        self.watcher.stop()
+        with self._lock:
+            self._end_meeting("this worker leaves")
+        self.group.close()
+        ended = [part.join(_END_LIMIT_S) for part in [*self._ending, self.group]]
+        return all(ended)
+
+
+def _die(why: str) -> NoReturn:
+    """End as a worker that died, not as a script that failed: the others go on without it."""
+    sys.stderr.write(f"elasticflow: {why}\n")
+    sys.stderr.flush()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise SystemExit(ABANDONED_STATUS)  # not reached: the signal is delivered to this very process

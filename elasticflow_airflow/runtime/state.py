@@ -1,0 +1,61 @@
+"""States (of models, optimizers, schedules) as a description in JSON and a list of tensors: nothing is ever pickled.
+
+May import torch and the standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def flatten(state: Any, path: str = "") -> tuple[Any, list[Tensor]]:
+    """Split a state into its description and its tensors.
+
+    A state is made of tensors, numbers, strings, None, and dicts, lists and tuples of those. Raises TypeError, naming
+    where it is, for anything else: to restore it would mean running code.
+    """
+    tensors: list[Tensor] = []
+    return _describe(state, path, tensors), tensors
+
+
+def unflatten(description: Any, tensors: Sequence[Tensor]) -> Any:
+    """Put a state together again. Raises ValueError when the description is not one."""
+    if isinstance(description, Mapping) and len(description) == 1:
+        ((kind, inner),) = description.items()
+        if kind == "tensor":
+            return tensors[inner]
+        if kind == "float":
+            return float(inner)
+        if kind == "list":
+            return [unflatten(item, tensors) for item in inner]
+        if kind == "tuple":
+            return tuple(unflatten(item, tensors) for item in inner)
+        if kind == "dict":
+            return {unflatten(key, tensors): unflatten(value, tensors) for key, value in inner}
+    if description is None or isinstance(description, bool | int | float | str):
+        return description
+    raise ValueError(f"not the description of a state: {str(description)[:100]}")
+
+
+def _describe(state: Any, path: str, tensors: list[Tensor]) -> Any:
+    if isinstance(state, Tensor):
+        tensors.append(state.detach())
+        return {"tensor": len(tensors) - 1}
+    if state is None or type(state) in (bool, int, str):
+        return state
+    if type(state) is float:
+        return state if math.isfinite(state) else {"float": repr(state)}
+    if isinstance(state, Mapping):
+        # Keys may be numbers (optimizers), which JSON's objects cannot have.
+        return {"dict": [[_describe(k, path, tensors), _describe(v, f"{path}/{k}", tensors)] for k, v in state.items()]}
+    if type(state) in (list, tuple):
+        items = [_describe(item, f"{path}/{i}", tensors) for i, item in enumerate(state)]
+        return {"list" if isinstance(state, list) else "tuple": items}
+    raise TypeError(
+        f"the state at {path or '/'} is a {type(state).__name__}: let every state_dict() hold only tensors, numbers,"
+        " strings and containers of those: anything else would have to run code when it is loaded"
+    )
