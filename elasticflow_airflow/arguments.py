@@ -12,10 +12,12 @@ from datetime import timedelta
 from typing import Any, Final
 
 from elasticflow_airflow.deadlines import DAG_RUN, DeadlineError, check_deadline
+from elasticflow_airflow.wire import share_problem
 
 ON_REJECT: Final = ("fail", "best_effort", "wait", "renegotiate")
 ON_PAST_DEADLINE: Final = ("auto", "fail", "best_effort")
 ON_MISS: Final = ("finish", "fail", "use_last_checkpoint")
+CONSISTENCY: Final = ("consistent", "fast")
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED: Final = frozenset(
@@ -56,6 +58,8 @@ def check_arguments(
     on_miss: Any,
     min_workers: Any,
     max_workers: Any,
+    consistency: Any,
+    logical_workers: Any,
     scaling_curve: Any,
     env: Any,
     secret_env: Any,
@@ -72,12 +76,14 @@ def check_arguments(
         ("on_reject", on_reject, ON_REJECT),
         ("on_past_deadline", on_past_deadline, ON_PAST_DEADLINE),
         ("on_miss", on_miss, ON_MISS),
+        ("consistency", consistency, CONSISTENCY),
     ):
         if given not in choices:
             raise ArgumentError(f"{name}={given!r} is none of {', '.join(map(repr, choices))}")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
         raise ArgumentError(f"value={value!r} must be a number greater than 0")
     _check_workers(min_workers, max_workers)
+    _check_shares(consistency, logical_workers, global_batch_size, min_workers, max_workers)
     _check_curve(scaling_curve)
     _check_env(env, secret_env)
 
@@ -180,6 +186,19 @@ def _check_workers(min_workers: Any, max_workers: Any) -> None:
         _check_power_of_two(name, number)
     if max_workers is not None and max_workers < min_workers:
         raise ArgumentError(f"max_workers={max_workers} is less than min_workers={min_workers}")
+
+
+def _check_shares(
+    consistency: str, logical_workers: Any, global_batch_size: Any, min_workers: int, max_workers: int | None
+) -> None:
+    """Refuse shares that do not come out even. A global batch that is a template is looked at when it is rendered."""
+    if logical_workers is not None:
+        _check_power_of_two("logical_workers", logical_workers)
+    batch = None if is_late(global_batch_size) else count("global_batch_size", global_batch_size, global_batch_size)
+    if batch is not None:
+        problem = share_problem(consistency, logical_workers, batch, min_workers, max_workers)
+        if problem is not None:
+            raise ArgumentError(problem)
 
 
 def _check_power_of_two(name: str, number: Any) -> None:

@@ -55,6 +55,8 @@ class ElasticTask(Protocol):
     init_from: Any
     min_workers: int
     max_workers: int | None
+    consistency: str
+    logical_workers: int | None
     scaling_curve: Mapping[int, float] | None
     progress_regex: str | None
     progress_file: str | None
@@ -168,6 +170,8 @@ def prepare(
         "init_from": task.init_from,
         "min_workers": task.min_workers,
         "max_workers": task.max_workers,
+        "consistency": task.consistency,
+        "logical_workers": task.logical_workers,
         "scaling_curve": None if task.scaling_curve is None else dict(task.scaling_curve),
         "progress_regex": task.progress_regex,
         "progress_file": task.progress_file,

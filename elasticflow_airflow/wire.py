@@ -107,6 +107,9 @@ class JobSubmission(Wire):
     init_from: str | None = None
     min_workers: PowerOfTwo = 1
     max_workers: PowerOfTwo | None = None
+    consistency: Literal["consistent", "fast"] = "consistent"
+    logical_workers: PowerOfTwo | None = None
+    """Into how many shares each step is cut for good, whatever the number of workers; None: the service chooses."""
     scaling_curve: dict[int, float] | None = None
     progress_regex: str | None = None
     progress_file: str | None = None
@@ -132,6 +135,15 @@ class JobSubmission(Wire):
             raise ValueError(f"max_workers={self.max_workers} is less than min_workers={self.min_workers}")
         return self
 
+    @model_validator(mode="after")
+    def _divisible(self) -> JobSubmission:
+        problem = share_problem(
+            self.consistency, self.logical_workers, self.global_batch_size, self.min_workers, self.max_workers
+        )
+        if problem is not None:
+            raise ValueError(problem)
+        return self
+
     def equality_key(self) -> str:
         """Digest of what makes two submissions the same training (script, arguments, length, batch, init_from)."""
         same = [
@@ -143,6 +155,54 @@ class JobSubmission(Wire):
             self.init_from,
         ]
         return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
+
+
+def largest_share(global_batch_size: int, at_most: int) -> int:
+    """The largest power of two that divides the global batch and is at most ``at_most``; at least 1."""
+    divides = global_batch_size & -global_batch_size
+    return min(divides, 1 << (max(1, at_most).bit_length() - 1))
+
+
+def share_problem(
+    consistency: str, logical_workers: int | None, global_batch_size: int, min_workers: int, max_workers: int | None
+) -> str | None:
+    """What is wrong with how a step is to be cut into shares, and what to do about it; None when all is well.
+
+    In consistent mode every step is cut into ``logical_workers`` equal shares, a power of two of them, and a worker
+    computes one or more of them: there cannot be more workers than shares. In fast mode each worker takes a part.
+    """
+    for name, workers in (("min_workers", min_workers), ("max_workers", max_workers)):
+        if workers is not None and workers > global_batch_size:
+            return f"{name}={workers} is more than global_batch_size={global_batch_size}: some would have no sample"
+    if consistency == "fast":
+        if logical_workers is not None:
+            return (
+                f'logical_workers={logical_workers} beside consistency="fast", where there are none: leave one of the'
+                " two out"
+            )
+        return None
+    shares = largest_share(global_batch_size, global_batch_size)
+    if logical_workers is None:
+        if min_workers > shares:
+            return (
+                f"min_workers={min_workers} workers cannot share global_batch_size={global_batch_size} equally: choose"
+                f' a multiple of {min_workers}, at most {shares} workers, or consistency="fast"'
+            )
+        return None
+    if logical_workers & (logical_workers - 1):
+        return f"logical_workers={logical_workers} is not a power of two"
+    if global_batch_size % logical_workers:
+        return (
+            f"logical_workers={logical_workers} does not divide global_batch_size={global_batch_size}: choose a"
+            f" multiple of {logical_workers}, or logical_workers={largest_share(global_batch_size, logical_workers)}"
+        )
+    for name, workers in (("min_workers", min_workers), ("max_workers", max_workers)):
+        if workers is not None and workers > logical_workers:
+            return (
+                f"{name}={workers} is more than logical_workers={logical_workers}: some would have nothing to do;"
+                f" give at least {workers} logical workers"
+            )
+    return None
 
 
 class State(StrEnum):
@@ -209,6 +269,9 @@ class JobStatus(Wire):
     value: float
     workers: int = 0
     slots: list[tuple[str, int]] = Field(default_factory=list)
+    consistency: str = "consistent"
+    logical_workers: int | None = None
+    """The most workers that it can get; fixed for its life. None: not chosen yet, or consistency="fast"."""
     step: int = 0
     total_steps: int | None = None
     loss: float | None = None

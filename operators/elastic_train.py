@@ -73,7 +73,10 @@ class ElasticTrainOperator(BaseOperator):
     ("finish", "fail", "use_last_checkpoint").
 
     Further: ``init_from`` ("latest": weights of this task's last success, or the folder of a checkpoint),
-    ``min_workers`` and ``max_workers`` (powers of two), ``scaling_curve`` (workers to steps/s: no profiling),
+    ``min_workers`` and ``max_workers`` (powers of two), ``consistency`` ("consistent": the result does not depend on
+    the number of workers; "fast": plain data-parallel training), ``logical_workers`` (consistent mode: into how many
+    shares each step is cut, a power of two that divides the global batch; at most that many workers), ``scaling_curve``
+    (workers to steps/s: no profiling),
     ``progress_regex`` or ``progress_file`` for scripts that know nothing of this library, ``deferrable``,
     ``elasticflow_conn_id``.
 
@@ -126,6 +129,8 @@ class ElasticTrainOperator(BaseOperator):
         init_from: str | None = None,
         min_workers: int = 1,
         max_workers: int | None = None,
+        consistency: str = "consistent",
+        logical_workers: int | None = None,
         scaling_curve: Mapping[int, float] | None = None,
         progress_regex: str | None = None,
         progress_file: str | None = None,
@@ -157,6 +162,8 @@ class ElasticTrainOperator(BaseOperator):
         self.init_from = init_from
         self.min_workers = min_workers
         self.max_workers = max_workers
+        self.consistency = consistency
+        self.logical_workers = logical_workers
         self.scaling_curve = scaling_curve
         self.progress_regex = progress_regex
         self.progress_file = progress_file
@@ -186,6 +193,8 @@ class ElasticTrainOperator(BaseOperator):
             on_miss=on_miss,
             min_workers=min_workers,
             max_workers=max_workers,
+            consistency=consistency,
+            logical_workers=logical_workers,
             scaling_curve=scaling_curve,
             env=env,
             secret_env=secret_env,

@@ -155,6 +155,8 @@ class Actuator:
             samples=length["samples"],
             global_batch_size=int(submission["global_batch_size"]),
             micro_batch_size=row.micro_batch_size,
+            logical_workers=row.logical_workers,
+            consistency=submission.get("consistency", "consistent"),
             init_from=row.init_from_path,
             seed=int(row.equality_key[:8], 16) & ((1 << _SEED_BITS) - 1),
             checkpoint_interval_s=self.settings.checkpoint_interval_s,

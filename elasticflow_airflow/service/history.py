@@ -1,7 +1,8 @@
 """What past runs of a recurring task tell the next one: its scaling curve, costs and length. Rows in, rows out.
 
 Kept under the task (namespace, DAG, task, map index) and a *signature* of what makes runs comparable: device type,
-global batch size and the code's entry. Arguments change from day to day and are not part of it.
+global batch size, the shares that it is cut into, and the code's entry. Arguments change from day to day and are not
+part of it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from elasticflow_airflow.service.models import HistoryRow, IncarnationRow, JobRo
 from elasticflow_airflow.service.store import Writer
 
 
-def signature_of(submission: dict[str, Any], device_type: str) -> str:
+def signature_of(submission: dict[str, Any], device_type: str, logical_workers: int | None) -> str:
     """What makes two runs of a task comparable."""
     command = submission["command"]
-    return json.dumps([device_type, submission["global_batch_size"], command["script"] or command["module"]])
+    entry = command["script"] or command["module"]
+    return json.dumps([device_type, submission["global_batch_size"], entry, logical_workers])
 
 
 def remember(

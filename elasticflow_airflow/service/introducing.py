@@ -19,26 +19,32 @@ from elasticflow_airflow.service.books import Books, incarnation_dir
 from elasticflow_airflow.service.codec import curve_from_json
 from elasticflow_airflow.service.deciding import feed, when
 from elasticflow_airflow.service.models import CandidateRow, IncarnationRow
-from elasticflow_airflow.wire import Length, State
+from elasticflow_airflow.wire import Length, State, largest_share
 
 
-def introduce(books: Books, device_type: str) -> None:
-    """Ask the scheduler about every new incarnation whose predecessors have all come to their end."""
+def introduce(books: Books, device_type: str, slots: int) -> None:
+    """Ask the scheduler about every new incarnation whose predecessors have all come to their end.
+
+    ``slots`` is how many the cluster has, by which a job without ``logical_workers`` gets its number of them.
+    """
     for row in books.rows:
         if row.introduced or row.terminal or books.knows(row.job_id):
             continue
         if any(r.job_id == row.job_id and r.incarnation < row.incarnation and not r.terminal for r in books.rows):
             continue
         if row.cancel_reason is None and not row.ending:
-            _introduce(books, row, device_type)
+            _introduce(books, row, device_type, slots)
 
 
-def _introduce(books: Books, row: IncarnationRow, device_type: str) -> None:
+def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) -> None:
     submission = row.submission
     job = books.jobs[row.job_id]
     row.introduced = True
-    row.signature = history.signature_of(submission, device_type)
+    row.logical_workers = _logical_workers(submission, slots)
     row.verdict = {"decision": "undecided", "reason": ""}
+    if row.resume_from is not None:
+        _resume(books, row)
+    row.signature = history.signature_of(submission, device_type, row.logical_workers)
     past = books.tx.history(job.recurring_key, row.signature)
     if past is not None:
         row.costs = {**past.costs, **row.costs}
@@ -47,9 +53,16 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str) -> None:
     if row.total_steps is None and past is not None:
         row.total_steps = past.total_steps
     speeds = _known_speeds(submission, past.speeds if past is not None and past.complete else None)
-    if row.resume_from is not None:
-        _resume(books, row)
     _say_where_it_starts(books, row)
+    most, least = _most_workers(row), int(submission["min_workers"])
+    if most < least:
+        reason = (
+            f"min_workers={least}, but the checkpoint that it goes on from was trained with {row.logical_workers}"
+            f" logical workers, and there are never more workers: give min_workers={most} at most, or logical_workers="
+            " to train from the beginning"
+        )
+        books.end(row, State.FAILED, reason, failure=reason)
+        return
     if row.deadline_at is not None and row.deadline_at <= books.now:
         reason = f"its deadline {when(row.deadline_at)} has passed already: choose a later one, or best_effort=True"
         _reject_at_once(books, row, reason)
@@ -65,8 +78,8 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str) -> None:
         total_steps=remaining,
         curve=curve_from_json(speeds) if speeds else None,
         costs=books.costs_of(row),
-        min_workers=int(submission["min_workers"]),
-        max_workers=submission["max_workers"],
+        min_workers=least,
+        max_workers=most,
         value=row.value,
         on_reject=OnReject(submission["on_reject"]),
         latest_deadline_s=submission["latest_deadline_at"],
@@ -81,6 +94,24 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str) -> None:
         return
     if row.state == State.SUBMITTED and not row.ending:
         books.set_state(row, State.WAITING, row.verdict.get("reason") or "waits for slots")
+
+
+def _logical_workers(submission: Mapping[str, Any], slots: int) -> int | None:
+    """Into how many shares each step is cut for the whole life of the incarnation; None in fast mode."""
+    if submission.get("consistency", "consistent") == "fast":
+        return None
+    asked = submission.get("logical_workers")
+    if asked is not None:
+        return int(asked)
+    batch, least = int(submission["global_batch_size"]), int(submission["min_workers"])
+    return largest_share(batch, max(least, submission["max_workers"] or slots))
+
+
+def _most_workers(row: IncarnationRow) -> int:
+    """The most workers that the scheduler may give: one for each share, or for each sample."""
+    batch = int(row.submission["global_batch_size"])
+    most = row.logical_workers if row.logical_workers is not None else 1 << (batch.bit_length() - 1)
+    return min(most, row.submission["max_workers"] or most)
 
 
 def _known_speeds(submission: Mapping[str, Any], past: Mapping[str, float] | None) -> dict[str, float] | None:
@@ -106,6 +137,8 @@ def _resume(books: Books, row: IncarnationRow) -> None:
     path = str(info.path.relative_to(target))
     row.promoted = {"path": path, "generation": info.generation, "step": info.step, "digest": info.digest}
     row.step = row.restart_step = info.step
+    if row.logical_workers is not None and before.logical_workers is not None:
+        row.logical_workers = before.logical_workers  # What the checkpoint was made with.
     books.tx.add(
         CandidateRow(
             job_id=row.job_id,

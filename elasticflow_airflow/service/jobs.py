@@ -259,7 +259,7 @@ class JobDesk:
         job.incarnation += 1
         equality_key = submission.equality_key()
         # What it reached is known when it is introduced: by then the incarnation before has come to its end.
-        resume = before is not None and before.state != State.SUCCEEDED and before.equality_key == equality_key
+        resume = before is not None and before.state != State.SUCCEEDED and _same_training(before, submission)
         init_from = submission.init_from
         if init_from == "latest":
             latest = tx.last_success(job.recurring_key, job.job_id)
@@ -301,11 +301,21 @@ class JobDesk:
 
 def _attachable(row: IncarnationRow, submission: JobSubmission) -> bool:
     """Whether an attempt goes on with this incarnation: equal, and live or a success that nobody acknowledged."""
-    if row.equality_key != submission.equality_key() or row.cancel_reason is not None:
+    if not _same_training(row, submission) or row.cancel_reason is not None:
         return False
     if row.terminal:
         return row.state == State.SUCCEEDED and not row.acknowledged
     return not (row.ending and row.ending["state"] != State.SUCCEEDED)
+
+
+def _same_training(row: IncarnationRow, submission: JobSubmission) -> bool:
+    """Whether a submission asks for what an incarnation trains. Shares that it leaves open may be any."""
+    if row.equality_key != submission.equality_key():
+        return False
+    if row.submission.get("consistency", "consistent") != submission.consistency:
+        return False
+    trained = row.logical_workers or row.submission.get("logical_workers")
+    return submission.logical_workers is None or trained in (None, submission.logical_workers)
 
 
 def _current(reader: Reader, job_id: str) -> tuple[JobRow, IncarnationRow]:

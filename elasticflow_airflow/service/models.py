@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy import JSON, Boolean, Float, ForeignKey, ForeignKeyConstraint, Index, Integer, LargeBinary, String, Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-SCHEMA_HEAD = "0001"
+SCHEMA_HEAD = "0002"
 """Newest Alembic revision: a database that is already there needs no Alembic at start."""
 
 
@@ -89,6 +89,10 @@ class IncarnationRow(Base):
     """The generation that should run; None: none should."""
     cleared_generation: Mapped[int] = mapped_column(Integer, default=0)
     micro_batch_size: Mapped[int | None] = mapped_column(Integer, default=None)
+    logical_workers: Mapped[int | None] = mapped_column(Integer, default=None)
+    """Chosen once, when the scheduler is asked about it; None in fast mode."""
+    in_place: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    """How changes of its workers without a restart went: see ``rescaling.py``."""
     signature: Mapped[str] = mapped_column(Text, default="")
     step: Mapped[int] = mapped_column(Integer, default=0)
     total_steps: Mapped[int | None] = mapped_column(Integer, default=None)
@@ -97,7 +101,7 @@ class IncarnationRow(Base):
     speeds: Mapped[dict[str, Any]] = mapped_column(default=dict)
     """Measured steps/s by number of workers (as text)."""
     costs: Mapped[dict[str, Any]] = mapped_column(default=dict)
-    """Measured startup_s, pause_s, tail_s."""
+    """Measured startup_s, pause_s (of a restart), tail_s; in_place_pause_s and join_s of a change in place."""
     metrics: Mapped[dict[str, Any]] = mapped_column(default=dict)
     last_step_at: Mapped[float | None] = mapped_column(default=None)
     ever_reported: Mapped[bool] = mapped_column(Boolean, default=False)
@@ -136,6 +140,12 @@ class GenerationRow(Base):
     created_at: Mapped[float]
     fresh_start: Mapped[bool] = mapped_column(Boolean)
     """No gang of the job was alive when it was ordered: what it loses is a start-up, not a pause."""
+    mode: Mapped[str] = mapped_column(String(16), default="restart")
+    """How its workers come about: restart (all anew), or in_place (those that live go on)."""
+    continues: Mapped[int | None] = mapped_column(Integer, default=None)
+    """In place: the generation whose workers go on in this one."""
+    lost: Mapped[list[Any]] = mapped_column(default=list)
+    """In place: ids of workers that are dead or given up, for whom nobody may wait."""
     desired: Mapped[str] = mapped_column(String(8), default="run")
     """run or stop."""
     stop_cause: Mapped[str] = mapped_column(Text, default="")
@@ -209,6 +219,15 @@ class EventRow(Base):
     kind: Mapped[str] = mapped_column(String(32))
     reason: Mapped[str] = mapped_column(Text)
     data: Mapped[dict[str, Any]] = mapped_column(default=dict)
+
+
+class DrainRow(Base):
+    """A node that goes away at a known time; written by handlers."""
+
+    __tablename__ = "drain"
+
+    node_id: Mapped[str] = mapped_column(Text, primary_key=True)
+    until_at: Mapped[float]
 
 
 class HistoryRow(Base):

@@ -164,7 +164,7 @@ class Reconciler:
         endings.settle(books)
         introducing.cancel(books)
         self._leases.check(books, monotonic_s)
-        introducing.introduce(books, self._device_type())
+        introducing.introduce(books, self._device_type(), sum(node.slots for node in self._nodes))
         introducing.amend(books)
         watching.watch_deadlines(books)
         self._patience.watch_gangs(books, monotonic_s)

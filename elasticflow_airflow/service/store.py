@@ -21,6 +21,7 @@ from elasticflow_airflow.service import crashpoints
 from elasticflow_airflow.service.models import (
     AmendmentRow,
     CandidateRow,
+    DrainRow,
     EventRow,
     GenerationRow,
     HistoryRow,
@@ -144,6 +145,10 @@ class Reader:
     def last_event_id(self) -> int:
         """Id of the newest event; 0 when there is none."""
         return self.session.scalar(sa.select(sa.func.max(EventRow.event_id))) or 0
+
+    def drains(self) -> dict[str, float]:
+        """Nodes that go away, and when (UTC seconds)."""
+        return {row.node_id: row.until_at for row in self.session.scalars(sa.select(DrainRow))}
 
     def history(self, recurring_key: str, signature: str) -> HistoryRow | None:
         """What past runs of a task showed."""

@@ -34,6 +34,8 @@ def status_of(job: JobRow, row: IncarnationRow, generations: Sequence[Generation
         value=row.value,
         workers=len(slots),
         slots=[(str(node), int(index)) for node, index in slots],
+        consistency=row.submission.get("consistency", "consistent"),
+        logical_workers=row.logical_workers,
         step=row.step,
         total_steps=row.total_steps,
         loss=row.loss,

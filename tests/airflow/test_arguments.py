@@ -34,6 +34,13 @@ def make(**arguments):
         ({**GOOD, "min_workers": 3}, "min_workers=3 must be a power of two"),
         ({**GOOD, "max_workers": 6}, "max_workers=6 must be a power of two"),
         ({**GOOD, "min_workers": 4, "max_workers": 2}, "max_workers=2 is less than min_workers=4"),
+        ({**GOOD, "max_workers": 16}, "max_workers=16 is more than global_batch_size=8"),
+        ({**GOOD, "global_batch_size": 12, "min_workers": 8}, "at most 4 workers, or consistency="),
+        ({**GOOD, "consistency": "sloppy"}, "consistency='sloppy' is none of 'consistent', 'fast'"),
+        ({**GOOD, "logical_workers": 3}, "logical_workers=3 must be a power of two"),
+        ({**GOOD, "logical_workers": 16}, "logical_workers=16 does not divide global_batch_size=8.*logical_workers=8"),
+        ({**GOOD, "logical_workers": 2, "max_workers": 4}, "max_workers=4 is more than logical_workers=2"),
+        ({**GOOD, "logical_workers": 2, "consistency": "fast"}, "leave one of the two out"),
         ({**GOOD, "scaling_curve": {3: 1.0}}, "a key of scaling_curve=3"),
         ({**GOOD, "scaling_curve": {2: 0.0}}, r"scaling_curve\[2\]=0.0"),
         ({**GOOD, "scaling_curve": {}}, "must map workers to steps/s"),
@@ -66,6 +73,9 @@ def test_accepted():
     make(**GOOD)
     make(**DEADLINE, deadline_of="publish", secret_env={"A": "conn:my.hub.extra.api.key", "B": "conn:hub.login"})
     make(**{**DEADLINE, "deadline": "{{ params.by }}", "steps": "{{ params.steps }}"})
+    make(**GOOD, logical_workers=4, max_workers=4)
+    make(**{**GOOD, "global_batch_size": 7}, consistency="fast", min_workers=4)
+    make(**{**GOOD, "global_batch_size": "{{ params.batch }}"}, logical_workers=64)
     late = make(
         task_id="t",
         module="a.b",
@@ -77,7 +87,7 @@ def test_accepted():
         latest_deadline=timedelta(hours=2),
     )
     assert late.deferrable is True
-    assert "secret_env" not in late.template_fields
+    assert not {"secret_env", "consistency", "logical_workers"} & set(late.template_fields)
     assert secret_reference("A", "conn:my.hub.extra.api.key") == ("my.hub", "extra", "api.key")
 
 

@@ -329,7 +329,7 @@ def test_a_node_that_is_lost_costs_its_gangs_a_restart(make_world):
 
 def test_a_node_that_joins_is_used(make_world):
     world = make_world(nodes=1, slots=1)
-    job = world.submit(within=900, steps=1500, scaling_curve=CURVE)
+    job = world.submit(within=900, steps=1500, scaling_curve=CURVE, logical_workers=4)
     world.reach(job, "running")
     world.engine.add_node(replace(world.engine.inventory()[0], node_id="node1", slots=4))
     world.until(lambda: world.status(job).workers == 4, "it grows onto the new node")

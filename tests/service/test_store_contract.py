@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
@@ -20,8 +21,17 @@ from elasticflow_airflow.scheduler_core.values import (
     ScalingCurve,
     Slot,
 )
+from elasticflow_airflow.service import schema
 from elasticflow_airflow.service.codec import state_from_json, state_to_json
-from elasticflow_airflow.service.models import SCHEMA_HEAD, Base, GenerationRow, HistoryRow, IncarnationRow, JobRow
+from elasticflow_airflow.service.models import (
+    SCHEMA_HEAD,
+    Base,
+    DrainRow,
+    GenerationRow,
+    HistoryRow,
+    IncarnationRow,
+    JobRow,
+)
 from elasticflow_airflow.service.schema import SchemaTooNewError, current_revision, ensure_schema
 from elasticflow_airflow.service.store import Store, Writer
 
@@ -63,6 +73,13 @@ def add_job(tx: Writer, job_id: str = "daily-train-1", dag_id: str = "daily", **
     return row
 
 
+def generation_row(number: int, **given) -> GenerationRow:
+    values = {"placement": [["node0", 0]], "workers": 1, "purpose": "train", "reason": "", "created_at": 1000.0}
+    return GenerationRow(
+        job_id="daily-train-1", generation=number, incarnation=1, fresh_start=True, **{**values, **given}
+    )
+
+
 def claims(store: Store, job_id: str = "daily-train-1") -> int:
     with store.read() as reader:
         job = reader.job(job_id)
@@ -92,6 +109,34 @@ def test_the_migrations_make_what_the_models_say(store):
     with store.engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, Base.metadata) == []
+
+
+def migrate(store: Store, revision: str) -> None:
+    """Take the database to another revision, as ``ensure_schema`` takes it to the newest."""
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(Path(schema.__file__).parent / "migrations"))
+    with store.engine.connect().execution_options(elasticflow_write=True) as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, revision)
+        connection.commit()
+
+
+def test_what_an_older_version_wrote_is_taken_over(store, database_url):
+    with store.write() as tx:
+        add_job(tx)
+        tx.add(generation_row(1))
+    migrate(store, "0001")
+    assert current_revision(store.engine) == "0001"
+    store.close()
+    again = Store(database_url)
+    with again.read() as reader:
+        row, generation = reader.incarnation("daily-train-1", 1), reader.generation("daily-train-1", 1)
+    again.close()
+    assert (row.logical_workers, row.in_place) == (None, {})
+    assert (generation.mode, generation.continues, generation.lost) == ("restart", None, [])
 
 
 START = "import sys; from elasticflow_airflow.service.store import Store; sys.stdin.read(1); Store(sys.argv[1])"
@@ -258,25 +303,25 @@ def test_generations_are_open_until_they_are_handled(store):
     with store.write() as tx:
         add_job(tx)
         for number in (2, 1):
-            tx.add(
-                GenerationRow(
-                    job_id="daily-train-1",
-                    generation=number,
-                    incarnation=1,
-                    placement=[["node0", 0]],
-                    workers=1,
-                    purpose="train",
-                    reason="",
-                    created_at=1000.0,
-                    fresh_start=True,
-                )
-            )
+            tx.add(generation_row(number))
     with store.write() as tx:
         assert [g.generation for g in tx.open_generations()] == [1, 2]
         tx.open_generations()[0].handled = True
     with store.read() as reader:
         assert [g.generation for g in reader.open_generations()] == [2]
         assert [g.generation for g in reader.generations("daily-train-1", 1)] == [1, 2]
+
+
+def test_how_a_generation_goes_on_comes_back(store):
+    with store.write() as tx:
+        add_job(tx, logical_workers=8, in_place={"failures": 1, "deaths": [0.1, 1_800_000_000.123456]})
+        tx.add(generation_row(7, mode="in_place", continues=5, lost=["g000005-r001"]))
+        tx.add(DrainRow(node_id="node0", until_at=1_800_000_000.123456))
+    with store.read() as reader:
+        row, generation = reader.incarnation("daily-train-1", 1), reader.generation("daily-train-1", 7)
+        assert reader.drains() == {"node0": 1_800_000_000.123456}
+    assert (row.logical_workers, row.in_place) == (8, {"failures": 1, "deaths": [0.1, 1_800_000_000.123456]})
+    assert (generation.mode, generation.continues, generation.lost) == ("in_place", 5, ["g000005-r001"])
 
 
 # -- values ------------------------------------------------------------------------------------------------------
