@@ -102,6 +102,18 @@ class GangLost:
 
 
 @dataclass(frozen=True, slots=True)
+class GangReformed:
+    """The gang makes steps now on exactly ``placement``, which the scheduler did not order.
+
+    Workers have died and the others go on from memory, or a change of slots did not come about and the gang stays
+    where it was. What the plan says is ordered anew. Ignored when another job has been given one of the slots.
+    """
+
+    job_id: str
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
 class NodeJoined:
     """A node is there, or has changed (its number of slots, which of them are busy)."""
 
@@ -140,6 +152,7 @@ Event = (
     | JobUnparked
     | GangStarted
     | GangLost
+    | GangReformed
     | NodeJoined
     | NodeLost
     | NodeDraining

@@ -86,6 +86,8 @@ class Scheduler(Decider):
             case ev.GangLost():
                 self._lose_gang(job, now)
                 return self._replan(now, f"the gang of {job.job_id} was lost", retry=False)
+            case ev.GangReformed():
+                return self._gang_reformed(job, event.placement, now)
         raise TypeError(f"unknown event {event!r}")
 
     def restore(self, states: Iterable[JobState], now: float) -> list[Decision]:
@@ -273,6 +275,27 @@ class Scheduler(Decider):
             return board.wake(now)
         board.late.add(job.job_id)
         return self._replan(now, f"{job.job_id} has started", retry=False)
+
+    def _gang_reformed(self, job: LiveJob, placement: Placement, now: float) -> list[Decision]:
+        board = self._board
+        mask = board.layout.mask_of(placement)
+        taken = 0
+        for other in board.jobs.values():
+            taken |= other.mask if other is not job else 0
+        if not mask or mask.bit_count() != placement.workers or mask & taken or job.phase is Phase.PARKED:
+            return board.wake(now)
+        job.settle(board.layout, self.config, now)
+        job.placement, job.mask, job.ready_s, job.starting = placement, mask, now, False
+        job.started = job.ever_started = True
+        if job.profiling is not None:
+            job.profiling, job.course = None, None
+        job.changed()
+        if job.course is not None:  # stays where it is, and grows where that repays its pause
+            end = max((h.end_s for h in job.course.holdings), default=now)
+            job.course = job.course._replace(holdings=(Holding(now, max(end, now + 2 * TOLERANCE_S), mask),))
+            board.late.add(job.job_id)
+        workers = "1 worker" if placement.workers == 1 else f"{placement.workers} workers"
+        return self._replan(now, f"{job.job_id} goes on with {workers}", retry=False)
 
     def _lose_gang(self, job: LiveJob, now: float) -> None:
         board = self._board

@@ -9,7 +9,7 @@ import pytest
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core import decisions as de
 from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.values import Node, OnReject, Phase, Slot
+from elasticflow_airflow.scheduler_core.values import Node, OnReject, Phase, Placement, Slot
 
 
 def of(decisions: list, kind: type) -> list:
@@ -187,6 +187,53 @@ def test_a_lost_gang_starts_again_and_keeps_its_promise(make_job, nodes) -> None
 
 
 # -- amendments, parking, ending ------------------------------------------------------------------------------------
+
+
+def test_survivors_go_on_and_the_plan_makes_the_gang_whole_again(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(4))
+    curve = {1: 1.0, 2: 1.6, 4: 2.5}
+    job = make_job(steps=500, deadline=400, curve=curve, pause=2)
+    whole = only(scheduler.handle(ev.JobSubmitted(job), 0.0), de.Resize).placement
+    scheduler.handle(ev.GangStarted("a", whole), 0.0)
+    survivors = Placement(whole.slots[2:])
+    decisions = scheduler.handle(ev.GangReformed("a", survivors), 20.0)
+    again = only(decisions, de.Resize)
+    assert set(again.placement.slots) == set(whole.slots)
+    (state,) = scheduler.states()
+    assert state.remaining_steps == pytest.approx(450)
+    assert state.no_progress_until_s == 22.0, "a pause, no start-up"
+    assert scheduler.projected_finish_s("a") == pytest.approx(20 + 2 + 450 / 2.5)
+
+
+def test_survivors_go_on_as_they_are_where_growing_does_not_repay_its_pause(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(2))
+    job = make_job(steps=160, deadline=None, curve={1: 1.0, 2: 1.6}, pause=40)
+    whole = only(scheduler.handle(ev.JobSubmitted(job), 0.0), de.Resize).placement
+    survivor = Placement(whole.slots[1:])
+    assert sizes(scheduler.handle(ev.GangReformed("a", survivor), 60.0)) == {}
+    assert scheduler.states()[0].placement == survivor
+    assert scheduler.projected_finish_s("a") == pytest.approx(60 + (160 - 60 * 1.6))
+
+
+def test_slots_that_another_job_has_got_are_not_given_back(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(2))
+    curve = {1: 1.0, 2: 1.6}
+    whole = only(scheduler.handle(ev.JobSubmitted(make_job("a", curve=curve, pause=5)), 0.0), de.Resize).placement
+    scheduler.handle(ev.JobSubmitted(make_job("b", curve=curve, pause=5)), 10.0)
+    before = scheduler.states()
+    assert [state.placement.workers for state in before] == [1, 1]
+    assert sizes(scheduler.handle(ev.GangReformed("a", whole), 12.0)) == {}
+    assert scheduler.states() == before
+
+
+def test_a_measurement_that_lost_a_worker_is_begun_again(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(2))
+    first = only(scheduler.handle(ev.JobSubmitted(make_job(curve=None, deadline=900)), 0.0), de.Resize)
+    assert (first.purpose, first.placement.workers) == (de.Purpose.PROFILE, 1)
+    second = only(scheduler.handle(ev.JobMeasured("a", 1, 1.0), 10.0), de.Resize)
+    assert second.placement.workers == 2
+    again = only(scheduler.handle(ev.GangReformed("a", Placement(second.placement.slots[1:])), 12.0), de.Resize)
+    assert (again.purpose, again.placement.workers) == (de.Purpose.PROFILE, 2)
 
 
 def test_an_earlier_deadline_is_verified_and_the_old_one_holds_otherwise(make_job, nodes) -> None:
