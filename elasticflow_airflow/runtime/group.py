@@ -72,7 +72,7 @@ class WorkerGroup:
         if error is None:
             return future.result()
         if isinstance(error, RuntimeError):
-            raise GroupBroken(f"a worker of generation {self.generation} is gone: {error}") from error
+            raise GroupBroken(f"a worker of generation {self.generation} is gone") from error
         raise error
 
     def exchange(self, row: Tensor) -> Tensor:

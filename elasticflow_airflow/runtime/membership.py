@@ -180,7 +180,7 @@ class Place:
         """Change to the agreed group. Raises GroupBroken, and Dismissed when this worker is not in it."""
         meeting, self._agreed = self._agreed, None
         assert meeting is not None  # switch_is_due
-        return self._enter(meeting, registered, facts, step=int(facts["step"]))
+        return self._enter(meeting, registered, facts, time.perf_counter())
 
     def recover(self, registered: Registered, facts: Mapping[str, Any], pending: int | None) -> Adoption:
         """Wait for a plan without the dead and form its group from the survivors' states in memory.
@@ -188,6 +188,7 @@ class Place:
         ``pending`` is the step whose sums this worker holds and whose commit failed. Raises Dismissed when the plan
         goes on without this worker, and SystemExit when no plan comes.
         """
+        began_s = time.perf_counter()
         self._agreed = None
         self.group.give_up("its operations fail")
         end_s = time.monotonic() + RECOVERY_LIMIT_S
@@ -206,7 +207,7 @@ class Place:
                 sys.stderr.write(f"elasticflow: generation {meeting.generation} did not form: {meeting.failure}\n")
                 continue
             try:
-                return self._enter(meeting, registered, facts, int(facts["step"]), pending=pending, recovered=True)
+                return self._enter(meeting, registered, facts, began_s, pending=pending, recovered=True)
             except GroupBroken as error:
                 sys.stderr.write(f"elasticflow: generation {meeting.generation} broke while it formed: {error}\n")
         sys.stderr.write(f"elasticflow: no plan without the lost workers came in {RECOVERY_LIMIT_S:.0f} s: leaving\n")
@@ -256,12 +257,11 @@ class Place:
         meeting: Meeting,
         registered: Registered,
         facts: Mapping[str, Any],
-        step: int,
+        began_s: float,
         *,
         pending: int | None = None,
         recovered: bool = False,
     ) -> Adoption:
-        began_s = time.perf_counter()
         known = set(self.members)
         joiners = [m for m in meeting.plan.members if m.worker_id not in known]
         stayers = len(meeting.plan.members) - len(joiners)
@@ -271,7 +271,7 @@ class Place:
                 if stayers == 0 and server is not None:
                     self._serve_as_leaver(meeting, server, len(joiners))
                 raise Dismissed
-            row: dict[str, Any] = {"step": step, "pending": pending, "facts": facts}
+            row: dict[str, Any] = {"step": facts["step"], "pending": pending, "facts": facts}
             if server is not None:
                 row["contact"] = server.contact
             rows = meeting.group.exchange_values(row)

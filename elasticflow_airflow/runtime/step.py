@@ -58,7 +58,7 @@ class Step:
 
     def __init__(self, owner: StepOwner, machinery: Machinery, micro_batch_size: int | None, seed: int) -> None:
         self._owner, self._machinery, self._seed = owner, machinery, seed
-        self._micro_batch_size = micro_batch_size
+        self._micro_batch_size, self._tried_size = micro_batch_size, 1
         self._weight: float | None = None
         self._leaf_loss: Tensor | None = None
         self._last = self._split = self._reduced = False
@@ -73,7 +73,7 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._owner.step_failed(error, self._micro_batch_size or 1)
+            self._owner.step_failed(error, self._tried_size)
             return
         if not self._reduced:
             raise RuntimeError("a step must iterate over step.split(batch) to its end")
@@ -140,7 +140,7 @@ class Step:
 
     def _micro_batches(self, share: Share, global_samples: int, *, last: bool) -> Iterator[Any]:
         samples = share.samples
-        size = self._micro_batch_size = min(self._micro_batch_size or samples or 1, max(1, samples))
+        size = self._tried_size = min(self._micro_batch_size or samples or 1, max(1, samples))
         for start in range(0, samples, size):
             end = min(start + size, samples)
             self._weight = (end - start) / global_samples

@@ -1,0 +1,1 @@
+"""What several areas of the tests, and the benchmarks, share."""

@@ -1,0 +1,133 @@
+"""Plays service, engine and supervisor towards real trainer processes: writes plans, starts and kills workers.
+
+Each worker is a process of its own that runs the bootstrap, as under a torchrun agent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from elasticflow_airflow.runtime.protocol import (
+    GENERATION_ENV,
+    SESSION_ENV,
+    WORKER_ENV,
+    WORLD_ENV,
+    Member,
+    Membership,
+    Report,
+    ReportKind,
+    RescaleMode,
+    SessionConfig,
+    heartbeats_path,
+    read_reports,
+    report_path,
+    session_path,
+)
+from elasticflow_airflow.runtime.shim import PARENT_ENV
+
+
+class Gang:
+    """One incarnation of a job. ``config`` are fields of SessionConfig; ``env`` is added to the workers'."""
+
+    def __init__(self, root: Path, script: Path, env: dict[str, str] | None = None, **config: Any) -> None:
+        self.folder = root / "i000001"
+        (self.folder / "logs").mkdir(parents=True)
+        defaults: dict[str, Any] = {"job_id": "job", "incarnation": 1, "checkpoint_interval_s": 1e6, "seed": 7}
+        places = {"incarnation_dir": str(self.folder), "code_dir": str(script.parent), "script": script.name}
+        SessionConfig(**(defaults | places | config)).write()
+        self._env = {"OMP_NUM_THREADS": "1", **(env or {})}
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.generation = 0
+        self.members: list[str] = []
+
+    def __enter__(self) -> Gang:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+    def plan(self, *members: str, lost: Sequence[str] = (), mode: RescaleMode | None = None) -> int:
+        """Publish the next generation and start those of its members that are not there; returns its number."""
+        self.generation += 1
+        if mode is None:
+            mode = RescaleMode.IN_PLACE if self.processes else RescaleMode.RESTART
+        known = [Member(worker_id=w, rank=r, node_id="node", slot_index=r) for r, w in enumerate(members)]
+        plan = Membership(generation=self.generation, mode=mode, members=tuple(known), lost=tuple(lost))
+        plan.write(self.folder)
+        for rank, worker in enumerate(members):
+            if worker not in self.processes:
+                self._start(worker, rank, len(members))
+        self.members = list(members)
+        return self.generation
+
+    def _start(self, worker: str, rank: int, size: int) -> None:
+        env = {
+            **os.environ,
+            **self._env,
+            SESSION_ENV: str(session_path(self.folder)),
+            WORKER_ENV: worker,
+            GENERATION_ENV: str(self.generation),
+            WORLD_ENV: f"{rank},{size}",
+            PARENT_ENV: str(os.getpid()),
+        }
+        with (self.folder / "logs" / f"{worker}.log").open("ab") as log:
+            command = [sys.executable, "-m", "elasticflow_airflow.runtime.bootstrap"]
+            self.processes[worker] = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+
+    def kill(self, worker: str, number: int = signal.SIGKILL) -> None:
+        """Send a worker a signal."""
+        self.processes[worker].send_signal(number)
+
+    def reports(self, kind: ReportKind | None = None, generation: int | None = None) -> list[Report]:
+        """All reports, by worker and generation."""
+        found = []
+        for number in [generation] if generation else range(1, self.generation + 1):
+            for worker in self.processes:
+                found += [r for r, _ in read_reports(report_path(self.folder, number, worker))]
+        return [report for report in found if kind in (None, report.kind)]
+
+    def has_begun(self) -> bool:
+        """Whether all members of the newest generation have started in it."""
+        begun = {report.worker_id for report in self.reports(ReportKind.STARTED, self.generation)}
+        return begun >= set(self.members)
+
+    def step(self) -> int:
+        """How far the training is, as far as the heartbeats and reports tell."""
+        steps = [report.step for report in self.reports(ReportKind.PROGRESS)]
+        beats = [json.loads(path.read_text()) for path in heartbeats_path(self.folder).glob("*.json")]
+        return max(steps + [beat["step"] for beat in beats], default=0)
+
+    def wait(self, condition: Callable[[], bool], what: str, limit_s: float = 120.0) -> None:
+        """Wait for a condition; fail, with all logs, when it does not come."""
+        end_s = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < end_s, f"{what} did not come about\n{self.story()}"
+            time.sleep(0.02)
+
+    def wait_until_begun(self) -> None:
+        """Wait until all members of the newest generation have started in it."""
+        self.wait(self.has_begun, f"generation {self.generation}")
+
+    def finish(self, limit_s: float = 180.0) -> dict[str, int]:
+        """Wait until all workers have left; returns their exit codes."""
+        self.wait(lambda: all(p.poll() is not None for p in self.processes.values()), "the end", limit_s)
+        return {worker: process.returncode for worker, process in self.processes.items()}
+
+    def output(self) -> list[str]:
+        """Everything that the workers printed, line by line."""
+        return [line for file in sorted((self.folder / "logs").iterdir()) for line in file.read_text().splitlines()]
+
+    def story(self) -> str:
+        """Logs and reports, for the message of a failure."""
+        files = [*sorted((self.folder / "logs").iterdir()), *sorted(self.folder.glob("reports/*"))]
+        return "\n".join(f"== {file.name}\n{file.read_text()[-3000:]}" for file in files)

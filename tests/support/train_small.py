@@ -1,0 +1,77 @@
+"""A script that a test's gang trains: convolution, BatchNorm, dropout, AdamW, a schedule and clipping; or BERT.
+
+Prints the samples that each step's optimizer has seen, and at the end the digest of the weights.
+"""
+
+import hashlib
+import os
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from elasticflow_airflow import runtime
+
+KIND = os.environ.get("TEST_MODEL", "convolution")
+BATCH, SAMPLES = 16, 90  # the last batch of an epoch is short: 10 of 16
+
+session = runtime.init()
+generator = torch.Generator().manual_seed(3)
+torch.manual_seed(5)
+if KIND == "bert":
+    from transformers import BertConfig, BertForSequenceClassification
+
+    model = BertForSequenceClassification(
+        BertConfig(
+            vocab_size=100,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=16,
+            num_labels=4,
+        )
+    )
+    inputs = torch.randint(0, 100, (SAMPLES, 12), generator=generator)
+else:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Flatten(),
+        nn.Linear(512, 4),
+    )
+    inputs = torch.randn(SAMPLES, 3, 8, 8, generator=generator)
+labels = torch.randint(0, 4, (SAMPLES,), generator=generator)
+if KIND == "convolution":
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+else:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
+session.register(model=model, optimizer=optimizer, scheduler=schedule)
+loader = session.dataloader(TensorDataset(inputs, labels), global_batch_size=BATCH)
+autocast = torch.autocast("cpu", torch.bfloat16, enabled=KIND == "bfloat16")
+
+for _epoch in session.epochs():
+    for batch in loader:
+        with session.step() as step:
+            seen = []
+            for micro, targets in step.split(batch):
+                with autocast:
+                    logits = model(input_ids=micro).logits if KIND == "bert" else model(micro)
+                    loss = nn.functional.cross_entropy(logits.float(), targets)
+                step.backward(loss)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        print(f"STEP {session.steps_done} {session.world_size} {step.loss!r} {time.time():.6f}", flush=True)
+        time.sleep(float(os.environ.get("TEST_STEP_S", "0.01")))
+
+digest = hashlib.sha256()
+for tensor in model.state_dict().values():
+    digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.ndim else str(tensor).encode())
+print(f"WEIGHTS {digest.hexdigest()} {session.steps_done}", flush=True)
+session.finish()
