@@ -55,6 +55,8 @@ class GangSpec:
     grace_s: float = 60.0
     """How long workers that were told to leave may take to save before SIGTERM, and again before SIGKILL."""
     reason: str = ""
+    lost: tuple[str, ...] = ()
+    """In place: ids of workers that are dead or given up (the engine kills those that still live)."""
 
     @property
     def incarnation_dir(self) -> Path:

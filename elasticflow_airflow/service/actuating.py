@@ -15,11 +15,12 @@ from typing import Any
 import structlog
 
 from elasticflow_airflow.engines.port import Engine, EngineError, GangSpec, GangState
-from elasticflow_airflow.runtime.protocol import Promotion, SessionConfig, checkpoint_dir
+from elasticflow_airflow.runtime.protocol import Promotion, RescaleMode, SessionConfig, checkpoint_dir
 from elasticflow_airflow.service import crashpoints
 from elasticflow_airflow.service.books import Books, alive, incarnation_dir
 from elasticflow_airflow.service.codec import placement_from_json
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.rescaling import fall_back, holders_of
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import Snapshots
 from elasticflow_airflow.wire import State
@@ -66,11 +67,11 @@ class Actuator:
         for row in books.rows:
             self._write_promotion(row)
             generations = books.open_of(row)
-            desired = books.desired(row)
-            if desired is not None and desired.desired == "run" and not row.terminal:
-                settled = not renew and self._is_settled(row, desired)
-                if desired.state != GangState.ENDED and not settled and not _slots_of_others(books, desired):
-                    self._apply(row, desired)
+            due = books.due(row)
+            if due is not None and due.desired == "run" and not row.terminal:
+                settled = not renew and self._is_settled(row, due)
+                if due.state != GangState.ENDED and not settled:
+                    self._apply_or_wait(books, row, due)
             elif any(alive(g) or g.state == GangState.PENDING for g in generations):
                 reason = row.state_reason or "no longer wanted"
                 self._try("stop", self.engine.stop, row.job_id, self.settings.grace_s, reason)
@@ -78,6 +79,13 @@ class Actuator:
                 self._try("renew", self.engine.renew, row.job_id)
             if row.terminal and not row.drained and not generations:
                 self._forget(books, row)
+
+    def _apply_or_wait(self, books: Books, row: IncarnationRow, due: GenerationRow) -> None:
+        """Have the engine bring a generation about, once nobody else is on its slots."""
+        if not holders_of(books, due) and not _own_leavers(books, row, due):
+            self._apply(row, due)
+        elif due.notes.get("vacate") and any(alive(g) for g in books.open_of(row)):
+            self._try("stop", self.engine.stop, row.job_id, self.settings.grace_s, due.reason)
 
     def _is_settled(self, row: IncarnationRow, generation: GenerationRow) -> bool:
         """Whether the engine was told of this very gang, it runs, and its lease lasts beyond the next renewal."""
@@ -174,18 +182,23 @@ class Actuator:
             python=command["python"] or sys.executable,
             env=dict(command["env"]),
             secret_env=self.secrets(row),
+            mode=RescaleMode(generation.mode),
+            lost=tuple(generation.lost),
             lease_s=row.lease_s,
             grace_s=self.settings.grace_s,
             reason=generation.reason,
         )
 
 
-def _slots_of_others(books: Books, wanted: GenerationRow) -> bool:
-    """Whether a gang of another job is still on these slots: it was told to leave, and this one comes after it."""
-    slots = {tuple(slot) for slot in wanted.placement}
+def _own_leavers(books: Books, row: IncarnationRow, due: GenerationRow) -> bool:
+    """Whether workers of the job itself are still leaving the slots on which others of it should start."""
+    training = books.training(row)
+    if due.mode != RescaleMode.IN_PLACE or training is None:
+        return False
+    new = {tuple(slot) for slot in due.placement} - {tuple(slot) for slot in training.placement}
     return any(
-        g.job_id != wanted.job_id and alive(g) and any(tuple(slot) in slots for slot in g.placement)
-        for g in books.generations.values()
+        g is not due and g is not training and g.state == GangState.LEAVING and new & {tuple(s) for s in g.placement}
+        for g in books.open_of(row)
     )
 
 
@@ -200,8 +213,14 @@ def record_refusals(books: Books, actuator: Actuator) -> None:
             refusals.told = True
             reason = f"the workers could not be started: {refusals.message}; it is tried again"
             books.event("not_started", reason, row)
-        long = actuator.monotonic() - refusals.since_monotonic_s >= books.settings.apply_limit_s
-        if long and refusals.count >= books.settings.apply_attempts:
+        refused_s = actuator.monotonic() - refusals.since_monotonic_s
+        due = books.due(row)
+        if due is not None and due.mode == RescaleMode.IN_PLACE:
+            # The gang before it trains on, so there is time; and it can be done in another way.
+            if refused_s >= books.settings.grace_s:
+                del actuator.refusals[job_id]
+                fall_back(books, row, due, f"the workers could not be changed in place ({refusals.message})")
+        elif refused_s >= books.settings.apply_limit_s and refusals.count >= books.settings.apply_attempts:
             books.end(row, State.FAILED, f"could not be started: {refusals.message}", failure=refusals.message)
 
 

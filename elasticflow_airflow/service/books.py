@@ -9,14 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elasticflow_airflow.engines.port import GangState
+from elasticflow_airflow.engines.port import GangState, WorkerObservation
+from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core import Scheduler
-from elasticflow_airflow.scheduler_core.values import RescaleCosts
+from elasticflow_airflow.scheduler_core.values import JobState, RescaleCosts
 from elasticflow_airflow.service.measuring import Enough
 from elasticflow_airflow.service.models import AmendmentRow, GenerationRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store import Writer
 from elasticflow_airflow.wire import State
+
+_GAIN_UNKNOWN = 0.75
+"""From one worker to four, if four are four times as fast."""
 
 
 @dataclass(slots=True)
@@ -31,6 +35,8 @@ class Books:
     rows: list[IncarnationRow] = field(default_factory=list)
     generations: dict[tuple[str, int], GenerationRow] = field(default_factory=dict)
     """Generations whose end is not handled."""
+    workers: dict[tuple[str, int], tuple[WorkerObservation, ...]] = field(default_factory=dict)
+    """The members of each generation, as this pass observed them."""
     amendment: AmendmentRow | None = None
     """The one that the scheduler is asked about right now."""
     wake_at: float | None = None
@@ -70,6 +76,45 @@ class Books:
         generation = self.generations.get((row.job_id, row.desired_generation))
         return generation if generation is not None and not generation.handled else None
 
+    def training(self, row: IncarnationRow) -> GenerationRow | None:
+        """The generation whose workers make steps: the desired one, or the one that it continues until it switches."""
+        desired = self.desired(row)
+        if desired is None or desired.state == GangState.RUNNING:
+            return desired
+        if desired.mode != RescaleMode.IN_PLACE:
+            return None
+        running = [g for g in self.open_of(row) if g.state == GangState.RUNNING and g.running_at is not None]
+        return running[-1] if running and running[-1].generation < desired.generation else None
+
+    def due(self, row: IncarnationRow) -> GenerationRow | None:
+        """The generation that the engine should bring about now.
+
+        The desired one; but first one without lost workers, as those that live wait for it, and can wait for nothing
+        that has to start first.
+        """
+        desired, training = self.desired(row), self.training(row)
+        if desired is None or training is None or desired.desired != "run":
+            return desired
+        for generation in self.open_of(row):
+            between = training.generation < generation.generation < desired.generation
+            wanted = generation.state != GangState.ENDED and not generation.notes.get("dropped")
+            if between and wanted and generation.lost:
+                return generation
+        return desired
+
+    def lost_since(self, row: IncarnationRow, training: GenerationRow) -> set[str]:
+        """Workers of ``training``, or of changes of it that have not come about, that newer plans know to be lost."""
+        return {
+            worker_id
+            for generation in self.open_of(row)
+            if generation.generation > training.generation
+            for worker_id in generation.lost
+        }
+
+    def state_of(self, job_id: str) -> JobState | None:
+        """What the scheduler remembers of a job; None when it does not know it."""
+        return next((state for state in self.scheduler.states() if state.job.job_id == job_id), None)
+
     def knows(self, job_id: str) -> bool:
         """Whether the scheduler has this job."""
         return any(state.job.job_id == job_id for state in self.scheduler.states())
@@ -99,11 +144,21 @@ class Books:
         row.state_reason = reason
 
     def costs_of(self, row: IncarnationRow) -> RescaleCosts:
-        """What was measured of start-up, pause and tail; the settings' defaults for the rest."""
+        """What was measured of start-up, pause and tail; the settings' defaults for the rest.
+
+        The pause of a change in place is that of the training, and what it loses because new workers have to start
+        first: so long it goes on at its old speed and not at its new one. How much that is depends on the two speeds;
+        the most that the known speeds allow is taken, as promises are made with it.
+        """
         s, known = self.settings, row.costs
+        pause_s = float(known.get("pause_s", s.default_pause_s))
+        attempts = int(row.in_place.get("failures", 0)) < s.in_place_attempts
+        if attempts and row.in_place.get("able", "in_place_pause_s" in known):
+            join_s = float(known.get("join_s", s.default_join_s))
+            pause_s = float(known.get("in_place_pause_s", s.default_in_place_pause_s)) + join_s * _most_gain(row)
         return RescaleCosts(
             startup_s=float(known.get("startup_s", s.default_startup_s)),
-            pause_s=float(known.get("pause_s", s.default_pause_s)),
+            pause_s=pause_s,
             tail_s=float(known.get("tail_s", s.default_tail_s)),
         )
 
@@ -112,6 +167,12 @@ class Books:
         """When a speed counts as measured."""
         s = self.settings
         return Enough(skip_steps=s.profile_skip_steps, steps=s.profile_steps, seconds=s.profile_s)
+
+
+def _most_gain(row: IncarnationRow) -> float:
+    """The largest part of its speed that a gang may lack while it waits for more workers: 1 - slowest / fastest."""
+    speeds = [float(speed) for speed in (row.speeds or row.submission["scaling_curve"] or {}).values()]
+    return 1.0 - min(speeds) / max(speeds) if len(speeds) > 1 else _GAIN_UNKNOWN
 
 
 def incarnation_dir(state_dir: Path, job_id: str, incarnation: int) -> Path:

@@ -25,8 +25,9 @@ from elasticflow_airflow.scheduler_core.decisions import (
 )
 from elasticflow_airflow.scheduler_core.events import Event
 from elasticflow_airflow.service import history
-from elasticflow_airflow.service.books import Books, alive
+from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.codec import plan_to_json, slots_to_json
+from elasticflow_airflow.service.generations import can_continue, order
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.wire import State
 
@@ -149,7 +150,6 @@ def _wait(books: Books, row: IncarnationRow, decision: Wait) -> None:
 
 
 def _resize(books: Books, row: IncarnationRow, decision: Resize) -> None:
-    job = books.jobs[row.job_id]
     slots = slots_to_json(decision.placement.slots)
     profile = decision.purpose is Purpose.PROFILE
     current = books.desired(row)
@@ -159,40 +159,25 @@ def _resize(books: Books, row: IncarnationRow, decision: Resize) -> None:
         reason = f"goes on with {len(slots)} {workers} on the slots that it has"
         books.event("kept", reason, row, generation=current.generation, workers=len(slots))
         return
-    job.generation += 1
-    generation = GenerationRow(
-        job_id=row.job_id,
-        generation=job.generation,
-        incarnation=row.incarnation,
-        placement=slots,
-        workers=len(slots),
+    training = books.training(row) or current
+    generation = order(
+        books,
+        row,
+        slots=slots,
         purpose=decision.purpose.value,
         reason=decision.reason,
-        created_at=books.now,
-        fresh_start=not any(alive(g) for g in books.open_of(row)),
-        desired="run",
-        stop_cause="",
-        state="ordered",
-        judged=False,
-        handled=False,
-        window={},
-        folded={},
-        notes={"ordered_at_step": row.step},
-        log_names=[],
+        continues=can_continue(books, row),
     )
-    books.tx.add(generation)
-    books.generations[row.job_id, job.generation] = generation
-    before = current.workers if current is not None else 0
-    row.desired_generation = job.generation
     books.event(
         "resized",
         decision.reason,
         row,
-        generation=job.generation,
+        generation=generation.generation,
         workers=len(slots),
-        workers_before=before,
+        workers_before=training.workers if training is not None else 0,
         slots=slots,
         purpose=decision.purpose.value,
+        mode=generation.mode,
     )
     if profile:
         books.set_state(row, State.PROFILING, decision.reason)

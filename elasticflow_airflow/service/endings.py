@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from elasticflow_airflow.engines.port import GangOutcome
+from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.service import history
@@ -100,12 +101,20 @@ def result_of(books: Books, row: IncarnationRow, state: State) -> JobResult:
 
 
 def gpu_seconds(generations: list[GenerationRow], now: float) -> float:
-    """Slots held, times how long."""
-    return sum(
-        g.workers * max(0.0, (g.ended_at if g.ended_at is not None else now) - g.holding_at)
-        for g in generations
-        if g.holding_at is not None
-    )
+    """Slots held, times how long. While a change in place is under way two generations hold the same ones."""
+    held: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for g in generations:
+        if g.holding_at is not None:
+            for node_id, index in g.placement:
+                until = g.ended_at if g.ended_at is not None else now
+                held.setdefault((node_id, index), []).append((g.holding_at, until))
+    seconds = 0.0
+    for spans in held.values():
+        end = 0.0
+        for since, until in sorted(spans):
+            seconds += max(0.0, until - max(since, end))
+            end = max(end, until)
+    return seconds
 
 
 def rescales(generations: list[GenerationRow]) -> int:
@@ -128,7 +137,10 @@ def settle(books: Books) -> None:
             generation.handled = True
             if row is None:
                 continue
-            row.cleared_generation = max(row.cleared_generation, generation.generation)
+            # Only what has no living predecessor is gone for good: changes in place overtake each other.
+            left = books.open_of(row)
+            gone = left[0].generation - 1 if left else generation.generation
+            row.cleared_generation = max(row.cleared_generation, gone)
             if not row.terminal:
                 _settle(books, row, generation)
 
@@ -140,23 +152,37 @@ def _settle(books: Books, row: IncarnationRow, generation: GenerationRow) -> Non
         return
     if row.ending:
         return
-    was_desired = row.desired_generation == generation.generation
+    was_desired = row.desired_generation == generation.generation or _trained_until_now(books, row, generation)
     if outcome == GangOutcome.FAILED and generation.notes.get("kind") == "nan_loss":
         books.end(row, State.FAILED, f"the loss is not a number at step {row.step}", failure=_failure(generation))
     elif generation.notes.get("out_of_memory") is not None and outcome == GangOutcome.FAILED:
         _out_of_memory(books, row, generation)
     elif not was_desired:
-        if outcome == GangOutcome.FAILED:
+        if outcome == GangOutcome.FAILED and not generation.notes.get("dropped"):
             reason = f"generation {generation.generation} failed while it was leaving: {_first_line(generation)}"
             books.event("warning", reason, row, generation=generation.generation)
     elif generation.stop_cause == "hang":
         _again(books, row, f"restarts after a hang at step {row.step}")
+    elif generation.stop_cause == "deaths":
+        _restart_or_fail(books, row, generation, _first_line(generation), progressed=True)
     elif outcome == GangOutcome.FAILED:
         _failed(books, row, generation)
     elif outcome == GangOutcome.LOST:
         _lost(books, row, generation)
     else:
         _again(books, row, "its workers have left, which nobody asked for (was the machine asleep?)")
+
+
+def _trained_until_now(books: Books, row: IncarnationRow, generation: GenerationRow) -> bool:
+    """Whether a generation ended before the one that continues it has switched: then the job has lost its gang."""
+    change = books.desired(row)
+    return (
+        change is not None
+        and change.mode == RescaleMode.IN_PLACE
+        and change.continues == generation.generation
+        and change.running_at is None
+        and change.first_step is None
+    )
 
 
 def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:

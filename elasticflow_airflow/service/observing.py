@@ -11,14 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState
-from elasticflow_airflow.runtime.protocol import Report, ReportKind
+from elasticflow_airflow.runtime.protocol import Report, ReportKind, RescaleMode
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
+from elasticflow_airflow.scheduler_core.values import Phase
 from elasticflow_airflow.service import measuring
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.codec import placement_from_json
 from elasticflow_airflow.service.deciding import feed
 from elasticflow_airflow.service.models import CandidateRow, GenerationRow, IncarnationRow
+from elasticflow_airflow.service.rescaling import go_on_as_planned
 from elasticflow_airflow.service.secrets import redact
 from elasticflow_airflow.wire import State
 
@@ -67,6 +69,7 @@ def fold(books: Books, observations: Sequence[GangObservation], inbox: Inbox, se
             _fold_absence(books, row, generation)
             continue
         hidden = secrets(row)
+        books.workers[key] = gang.workers
         _fold_reports(books, row, generation, inbox.waiting(*key), hidden)
         _fold_state(books, row, generation, gang, hidden)
 
@@ -108,20 +111,61 @@ def _fold_state(
 
 def _running(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
     generation.running_at = books.now
-    if row.desired_generation != generation.generation or row.ending:
+    if row.ending:
         return
-    if generation.purpose == Purpose.TRAIN and row.state in (State.ADMITTED, State.SUSPENDED):
+    desired = row.desired_generation == generation.generation
+    if desired and generation.purpose == Purpose.TRAIN and row.state in (State.ADMITTED, State.SUSPENDED):
         books.set_state(row, State.RUNNING, generation.reason)
+    if generation.mode == RescaleMode.IN_PLACE:
+        _switched(books, row, generation)
+    elif desired:
+        step = row.step if generation.first_step is None else generation.first_step
+        books.event(
+            "started",
+            f"generation {generation.generation} trains with {_workers(generation.workers)} from step {step}",
+            row,
+            generation=generation.generation,
+            workers=generation.workers,
+            step=step,
+        )
+
+
+def _switched(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+    """All workers of a change in place are in it: say what it cost, and keep that for the plans to come."""
+    before = books.tx.generation(row.job_id, generation.continues or 0)
+    switch = generation.notes.get("switch", {})
+    pause_s, size_bytes = switch.get("pause_s"), switch.get("state_bytes")
     step = row.step if generation.first_step is None else generation.first_step
+    new = before is not None and any(slot not in before.placement for slot in generation.placement)
     books.event(
-        "started",
-        f"generation {generation.generation} trains with {generation.workers} "
-        f"{'worker' if generation.workers == 1 else 'workers'} from step {step}",
+        "rescaled",
+        f"{_change(generation, before, new=new)} at step {step}{_cost(pause_s, size_bytes)}",
         row,
         generation=generation.generation,
         workers=generation.workers,
+        workers_before=None if before is None else before.workers,
         step=step,
+        pause_s=pause_s,
+        state_bytes=size_bytes,
     )
+    costs = dict(row.costs)
+    if pause_s is not None and not generation.lost:
+        costs["in_place_pause_s"] = float(pause_s)
+    if new and not generation.lost:
+        began_at = generation.created_at if generation.holding_at is None else generation.holding_at
+        costs["join_s"] = max(0.0, float(switch.get("at_s", books.now)) - began_at)
+        row.in_place = {**row.in_place, "failures": 0}
+    if costs != row.costs:
+        row.costs = costs
+        _tell_costs(books, row)
+
+
+def _tell_costs(books: Books, row: IncarnationRow) -> None:
+    """Tell the scheduler what a change costs by now; while it measures a job, it hears that with the next speed."""
+    state = books.state_of(row.job_id)
+    costs = books.costs_of(row)
+    if state is not None and state.phase is Phase.ADMITTED and state.job.costs != costs and not row.ending:
+        feed(books, ev.JobMeasured(row.job_id, max(1, state.placement.workers), None, costs))
 
 
 def _tell_started(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
@@ -131,7 +175,42 @@ def _tell_started(books: Books, row: IncarnationRow, generation: GenerationRow) 
     if generation.purpose == Purpose.PROFILE and generation.first_step is None:
         return
     generation.notes = {**generation.notes, "told_started": True}
-    feed(books, ev.GangStarted(row.job_id, placement_from_json(generation.placement)))
+    if generation.notes.get("own"):
+        _tell_remaining(books, row, None)
+        go_on_as_planned(books, row, generation)
+    else:
+        feed(books, ev.GangStarted(row.job_id, placement_from_json(generation.placement)))
+    _tell_able(books, row, generation)
+
+
+def _tell_able(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+    """Plan with the pauses of changes in place, or of restarts, whichever this session can have."""
+    able = bool(generation.notes.get("in_place"))
+    if generation.first_step is not None and row.in_place.get("able") is not able:
+        row.in_place = {**row.in_place, "able": able}
+        _tell_costs(books, row)
+
+
+def _change(generation: GenerationRow, before: GenerationRow | None, *, new: bool) -> str:
+    if before is None:
+        return f"goes on with {_workers(generation.workers)}"
+    if before.workers != generation.workers:
+        return f"rescaled in place from {before.workers} to {_workers(generation.workers)}"
+    if new:
+        return f"moved in place with {_workers(generation.workers)} to other slots"
+    return f"goes on in place with {_workers(generation.workers)}"
+
+
+def _cost(pause_s: float | None, size_bytes: float | None) -> str:
+    if pause_s is None:
+        return ""
+    pause = f"{pause_s * 1000:.0f} ms" if pause_s < 1.0 else f"{pause_s:.2g} s"
+    state = f" ({size_bytes / 1e6:.3g} MB of state)" if size_bytes else ""
+    return f": training paused {pause}{state}"
+
+
+def _workers(number: int) -> str:
+    return "1 worker" if number == 1 else f"{number} workers"
 
 
 def _fold_reports(
@@ -147,6 +226,8 @@ def _fold_reports(
         if number < folded.get(report.worker_id, 0):
             continue
         folded[report.worker_id] = number + 1
+        if report.kind is ReportKind.STARTED:
+            _note_switch(generation, report)
         if report.rank == 0 or report.kind in (ReportKind.FAILED, ReportKind.OUT_OF_MEMORY):
             progressed |= _fold_report(books, row, generation, report, hidden)
     if folded != generation.folded:
@@ -188,6 +269,22 @@ def _fold_report(
         # Who failed first names the cause; the others only lost their peer.
         generation.notes = {**note, **generation.notes} if report.kind is ReportKind.FAILED else generation.notes | note
     return False
+
+
+def _note_switch(generation: GenerationRow, report: Report) -> None:
+    """Keep what the workers say of a change in place: it is over when the last is in it, and cost what it cost most."""
+    data, notes = report.data, dict(generation.notes)
+    if report.rank == 0:
+        notes["in_place"] = bool(data.get("in_place"))
+    if generation.mode == RescaleMode.IN_PLACE:
+        switch = dict(notes.get("switch", {}))
+        said = {"at_s": report.at_s, "pause_s": data.get("pause_s"), "state_bytes": data.get("state_bytes")}
+        for name, value in said.items():
+            number = _number(value, None)
+            if number is not None:
+                switch[name] = max(number, switch.get(name, number))
+        notes["switch"] = switch
+    generation.notes = notes
 
 
 def _started(books: Books, row: IncarnationRow, generation: GenerationRow, report: Report) -> bool:
@@ -242,20 +339,37 @@ def _progress(books: Books, row: IncarnationRow, generation: GenerationRow, repo
 
 
 def _tell_progress(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
-    if row.desired_generation != generation.generation or row.ending or not books.knows(row.job_id):
+    desired = books.desired(row)
+    if desired is None or row.ending or not books.knows(row.job_id):
+        return
+    if desired is not generation:
+        if books.training(row) is generation:
+            _tell_progress_meanwhile(books, row, generation)
         return
     _measure(books, row, generation)
     if generation.purpose == Purpose.PROFILE and not generation.notes.get("measured"):
         speed = measuring.measured_speed(generation.window, books.enough)
         if speed is not None:
             generation.notes = {**generation.notes, "measured": True}
-            reason = f"measured {speed:.3g} steps/s with {generation.workers} workers"
+            reason = f"measured {speed:.3g} steps/s with {_workers(generation.workers)}"
             books.event("measured", reason, row, workers=generation.workers, steps_per_s=speed)
             _tell_remaining(books, row, None)
             feed(books, ev.JobMeasured(row.job_id, generation.workers, speed, books.costs_of(row)))
             return
     training = generation.purpose == Purpose.TRAIN and generation.running_at is not None
     _tell_remaining(books, row, measuring.recent_speed(generation.window, books.enough) if training else None)
+
+
+def _tell_progress_meanwhile(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+    """A change in place is under way, and the gang before it trains on.
+
+    Until the time at which the plan has the change done, what it loses by then is in the plan already, and telling of
+    steps in between would count them twice. From then on the plan is too optimistic, and only the steps are true.
+    """
+    _measure(books, row, generation)
+    state = books.state_of(row.job_id)
+    if state is not None and books.now > state.no_progress_until_s:
+        _tell_remaining(books, row, None)
 
 
 def _tell_remaining(books: Books, row: IncarnationRow, speed: float | None) -> None:
@@ -272,7 +386,7 @@ def _measure(books: Books, row: IncarnationRow, generation: GenerationRow) -> No
     if speed is None or generation.last_step_at is None:
         return
     row.speeds = {**row.speeds, str(generation.workers): speed}
-    if generation.notes.get("cost_measured"):
+    if generation.notes.get("cost_measured") or generation.mode == RescaleMode.IN_PLACE:
         return
     generation.notes = {**generation.notes, "cost_measured": True}
     began_at = measuring.training_began_at(generation.window, generation.last_step_at, speed)

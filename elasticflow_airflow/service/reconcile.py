@@ -19,7 +19,7 @@ from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.scheduler_core.values import Node
-from elasticflow_airflow.service import crashpoints, endings, introducing, observing, promotion, watching
+from elasticflow_airflow.service import crashpoints, endings, introducing, observing, promotion, rescaling, watching
 from elasticflow_airflow.service.actuating import Actuator, record_drained, record_refusals
 from elasticflow_airflow.service.books import Books, alive
 from elasticflow_airflow.service.candidates import CandidateDesk, Looked
@@ -160,6 +160,7 @@ class Reconciler:
         self._tell_nodes(books)
         observing.fold(books, observations, self._inbox, self._secrets_to_hide)
         promotion.record(books, looked)
+        rescaling.heal(books)
         record_refusals(books, self._actuator)
         endings.settle(books)
         introducing.cancel(books)
@@ -170,6 +171,7 @@ class Reconciler:
         self._patience.watch_gangs(books, monotonic_s)
         if books.wake_at is not None and books.wake_at <= books.now:
             feed(books, ev.WakeUp())
+        rescaling.break_circles(books)
         endings.conclude(books)
         promotion.ask(books, self._desk)
         record_drained(books, self._actuator)

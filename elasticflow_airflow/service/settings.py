@@ -54,6 +54,10 @@ class ServiceSettings(BaseSettings):
     default_startup_s: float = Field(default=15.0, ge=0)
     """Assumed until measured."""
     default_pause_s: float = Field(default=10.0, ge=0)
+    default_in_place_pause_s: float = Field(default=1.0, ge=0)
+    """How long training stands still for a change of its workers without a restart; assumed until measured."""
+    default_join_s: float = Field(default=15.0, ge=0)
+    """How long new workers take until they can join a training that runs; assumed until measured."""
     default_tail_s: float = Field(default=10.0, ge=0)
     wake_up_allowance_s: float = Field(default=5.0, ge=0)
     """Part of the tail: from the promoted checkpoint to the Airflow task that uses it."""
@@ -81,6 +85,16 @@ class ServiceSettings(BaseSettings):
     """A job without progress for so long (or 20 times its measured step time, if longer) hangs."""
     start_limit_s: float = Field(default=900.0, gt=0)
     """A gang may take so long from its start to its first step."""
+    in_place_limit_s: float = Field(default=300.0, gt=0)
+    """A change of workers without a restart may take so long; then the job is changed by a restart."""
+    in_place_attempts: int = Field(default=2, ge=0)
+    """So many such changes that fail in a row, and a job is changed by restarts only (0: always)."""
+    max_recoveries: int = Field(default=3, ge=0)
+    """The survivors of dead workers go on from memory so often ..."""
+    recovery_window_s: float = Field(default=600.0, gt=0)
+    """... within this time; then the job is restarted from its last checkpoint."""
+    heartbeat_limit_s: float = Field(default=30.0, gt=0)
+    """A worker that others wait for, and that shows no sign of life for so long, is given up."""
     tail_limit_s: float = Field(default=3600.0, gt=0)
     """A script may work on for so long after its last step (evaluation)."""
     apply_attempts: int = Field(default=3, ge=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elasticflow_airflow.engines.port import GangState
+from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.service.models import EventRow, GenerationRow, IncarnationRow, JobRow
 from elasticflow_airflow.wire import Event, JobIdentity, JobResult, JobStatus, State, Verdict
 
@@ -16,6 +17,9 @@ def status_of(job: JobRow, row: IncarnationRow, generations: Sequence[Generation
         for g in generations
         if g.state in (GangState.STARTING, GangState.RUNNING, GangState.LEAVING) and not g.handled
     ]
+    trains = [g for g in holding if g.state == GangState.RUNNING]
+    if trains and holding[-1].mode == RescaleMode.IN_PLACE:
+        holding = trains  # Until a change in place has switched, those before it train on.
     slots = holding[-1].placement if holding else []
     verdict = Verdict.model_validate({"decision": "undecided", **row.verdict})
     result = None if row.result is None else JobResult.model_validate(row.result)

@@ -8,11 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elasticflow_airflow.engines.port import GangState
+from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
-from elasticflow_airflow.service.books import Books
+from elasticflow_airflow.service.books import Books, incarnation_dir
 from elasticflow_airflow.service.deciding import feed, when
+from elasticflow_airflow.service.heartbeats import find_hung, read_heartbeat
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.rescaling import fall_back, recover
 from elasticflow_airflow.wire import State
 
 _HANG_STEPS = 20
@@ -57,16 +60,23 @@ class Patience:
         for key in self._signs.keys() - books.generations.keys():
             del self._signs[key]
         for row in books.rows:
-            generation = books.desired(row)
-            if generation is None or row.terminal or row.ending or generation.desired == "stop":
+            desired, training = books.desired(row), books.training(row)
+            if desired is None or row.terminal or row.ending or desired.desired == "stop":
                 continue
-            key = (generation.job_id, generation.generation)
-            sign = (generation.state, generation.last_step, generation.running_at)
-            last = self._signs.get(key)
-            if last is None or last.of != sign:
-                self._signs[key] = _Sign(sign, monotonic_s)
-            else:
-                _quiet(books, row, generation, monotonic_s - last.at_monotonic_s)
+            self._watch(books, row, desired, monotonic_s)
+            due = books.due(row)
+            waits = due is not None and bool(due.lost)  # Those that live wait until they are together again.
+            if training is not None and training is not desired and books.desired(row) is desired and not waits:
+                self._watch(books, row, training, monotonic_s)  # It trains on until the change has come about.
+
+    def _watch(self, books: Books, row: IncarnationRow, generation: GenerationRow, monotonic_s: float) -> None:
+        key = (generation.job_id, generation.generation)
+        sign = (generation.state, generation.last_step, generation.running_at)
+        last = self._signs.get(key)
+        if last is None or last.of != sign:
+            self._signs[key] = _Sign(sign, monotonic_s)
+        else:
+            _quiet(books, row, generation, monotonic_s - last.at_monotonic_s)
 
 
 def _quiet(books: Books, row: IncarnationRow, generation: GenerationRow, quiet_s: float) -> None:
@@ -75,6 +85,9 @@ def _quiet(books: Books, row: IncarnationRow, generation: GenerationRow, quiet_s
         profiled = generation.purpose == Purpose.PROFILE and not generation.notes.get("measured")
         if profiled and quiet_s > s.profile_startup_s and books.knows(row.job_id):
             _cannot_measure(books, row, generation, f"it did not start within {quiet_s:.0f} s")
+        elif generation.mode == RescaleMode.IN_PLACE:
+            if quiet_s > s.in_place_limit_s:
+                fall_back(books, row, generation, f"the workers were not changed in place within {quiet_s:.0f} s")
         elif quiet_s > s.start_limit_s:
             _hang(books, row, generation, f"did not make a first step within {quiet_s:.0f} s of its start")
     elif generation.state == GangState.RUNNING:
@@ -84,16 +97,43 @@ def _quiet(books: Books, row: IncarnationRow, generation: GenerationRow, quiet_s
             if ordered_s > s.profile_startup_s and quiet_s > _SILENT_FRACTION * s.profile_startup_s:
                 _reports_nothing(books, row, generation)
             return
+        if generation.notes.get("in_place") and _give_up_hung(books, row, generation, quiet_s):
+            return
         if generation.purpose == Purpose.PROFILE and not generation.notes.get("measured"):
             if quiet_s > s.profile_limit_s:
                 _cannot_measure(books, row, generation, f"it made no step for {quiet_s:.0f} s")
             return
         done = row.total_steps is not None and row.step >= row.total_steps
-        step_s = 1.0 / row.steps_per_s if row.steps_per_s else 0.0
-        limit_s = s.tail_limit_s if done else max(s.hang_min_s, _HANG_STEPS * step_s)
+        limit_s = s.tail_limit_s if done else _hang_limit_s(books, row)
         if quiet_s > limit_s:
             where = "after its last step" if done else f"at step {row.step}"
             _hang(books, row, generation, f"made no progress for {quiet_s:.0f} s {where}")
+
+
+def _hang_limit_s(books: Books, row: IncarnationRow) -> float:
+    step_s = 1.0 / row.steps_per_s if row.steps_per_s else 0.0
+    return max(books.settings.hang_min_s, _HANG_STEPS * step_s)
+
+
+def _give_up_hung(books: Books, row: IncarnationRow, generation: GenerationRow, quiet_s: float) -> bool:
+    """Give up a worker that holds the others up, if one can be told from them; False when not."""
+    limit_s = books.settings.heartbeat_limit_s
+    step_s = 1.0 / row.steps_per_s if row.steps_per_s else 0.0
+    workers = books.workers.get((generation.job_id, generation.generation), ())
+    if quiet_s <= max(limit_s, _HANG_STEPS * step_s) or len(workers) < 2 or generation.notes.get("finished"):
+        return False
+    folder = incarnation_dir(books.settings.state_dir, row.job_id, row.incarnation)
+    known = books.lost_since(row, generation)
+    living = [w.worker_id for w in workers if w.exit_code is None and w.worker_id not in known]
+    beats = {worker_id: read_heartbeat(folder, worker_id) for worker_id in living}
+    patient = quiet_s <= _hang_limit_s(books, row)
+    hung = find_hung(beats, limit_s=limit_s, only_silent=patient)
+    if not hung:
+        return False
+    names = ", ".join(sorted(hung))
+    what = f"{'worker' if len(hung) == 1 else 'workers'} {names} held the others up for {quiet_s:.0f} s"
+    recover(books, row, generation, hung, what)
+    return True
 
 
 def _cannot_measure(books: Books, row: IncarnationRow, generation: GenerationRow, why: str) -> None:
@@ -123,5 +163,7 @@ def _hang(books: Books, row: IncarnationRow, generation: GenerationRow, what: st
         reason = f"hangs: {what}, again after a restart"
         books.end(row, State.FAILED, reason, failure=reason)
         return
-    generation.desired, generation.stop_cause = "stop", "hang"
+    for one in (books.desired(row), generation):
+        if one is not None:
+            one.desired, one.stop_cause = "stop", "hang"
     books.event("hang", f"{what}: it is stopped and started once more", row, generation=generation.generation)

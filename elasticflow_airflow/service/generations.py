@@ -1,0 +1,79 @@
+"""How the next generation of a job's workers comes about: what it continues, and the row that orders it.
+
+Rows in, rows out. Why there is a next generation is decided elsewhere: by the scheduler (``deciding.py``), or because
+workers died or a change did not come about (``rescaling.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elasticflow_airflow.runtime.protocol import RescaleMode
+from elasticflow_airflow.service.books import Books, alive
+from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+
+
+def can_continue(books: Books, row: IncarnationRow) -> GenerationRow | None:
+    """The generation whose workers could go on in another one without a restart; None: a restart it must be.
+
+    It trains, its session said at its start that it can, nobody told it to stop, and changes in place have not failed
+    too often.
+    """
+    desired, training = books.desired(row), books.training(row)
+    if training is None or desired is None or desired.desired != "run" or row.ending:
+        return None
+    if not training.notes.get("in_place") or training.notes.get("finished") or gave_up(books, row):
+        return None
+    return training
+
+
+def gave_up(books: Books, row: IncarnationRow) -> bool:
+    """Whether changes in place have failed so often in a row that this incarnation is changed by restarts only."""
+    return int(row.in_place.get("failures", 0)) >= books.settings.in_place_attempts
+
+
+def order(
+    books: Books,
+    row: IncarnationRow,
+    *,
+    slots: list[Any],
+    purpose: str,
+    reason: str,
+    continues: GenerationRow | None,
+    lost: set[str] | None = None,
+    own: bool = False,
+) -> GenerationRow:
+    """Write down a new generation and make it the one that should run.
+
+    ``continues`` None: by a restart. ``own``: it is the service's own idea, and the scheduler hears of it once it runs.
+    """
+    job = books.jobs[row.job_id]
+    job.generation += 1
+    mode = RescaleMode.RESTART if continues is None else RescaleMode.IN_PLACE
+    generation = GenerationRow(
+        job_id=row.job_id,
+        generation=job.generation,
+        incarnation=row.incarnation,
+        placement=slots,
+        workers=len(slots),
+        purpose=purpose,
+        reason=reason,
+        created_at=books.now,
+        fresh_start=not any(alive(g) for g in books.open_of(row)),
+        mode=mode.value,
+        continues=None if continues is None else continues.generation,
+        lost=[] if continues is None else sorted(books.lost_since(row, continues) | (lost or set())),
+        desired="run",
+        stop_cause="",
+        state="ordered",
+        judged=False,
+        handled=False,
+        window={},
+        folded={},
+        notes={"ordered_at_step": row.step, **({"own": True} if own else {})},
+        log_names=[],
+    )
+    books.tx.add(generation)
+    books.generations[row.job_id, job.generation] = generation
+    row.desired_generation = job.generation
+    return generation

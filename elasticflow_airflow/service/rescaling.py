@@ -1,0 +1,319 @@
+"""Changes of a job's workers in place that do not go as planned: who is lost, who goes on, what is done instead.
+
+A change in place is a generation that *continues* another: until its workers all say that they have switched, the one
+before trains on, and both are open. What can happen to it, and the answer:
+
+- a worker of the gang that trains dies or is given up: at once a generation of those that live, who go on from memory;
+- a worker that was to join dies: a generation with the slots as they were, and the scheduler decides anew;
+- it does not come about in time, cannot be ordered, or joining fails again: it is made by stop, save and restart;
+- two jobs wait for each other's slots: one of them makes room by a restart.
+
+What the service orders by itself is told to the scheduler once it runs. Rows in, rows out; calls no engine.
+``IncarnationRow.in_place`` holds ``able`` (what the session said last), ``failures`` in a row, and the times of
+``recoveries``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elasticflow_airflow.engines.port import GangState, WorkerObservation
+from elasticflow_airflow.runtime.protocol import RescaleMode
+from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.decisions import Purpose
+from elasticflow_airflow.scheduler_core.values import Slot
+from elasticflow_airflow.service.books import Books, alive
+from elasticflow_airflow.service.codec import slots_to_json
+from elasticflow_airflow.service.deciding import feed
+from elasticflow_airflow.service.generations import can_continue, gave_up, order
+from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+
+
+def heal(books: Books) -> None:
+    """Answer to workers that have died since the last pass, in gangs that go on without them."""
+    for row in books.rows:
+        desired, training = books.desired(row), books.training(row)
+        if desired is None or training is None or row.terminal or row.ending or desired.desired != "run":
+            continue
+        if not training.notes.get("in_place") or training.notes.get("finished"):
+            continue
+        workers = _workers(books, training)
+        codes = {worker.exit_code for worker in workers} - {None}
+        leaving = 0 in codes  # As it is done; or, in a change, because it is not in the new gang.
+        if any(code > 0 for code in codes if code is not None) or (leaving and desired is training):
+            continue  # It ends, by its script's failure or success: that is not answered here.
+        known = books.lost_since(row, training)
+        dead = [w for w in workers if (w.exit_code or 0) < 0 and w.worker_id not in known]
+        if dead:
+            said = _names(dead, [f"died ({_signal(worker)})" for worker in dead])
+            recover(books, row, training, {worker.worker_id for worker in dead}, said)
+        elif desired is not training and not leaving and desired.mode == RescaleMode.IN_PLACE:
+            _look_after_joiners(books, row, training, desired)
+
+
+def recover(books: Books, row: IncarnationRow, training: GenerationRow, lost: set[str], what: str) -> None:
+    """Have those go on from memory who live; ``what`` says what became of the ``lost``."""
+    known = books.lost_since(row, training) | lost
+    living = [w for w in _workers(books, training) if w.exit_code is None and w.worker_id not in known]
+    if not living:
+        return  # The engine reports the end of the gang.
+    desired = books.desired(row)
+    window_s = books.settings.recovery_window_s
+    before = [at for at in row.in_place.get("recoveries", ()) if books.now - at < window_s]
+    if len(before) >= books.settings.max_recoveries:
+        reason = f"{what}; it is the {_ordinal(len(before) + 1)} time within {window_s:.0f} s: restarts"
+        books.event("worker_lost", reason, row, generation=training.generation, lost=sorted(lost))
+        for generation in (desired, training):
+            if generation is not None:
+                generation.desired, generation.stop_cause = "stop", "deaths"
+        training.notes = {**training.notes, "message": reason}
+        return
+    row.in_place = {**row.in_place, "recoveries": [*before, books.now]}
+    _drop_unswitched(books, row, training)
+    slots = survivors(training.placement, [list(w.slot) for w in living])
+    workers = "1 worker goes" if len(slots) == 1 else f"{len(slots)} workers go"
+    reason = f"{what}: {workers} on from memory"
+    generation = order(
+        books,
+        row,
+        slots=slots,
+        purpose=training.purpose,
+        reason=reason,
+        continues=training,
+        lost=known,
+        own=True,
+    )
+    books.event(
+        "worker_lost",
+        reason,
+        row,
+        generation=generation.generation,
+        workers=len(slots),
+        workers_before=training.workers,
+        slots=slots,
+        lost=sorted(lost),
+        mode=generation.mode,
+    )
+
+
+def survivors(placement: Sequence[Sequence[object]], living: Sequence[Sequence[object]]) -> list[list[object]]:
+    """The slots that go on: as many as possible, a power of two, and a part of the gang that was together before."""
+    there = [list(slot) for slot in placement if list(slot) in [list(one) for one in living]]
+    size = 1 << (len(there).bit_length() - 1)
+    row = sorted((list(slot) for slot in placement), key=lambda slot: (str(slot[0]), slot[1]))
+    for start in range(0, len(row) - size + 1, size):
+        part = row[start : start + size]
+        if all(slot in there for slot in part):
+            return [slot for slot in there if slot in part]
+    return there[:size]
+
+
+def fall_back(books: Books, row: IncarnationRow, generation: GenerationRow, why: str) -> None:
+    """Make a change by stop, save and restart that did not come about in place."""
+    _count_failure(row)
+    training = books.training(row)
+    before = training.workers if training is not None and training is not generation else 0
+    _drop_unswitched(books, row, training)
+    generation.notes = {**generation.notes, "dropped": True}
+    further = " and so are all further changes" if gave_up(books, row) else ""
+    reason = f"{why}: changed by stop, save and restart instead{further}"
+    restart = order(
+        books,
+        row,
+        slots=generation.placement,
+        purpose=generation.purpose,
+        reason=reason,
+        continues=None,
+        own=bool(generation.notes.get("own")),
+    )
+    books.event(
+        "restart_instead",
+        reason,
+        row,
+        generation=restart.generation,
+        workers=restart.workers,
+        workers_before=before,
+        slots=restart.placement,
+        mode=restart.mode,
+    )
+
+
+def break_circles(books: Books) -> None:
+    """Of jobs that wait in a circle for each other's slots, have one make room and start again."""
+    waiting: dict[str, tuple[IncarnationRow, GenerationRow, set[str]]] = {}
+    for row in books.rows:
+        due = books.due(row)
+        if due is None or due.state != "ordered" or row.ending or due.notes.get("vacate"):
+            continue
+        holders = {g.job_id for g in holders_of(books, due)}
+        if holders and any(alive(g) for g in books.open_of(row)):
+            waiting[row.job_id] = (row, due, holders)
+    for job_id in sorted(waiting):
+        if job_id in waiting and _reaches(waiting, job_id, job_id):
+            row, due, holders = waiting.pop(job_id)
+            due.mode, due.continues, due.lost = RescaleMode.RESTART.value, None, []
+            due.notes = {**due.notes, "vacate": True}
+            others = ", ".join(sorted(holders))
+            reason = f"its new slots are held by {others}, waiting for its own: saves, makes room, and starts again"
+            books.event("restart_instead", reason, row, mode=due.mode, workers=due.workers)
+
+
+def holders_of(books: Books, wanted: GenerationRow) -> list[GenerationRow]:
+    """Gangs of other jobs that are still on slots of a generation: they were told to leave, and it comes after them."""
+    slots = {tuple(slot) for slot in wanted.placement}
+    return [
+        g
+        for g in books.generations.values()
+        if g.job_id != wanted.job_id and alive(g) and any(tuple(slot) in slots for slot in g.placement)
+    ]
+
+
+def go_on_as_planned(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+    """Tell the scheduler of a gang that the service ordered by itself; or have the gang follow what was planned since.
+
+    While those that live re-formed, the scheduler may have given their slots to others.
+    """
+    state = books.state_of(row.job_id)
+    if state is None:
+        return
+    slots = tuple(Slot(str(node), int(index)) for node, index in generation.placement)
+    taken = {s for other in books.scheduler.states() if other.job.job_id != row.job_id for s in other.placement.slots}
+    if not taken & set(slots):
+        feed(books, ev.GangReformed(row.job_id, type(state.placement)(slots)))
+        return
+    planned = slots_to_json(state.placement.slots)
+    if not planned:
+        return
+    reason = "goes on to the slots that were planned for it"
+    following = order(
+        books,
+        row,
+        slots=planned,
+        purpose=generation.purpose,
+        reason=reason,
+        continues=can_continue(books, row),
+    )
+    books.event(
+        "resized",
+        reason,
+        row,
+        generation=following.generation,
+        workers=following.workers,
+        workers_before=generation.workers,
+        slots=planned,
+        purpose=generation.purpose,
+        mode=following.mode,
+    )
+
+
+def _look_after_joiners(books: Books, row: IncarnationRow, training: GenerationRow, change: GenerationRow) -> None:
+    """Give a change up whose new workers die: the gang that trains has lost nothing by it."""
+    if change.running_at is not None:
+        return
+    staying = {worker.worker_id for worker in _workers(books, training)}
+    dead = [w for w in _workers(books, change) if w.exit_code is not None and w.worker_id not in staying]
+    if not dead and change.state != GangState.ENDED:
+        return
+    if dead:
+        said = _names(dead, [f"ended ({_signal(worker)}) before it could join" for worker in dead])
+    else:
+        said = f"generation {change.generation} ended before it could train: {change.failure or 'nobody said why'}"
+    if change.purpose == Purpose.PROFILE and not change.notes.get("measured") and books.knows(row.job_id):
+        change.notes = {**change.notes, "measured": True}
+        _count_failure(row)
+        _stay(books, row, training, dead, said)
+        books.event("not_measured", f"{change.workers} workers could not be measured: {said}", row)
+        feed(books, ev.JobMeasured(row.job_id, change.workers, None, failed=True))
+    elif int(row.in_place.get("failures", 0)) + 1 >= books.settings.in_place_attempts or _given_away(books, training):
+        fall_back(books, row, change, said)
+    else:
+        _count_failure(row)
+        _stay(books, row, training, dead, said)
+
+
+def _stay(
+    books: Books,
+    row: IncarnationRow,
+    training: GenerationRow,
+    dead: Sequence[WorkerObservation],
+    said: str,
+) -> None:
+    _drop_unswitched(books, row, training)
+    workers = "1 worker" if training.workers == 1 else f"{training.workers} workers"
+    reason = f"{said}: stays with {workers} where it was"
+    generation = order(
+        books,
+        row,
+        slots=training.placement,
+        purpose=training.purpose,
+        reason=reason,
+        continues=training,
+        lost={worker.worker_id for worker in dead},
+        own=True,
+    )
+    books.event(
+        "join_failed",
+        reason,
+        row,
+        generation=generation.generation,
+        workers=training.workers,
+        workers_before=training.workers,
+        slots=training.placement,
+        lost=generation.lost,
+        mode=generation.mode,
+    )
+
+
+def _given_away(books: Books, training: GenerationRow) -> bool:
+    """Whether the scheduler has given slots that this gang should leave to others."""
+    mine = {(str(node), int(index)) for node, index in training.placement}
+    return any(
+        tuple(slot) in mine
+        for state in books.scheduler.states()
+        if state.job.job_id != training.job_id
+        for slot in state.placement.slots
+    )
+
+
+def _drop_unswitched(books: Books, row: IncarnationRow, training: GenerationRow | None) -> None:
+    """Mark changes that have not come about: what becomes of them means nothing for the job."""
+    for generation in books.open_of(row):
+        if training is not None and generation.generation > training.generation:
+            generation.notes = {**generation.notes, "dropped": True}
+
+
+def _count_failure(row: IncarnationRow) -> None:
+    row.in_place = {**row.in_place, "failures": int(row.in_place.get("failures", 0)) + 1}
+
+
+def _workers(books: Books, generation: GenerationRow) -> tuple[WorkerObservation, ...]:
+    return books.workers.get((generation.job_id, generation.generation), ())
+
+
+def _reaches(waiting: dict[str, tuple[IncarnationRow, GenerationRow, set[str]]], start: str, goal: str) -> bool:
+    seen: set[str] = set()
+    front = list(waiting[start][2])
+    while front:
+        job_id = front.pop()
+        if job_id == goal:
+            return True
+        if job_id not in seen and job_id in waiting:
+            seen.add(job_id)
+            front += waiting[job_id][2]
+    return False
+
+
+def _names(workers: Sequence[WorkerObservation], fates: Sequence[str]) -> str:
+    return ", ".join(
+        f"worker {worker.worker_id} on {worker.slot.node_id}:{worker.slot.index} {fate}"
+        for worker, fate in zip(workers, fates, strict=True)
+    )
+
+
+def _signal(worker: WorkerObservation) -> str:
+    code = worker.exit_code or 0
+    return f"signal {-code}" if code < 0 else f"status {code}"
+
+
+def _ordinal(number: int) -> str:
+    return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")
