@@ -349,12 +349,26 @@ class LogPiece(Wire):
 
 
 class SlotStatus(Wire):
-    """One slot of the cluster and who holds it."""
+    """One slot of the cluster and who holds it. ``draining_until`` is when its node goes away, if that is known."""
 
     node_id: str
     index: int
     job_id: str | None = None
     busy: str | None = None
+    draining_until: float | None = None
+
+
+class Drain(Wire):
+    """A node goes away at ``until_at`` (None: it stays after all)."""
+
+    node_id: str
+    until_at: float | None = Field(allow_inf_nan=False)
+
+
+class DrainRequest(Wire):
+    """Say when a node goes away, or with None that it stays."""
+
+    until_at: float | None = Field(allow_inf_nan=False)
 
 
 class Health(Wire):

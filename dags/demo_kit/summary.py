@@ -16,6 +16,9 @@ _DECISIVE = (
     "admitted",
     "rejected",
     "resized",
+    "rescaled",
+    "worker_lost",
+    "restart_instead",
     "kept",
     "initialised",
     "at_risk",
@@ -85,7 +88,7 @@ def workers_at(events: Sequence[Event], at: float) -> int:
     for event in events:
         if event.at > at:
             break
-        if event.kind == "started":
+        if event.kind in ("started", "rescaled"):
             workers = int(event.data.get("workers", 0))
         elif event.kind in _ENDS:
             workers = 0

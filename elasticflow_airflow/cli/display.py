@@ -80,7 +80,8 @@ def health_lines(health: Health) -> list[str]:
     ]
     for slot in health.slots:
         holder = slot.job_id or (f"busy: {slot.busy}" if slot.busy else "free")
-        lines.append(f"  {slot.node_id}:{slot.index}  {holder}")
+        leaves = "" if slot.draining_until is None else f"; the node goes away at {moment(slot.draining_until)}"
+        lines.append(f"  {slot.node_id}:{slot.index}  {holder}{leaves}")
     return lines
 
 

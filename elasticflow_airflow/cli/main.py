@@ -156,6 +156,20 @@ def cancel(
     _print(f"{job.job_id} is {job.state}" if job.state.terminal else f"{job.job_id} is being cancelled")
 
 
+@app.command()
+def drain(
+    node_id: str,
+    url: str | None = Url,
+    state_dir: Path | None = StateDir,
+    after_s: float = typer.Option(60.0, "--in", min=0, help="The node goes away in so many seconds."),
+    undo: bool = typer.Option(False, "--undo", help="The node stays after all."),
+) -> None:
+    """Say that a node goes away: its workers are moved elsewhere before, without losing a step where that can be."""
+    with client(url, state_dir) as service:
+        service.drain(node_id, None if undo else time.time() + after_s)
+    _print(f"{node_id} stays" if undo else f"{node_id} goes away in {after_s:g} s")
+
+
 def _newest_main_log(names: list[str]) -> str | None:
     main_logs = sorted(name for name in names if name.endswith("-r000"))
     return main_logs[-1] if main_logs else None

@@ -22,6 +22,7 @@ from elasticflow_airflow.wire import (
     AmendAnswer,
     AmendRequest,
     Attachment,
+    Drain,
     Event,
     Health,
     JobStatus,
@@ -107,6 +108,10 @@ class AsyncElasticFlowClient:
     async def amend(self, job_id: str, request: AmendRequest) -> AmendAnswer:
         """Change a job's deadline or value, if that can be promised. Raises StaleClaim, JobNotFound."""
         return await self._run(calls.amend(job_id, request))
+
+    async def drain(self, node_id: str, until_at: float | None) -> Drain:
+        """Say when a node goes away (UTC seconds): its workers are moved before. None: it stays after all."""
+        return await self._run(calls.drain(node_id, until_at))
 
     async def cancel(self, job_id: str, claim: int, reason: str = "") -> JobStatus:
         """Cancel a job. Raises StaleClaim when a newer attempt owns it, JobNotFound."""

@@ -22,6 +22,8 @@ from elasticflow_airflow.wire import (
     Attachment,
     AttachRequest,
     ClaimRequest,
+    Drain,
+    DrainRequest,
     Event,
     Health,
     JobStatus,
@@ -124,6 +126,13 @@ def amend(job_id: str, request: AmendRequest) -> Call[AmendAnswer]:
     """Change a job's deadline or value, if that can be promised."""
     body = request.model_dump_json().encode()
     return Call(method="PATCH", path=_job(job_id), read=_reader(AmendAnswer), body=body)
+
+
+def drain(node_id: str, until_at: float | None) -> Call[Drain]:
+    """Say when a node goes away (UTC seconds), or with None that it stays after all."""
+    body = DrainRequest(until_at=until_at).model_dump_json().encode()
+    path = f"/v1/nodes/{quote(node_id, safe='')}/drain"
+    return Call(method="PUT", path=path, read=_reader(Drain), body=body)
 
 
 def claimed(verb: str, job_id: str, claim: int, reason: str = "") -> Call[JobStatus]:

@@ -21,6 +21,7 @@ from elasticflow_airflow.wire import (
     AmendAnswer,
     AmendRequest,
     Attachment,
+    Drain,
     Event,
     Health,
     JobStatus,
@@ -108,6 +109,10 @@ class ElasticFlowClient:
     def amend(self, job_id: str, request: AmendRequest) -> AmendAnswer:
         """Change a job's deadline or value, if that can be promised. Raises StaleClaim, JobNotFound."""
         return self._run(calls.amend(job_id, request))
+
+    def drain(self, node_id: str, until_at: float | None) -> Drain:
+        """Say when a node goes away (UTC seconds): its workers are moved before. None: it stays after all."""
+        return self._run(calls.drain(node_id, until_at))
 
     def cancel(self, job_id: str, claim: int, reason: str = "") -> JobStatus:
         """Cancel a job. Raises StaleClaim when a newer attempt owns it, JobNotFound."""

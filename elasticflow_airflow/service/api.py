@@ -38,6 +38,8 @@ from elasticflow_airflow.wire import (
     Attachment,
     AttachRequest,
     ClaimRequest,
+    Drain,
+    DrainRequest,
     Event,
     Health,
     JobStatus,
@@ -52,6 +54,7 @@ _STREAM_CHUNK = 200
 JobId = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9-]{0,119}$")]
 Sha256 = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
 EventId = Annotated[int, Query(ge=0, lt=1 << 62)]
+NodeId = Annotated[str, Path(min_length=1, max_length=200)]
 LogName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,119}$")]
 
 
@@ -86,6 +89,7 @@ def build_app(parts: ServiceParts, token: str | None) -> FastAPI:
     _add_health(app, parts)
     _add_snapshots(app, parts)
     _add_jobs(app, parts)
+    _add_nodes(app, parts)
     _add_events_and_logs(app, parts)
     app.add_middleware(TokenGuard, token=token)
     app.add_middleware(TrafficCounter, traffic=parts.traffic)
@@ -184,6 +188,7 @@ def _add_health(app: FastAPI, parts: ServiceParts) -> None:
                 if generation.state in ("starting", "running", "leaving")
                 for node, index in generation.placement
             }
+            drains = reader.drains()
         return Health(
             status="degraded" if problem else "ok",
             version=__version__,
@@ -198,6 +203,7 @@ def _add_health(app: FastAPI, parts: ServiceParts) -> None:
                     index=index,
                     job_id=held.get((node.node_id, index)),
                     busy=node.busy.get(index),
+                    draining_until=drains.get(node.node_id),
                 )
                 for node in parts.nodes()
                 for index in range(node.slots)
@@ -287,6 +293,16 @@ def _add_jobs(app: FastAPI, parts: ServiceParts) -> None:
     @app.post("/v1/jobs/{job_id}/lease")
     def lease(job_id: JobId, request: ClaimRequest) -> JobStatus:
         return desk.renew(job_id, request.claim)
+
+
+def _add_nodes(app: FastAPI, parts: ServiceParts) -> None:
+    @app.put("/v1/nodes/{node_id}/drain")
+    def drain(node_id: NodeId, request: DrainRequest) -> Drain:
+        known = sorted(node.node_id for node in parts.nodes())
+        if node_id not in known:
+            raise Refusal(404, "node_not_found", f"there is no node {node_id!r}", f"nodes are: {', '.join(known)}")
+        parts.desk.drain(node_id, request.until_at)
+        return Drain(node_id=node_id, until_at=request.until_at)
 
 
 def _add_events_and_logs(app: FastAPI, parts: ServiceParts) -> None:

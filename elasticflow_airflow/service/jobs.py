@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticflow_airflow.service.models import AmendmentRow, IncarnationRow, JobRow
+from elasticflow_airflow.service.models import AmendmentRow, DrainRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.refusal import Refusal, no_such_job, stale_claim
 from elasticflow_airflow.service.secrets import SecretBox
@@ -148,6 +148,19 @@ class JobDesk:
         if answer is None:
             raise Refusal(503, "no_answer_yet", "the scheduler has not answered yet", "ask again in a moment")
         return AmendAnswer(**answer, job=self.status(job_id))
+
+    def drain(self, node_id: str, until_at: float | None) -> None:
+        """Say when a node goes away, or (None) that it stays. Which nodes there are is the caller's affair."""
+        with self.store.write() as tx:
+            row = tx.session.get(DrainRow, node_id)
+            if until_at is None:
+                if row is not None:
+                    tx.session.delete(row)
+            elif row is None:
+                tx.add(DrainRow(node_id=node_id, until_at=until_at))
+            else:
+                row.until_at = until_at
+        self.notifier.wake()
 
     # -- inside -------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import structlog
 
@@ -24,7 +25,7 @@ from elasticflow_airflow.service.actuating import Actuator, record_drained, reco
 from elasticflow_airflow.service.books import Books, alive
 from elasticflow_airflow.service.candidates import CandidateDesk, Looked
 from elasticflow_airflow.service.codec import state_from_json, state_to_json
-from elasticflow_airflow.service.deciding import feed, record_all
+from elasticflow_airflow.service.deciding import feed, record_all, when
 from elasticflow_airflow.service.models import IncarnationRow
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.secrets import SecretBox, SecretError
@@ -139,7 +140,7 @@ class Reconciler:
     # -- think --------------------------------------------------------------------------------------------------
 
     def _restore(self, books: Books) -> Scheduler:
-        scheduler = Scheduler(_scheduler_config(self._settings), [_as_node(node) for node in self._nodes])
+        scheduler = Scheduler(_scheduler_config(self._settings), self._nodes_now(books))
         states = [
             state_from_json(row.scheduler_state)
             for row in books.rows
@@ -186,14 +187,39 @@ class Reconciler:
             books.tx.add_event("clock_jumped", reason)
             log.warning(reason)
 
+    def _nodes_now(self, books: Books) -> list[Node]:
+        """The nodes as the scheduler should see them: one that goes away is to be left some time before."""
+        drains, lead_s = books.tx.drains(), self._settings.drain_lead_s
+        return [
+            Node(
+                node_id=node.node_id,
+                slots=node.slots,
+                busy=frozenset(node.busy),
+                draining_until_s=drains[node.node_id] - lead_s if node.node_id in drains else None,
+            )
+            for node in self._nodes
+        ]
+
     def _tell_nodes(self, books: Books) -> None:
         known = {node.node_id: node for node in books.scheduler.nodes()}
-        there = {node.node_id: _as_node(node) for node in self._nodes}
+        there = {node.node_id: node for node in self._nodes_now(books)}
         for node_id in known.keys() - there.keys():
             books.tx.add_event("node_lost", f"node {node_id} is gone")
             feed(books, ev.NodeLost(node_id))
+            books.tx.forget_drain(node_id)
         for node_id, node in there.items():
-            if known.get(node_id) != node:
+            before = known.get(node_id)
+            drained = None if before is None else before.draining_until_s
+            if node.draining_until_s != drained:
+                until_s = node.draining_until_s
+                reason = f"node {node_id} stays after all"
+                if until_s is not None:
+                    reason = f"node {node_id} goes away: nothing is planned on it after {when(until_s)}"
+                books.tx.add_event("node_draining", reason)
+            if before is not None and replace(before, draining_until_s=node.draining_until_s) == node:
+                if before != node:
+                    feed(books, ev.NodeJoined(node))
+            elif before != node:
                 holders = next(n.busy for n in self._nodes if n.node_id == node_id)
                 busy = "".join(f"; slot {index} is held by {holder}" for index, holder in sorted(holders.items()))
                 books.tx.add_event("node_changed", f"node {node_id} has {node.slots} slots{busy}")
@@ -259,10 +285,6 @@ class Reconciler:
             return True
         nearly_done = row.total_steps is not None and row.step >= row.total_steps - 1
         return nearly_done or any(g.state != GangState.RUNNING or (g is not desired and alive(g)) for g in generations)
-
-
-def _as_node(node: EngineNode) -> Node:
-    return Node(node_id=node.node_id, slots=node.slots, busy=frozenset(node.busy))
 
 
 def _scheduler_config(settings: ServiceSettings) -> SchedulerConfig:

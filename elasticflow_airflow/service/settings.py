@@ -85,6 +85,8 @@ class ServiceSettings(BaseSettings):
     """A job without progress for so long (or 20 times its measured step time, if longer) hangs."""
     start_limit_s: float = Field(default=900.0, gt=0)
     """A gang may take so long from its start to its first step."""
+    drain_lead_s: float = Field(default=30.0, ge=0)
+    """Workers are moved off a node so long before it goes away: others have to start elsewhere first."""
     in_place_limit_s: float = Field(default=300.0, gt=0)
     """A change of workers without a restart may take so long; then the job is changed by a restart."""
     in_place_attempts: int = Field(default=2, ge=0)

@@ -182,6 +182,10 @@ class Writer(Reader):
         """Add a row."""
         self.session.add(row)
 
+    def forget_drain(self, node_id: str) -> None:
+        """A node that was to go away has gone: if it comes back, it is there to stay."""
+        self.session.execute(sa.delete(DrainRow).where(DrainRow.node_id == node_id))
+
     def add_event(
         self, kind: str, reason: str, row: IncarnationRow | None = None, data: dict[str, Any] | None = None
     ) -> int:

@@ -51,7 +51,7 @@ async def http(world) -> AsyncIterator[httpx.AsyncClient]:
 
 def every_route(app) -> list[tuple[str, str]]:
     """Method and path of each route, with made-up parameters."""
-    values = {"sha256": "0" * 64, "job_id": "some-job", "log_name": "g000001-r000"}
+    values = {"sha256": "0" * 64, "job_id": "some-job", "log_name": "g000001-r000", "node_id": "node0"}
     found = []
     for route in app.routes:
         path = route.path.format(**values)
@@ -400,3 +400,34 @@ def test_the_token_is_asked_for_over_tcp(served, client):
         assert httpx.get(f"{served.base_url}{path}", headers=headers, trust_env=False).status_code == status
     with pytest.raises(Unauthorized), ElasticFlowClient(type(served)(base_url=served.base_url), retry_for_s=0) as bare:
         bare.health()
+
+
+# -- nodes -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_drain_is_shown_and_can_be_taken_back(http, world):
+    world.step()
+    said = await http.put("/v1/nodes/node0/drain", json={"until_at": world.now_s + 60})
+    assert said.json() == {"node_id": "node0", "until_at": world.now_s + 60}
+    slots = Health.model_validate((await http.get("/v1/health")).json()).slots
+    assert {slot.draining_until for slot in slots} == {world.now_s + 60}
+    await http.put("/v1/nodes/node0/drain", json={"until_at": None})
+    slots = Health.model_validate((await http.get("/v1/health")).json()).slots
+    assert {slot.draining_until for slot in slots} == {None}
+
+
+async def test_a_drain_of_no_node_names_those_there_are(http, world):
+    world.step()
+    refused = await http.put("/v1/nodes/elsewhere/drain", json={"until_at": 1.0})
+    assert refused.status_code == 404
+    assert Problem.model_validate(refused.json()).hint == "nodes are: node0"
+
+
+def test_the_client_drains(client):
+    health = client.health()
+    node_id = health.slots[0].node_id
+    try:
+        assert client.drain(node_id, health.started_at + 1e6).until_at == health.started_at + 1e6
+        assert client.health().slots[0].draining_until == health.started_at + 1e6
+    finally:
+        client.drain(node_id, None)
