@@ -23,6 +23,7 @@ from elasticflow_airflow.engines.local.records import GangRecord, JobRecord
 from elasticflow_airflow.engines.local.starting import Starter
 from elasticflow_airflow.engines.port import EngineError, EngineNode, GangObservation, GangSpec, LogChunk
 from elasticflow_airflow.runtime.protocol import Membership, RescaleMode
+from elasticflow_airflow.scheduler_core.values import Slot
 
 WARM_LIMIT_S = 20.0
 """A generation that is not warm after so long has its predecessor leave all the same."""
@@ -110,11 +111,13 @@ class LocalEngine:
                 gang = self._accept(job, spec)
             if gang.dropped or gang.told or gang.never_came:
                 return
-            if gang.started:
+            if gang.in_place:
+                self._change_in_place(job, gang, spec)
+            elif gang.started:
                 self._starter.go(gang, spec)
                 self._starter.start_supervisors(gang, spec)
             elif self._fence_is_open(job, spec):
-                self._starter.check_slots(spec)
+                self._starter.check_slots(spec.placement)
                 self._starter.warm_up(gang, spec)
                 gang.started = True
                 self._save(job)
@@ -147,17 +150,18 @@ class LocalEngine:
         """Every gang that is not forgotten, with what it reported since the last time."""
         with self._lock, _disk_errors(self._state_dir):
             self._starter.reap()
-            found = tuple(
-                self._observer.observe(job, gang)
-                for _, job in sorted(self._jobs.items())
-                for _, gang in sorted(job.gangs.items())
-            )
+            found: list[GangObservation] = []
+            for _, job in sorted(self._jobs.items()):
+                # The newest first: that its members train in it ends the ones before.
+                newest_first = sorted(job.gangs.values(), key=lambda gang: -gang.generation)
+                found += reversed([self._observer.observe(job, gang) for gang in newest_first])
+                self._end_stragglers(job)
             # After the look: a new object has only then heard who trains, and lets them until others are warm.
             for job in list(self._jobs.values()):
                 for gang in job.gangs.values():
                     if not gang.started and not gang.dropped:
                         self._tell_earlier(job, gang)
-            return found
+            return tuple(found)
 
     def forget(self, job_id: str) -> None:
         """Drop the ended gangs of a job; files stay, logs can still be read."""
@@ -179,12 +183,13 @@ class LocalEngine:
             folder = job.incarnation_dirs.get(incarnation) if job is not None else None
             if job is None or folder is None:
                 raise KeyError(f"job {job_id} has no incarnation {incarnation}")
-            gang = next((g for g in job.gangs.values() if worker_id in [m.worker_id for m in g.members]), None)
-            living = gang is not None and gang.incarnation == incarnation and not self._observer.has_ended(job, gang)
+            having = [g for g in job.gangs.values() if worker_id in g.worker_ids and g.incarnation == incarnation]
+            gang = having[0] if having else None
+            living = any(not self._observer.has_ended(job, g) for g in having)
         logs_dir = Path(folder) / "logs"
         # A name with a slash would leave the folder.
         if not _JOB_ID.fullmatch(worker_id) or (not living and not logs.segments(logs_dir, worker_id)):
-            known = gang is not None and gang.incarnation == incarnation and gang.started
+            known = gang is not None and gang.started
             if not known:
                 raise KeyError(f"job {job_id} (incarnation {incarnation}) has no worker {worker_id!r}")
         found = logs.read(logs_dir, worker_id, offset, limit)
@@ -202,8 +207,6 @@ class LocalEngine:
         session = spec.session
         if not _JOB_ID.fullmatch(spec.job_id):
             raise EngineError(f"job id {spec.job_id!r} cannot be a file name")
-        if spec.mode is RescaleMode.IN_PLACE:
-            raise EngineError("the local engine changes a gang by restart only; apply it with mode restart")
         if not spec.placement:
             raise EngineError(f"job {spec.job_id}: generation {spec.generation} has no slots; use stop()")
         if len(set(spec.placement)) != len(spec.placement):
@@ -235,7 +238,10 @@ class LocalEngine:
             plain=spec.session.progress_regex is not None or spec.session.progress_file is not None,
             grace_s=spec.grace_s,
             reason=spec.reason,
+            chain=spec.generation,
         )
+        if spec.mode is RescaleMode.IN_PLACE:
+            self._inherit(job, gang, spec)
         spec.incarnation_dir.mkdir(parents=True, exist_ok=True)
         job.latest = spec.generation
         job.incarnation_dirs[spec.incarnation] = str(spec.incarnation_dir)
@@ -244,6 +250,59 @@ class LocalEngine:
             earlier.dropped = earlier.dropped or (earlier is not gang and not earlier.started)
         self._save(job)
         return gang
+
+    # Changing in place.
+
+    def _inherit(self, job: JobRecord, gang: GangRecord, spec: GangSpec) -> None:
+        """Find who goes on in the new generation, and who is lost. Raises EngineError when nobody trains."""
+        before = [g for g in job.gangs.values() if g.started and not g.told and g.incarnation == spec.incarnation]
+        if not before or self._observer.has_ended(job, before[-1]):
+            raise EngineError(f"job {spec.job_id}: no gang of this incarnation runs that could be changed in place")
+        chain = [g for g in before if g.chain == before[-1].chain and not self._observer.has_ended(job, g)]
+        living: dict[Slot, str] = {}
+        lost: set[str] = set()
+        for earlier in chain:
+            for worker in self._observer.workers_of(earlier):
+                if worker.exit_code is not None or worker.worker_id in spec.lost:
+                    lost.add(worker.worker_id)
+                else:
+                    living[worker.slot] = worker.worker_id
+        trains = next((g for g in reversed(chain) if g.adopted or not g.in_place), chain[0])
+        if not set(trains.worker_ids) - lost:
+            raise EngineError(f"job {spec.job_id}: no worker is left that could go on in place")
+        gang.chain = chain[-1].chain
+        gang.ids = tuple(
+            living.get(slot, f"g{gang.generation:06d}-r{rank:03d}") for rank, slot in enumerate(spec.placement)
+        )
+        gang.lost = tuple(sorted(lost))
+
+    def _change_in_place(self, job: JobRecord, gang: GangRecord, spec: GangSpec) -> None:
+        """Publish the plan and start who joins; who is given up is ended. Idempotent."""
+        for earlier in job.gangs.values():
+            for rank, worker_id in enumerate(earlier.worker_ids):
+                if worker_id in gang.lost:
+                    earlier.folder_of(rank).order_kill([worker_id])
+        if not gang.started:
+            self._starter.check_slots(slot for rank, slot in enumerate(gang.placement) if gang.is_born(rank))
+            self._starter.warm_up(gang, spec)
+            gang.started = True
+            self._save(job)
+        self._starter.go(gang, spec)
+        self._starter.start_supervisors(gang, spec)
+
+    def _end_stragglers(self, job: JobRecord) -> None:
+        """Who is in no plan any more since the change is done, and has not left within its grace, is ended."""
+        for gang in job.gangs.values():
+            successor = self._observer.successor(job, gang)
+            if successor is None or not self._observer.elapsed(job, successor, "leavers", successor.grace_s):
+                continue
+            for rank, worker_id in enumerate(gang.worker_ids):
+                if worker_id not in successor.worker_ids and not self._is_in_later(job, successor, worker_id):
+                    gang.folder_of(rank).order_kill([worker_id])
+
+    @staticmethod
+    def _is_in_later(job: JobRecord, gang: GangRecord, worker_id: str) -> bool:
+        return any(g.generation > gang.generation and worker_id in g.worker_ids for g in job.gangs.values())
 
     def _mark_told(self, job: JobRecord, before: int) -> bool:
         """Note who must leave, to be saved before anybody is told; True when something changed."""
@@ -313,8 +372,8 @@ class LocalEngine:
     def _renew(self, job: JobRecord) -> None:
         for gang in job.gangs.values():
             if not self._observer.has_ended(job, gang):
-                for node_id in gang.nodes:
-                    gang.folder(node_id).renew()
+                for folder in gang.folders.values():
+                    folder.renew()
 
     def _save(self, job: JobRecord) -> None:
         """Keep a record, on disk first. When the disk refuses, memory goes back to what the disk says."""

@@ -4,6 +4,7 @@ Layout, inside an incarnation's folder::
 
     supervisors/g000001-node0/spec.json       what to run (SupervisorSpec), by the engine, before the supervisor starts
                               order.json      told to leave (Order), by the engine
+                              kill.json       workers to end at once, by the engine
                               go              the generation may start, by the engine
                               warm            the imports are done, by the supervisor
                               lease           touched by the engine at each apply and renew
@@ -11,7 +12,7 @@ Layout, inside an incarnation's folder::
                               <worker>.trainer.json  pid of the trainer, by the trainer
                               <worker>.exit.json     exit code of the trainer, by its agent
                               supervisor.log  what the supervisor itself has to say
-    supervisors/g000001.failed                first failure of the generation, on whatever node (Failure)
+    supervisors/g000001.failed                first failure of the chain that began with it, on whatever node
 
 Secrets are in none of them: they go over the supervisor's standard input. Standard library only.
 """
@@ -19,7 +20,7 @@ Secrets are in none of them: they go over the supervisor's standard input. Stand
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,8 @@ class SupervisorSpec:
     workers: tuple[WorkerSpec, ...]
     lease_s: float
     grace_s: float
+    chain: int
+    """The generation with which the chain of changes in place began that it belongs to."""
     address: str = "127.0.0.1"
     progress_regex: str | None = None
     progress_file: str | None = None
@@ -199,6 +202,18 @@ class SupervisorFolder:
         raw = read_json(self.path / "order.json")
         return None if raw is None else Order(**raw)
 
+    def order_kill(self, worker_ids: Iterable[str]) -> None:
+        """Have the supervisor end workers at once; those named before stay named."""
+        before = self.read_kills()
+        wanted = before | set(worker_ids)
+        if self.path.is_dir() and wanted != before:
+            write_json_atomic(self.path / "kill.json", {"workers": sorted(wanted)})
+
+    def read_kills(self) -> set[str]:
+        """Workers to end at once."""
+        raw = read_json(self.path / "kill.json")
+        return set() if raw is None else set(raw["workers"])
+
     def read_status(self) -> Status | None:
         """What the supervisor wrote last; None before it wrote anything."""
         raw = read_json(self.path / "status.json")
@@ -215,6 +230,6 @@ class SupervisorFolder:
             os.utime(self.lease)
 
 
-def failure_path(incarnation_dir: Path, generation: int) -> Path:
-    """Marker that a worker of the generation failed, read by the supervisors of the other nodes."""
-    return incarnation_dir / "supervisors" / f"g{generation:06d}.failed"
+def failure_path(incarnation_dir: Path, chain: int) -> Path:
+    """Marker that a worker of a chain failed, read by the other supervisors of the chain."""
+    return incarnation_dir / "supervisors" / f"g{chain:06d}.failed"

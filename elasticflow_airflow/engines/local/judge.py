@@ -26,6 +26,8 @@ class Heard:
     """What the workers of one gang have reported so far, as far as judging needs it."""
 
     started: set[int] = field(default_factory=set)
+    in_place: bool = False
+    """A session that can be changed in place."""
     finished: bool = False
     causes: dict[str, tuple[float, str]] = field(default_factory=dict)
     """By worker: when and why it said that it fails."""
@@ -35,6 +37,7 @@ class Heard:
         for report in reports:
             if report.kind is ReportKind.STARTED:
                 self.started.add(report.rank)
+                self.in_place = self.in_place or bool(report.data.get("in_place"))
             elif report.kind is ReportKind.FINISHED and report.rank == 0:
                 self.finished = True
             elif report.kind in (ReportKind.FAILED, ReportKind.OUT_OF_MEMORY):
@@ -57,7 +60,8 @@ def judge_living(gang: GangRecord, statuses: Mapping[str, Status | None], heard:
         return Verdict(GangState.LEAVING)
     everybody = all_trainers_there(gang, statuses)
     ranks = set(range(len(gang.placement)))
-    if heard.started >= ranks or (everybody and (gang.plain or (settled and not heard.started))):
+    sessionless = not gang.in_place and (gang.plain or (settled and not heard.started))
+    if heard.started >= ranks or (everybody and sessionless):
         return Verdict(GangState.RUNNING)
     return Verdict(GangState.STARTING)
 

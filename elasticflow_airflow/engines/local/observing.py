@@ -7,6 +7,7 @@ observation of an ended gang is kept, so that thousands of old ones cost nothing
 from __future__ import annotations
 
 import heapq
+import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -31,7 +32,7 @@ class Observer:
     def __init__(self, is_coming_up: Callable[[SupervisorFolder], bool], save: Callable[[JobRecord], None]) -> None:
         self._is_coming_up, self._save = is_coming_up, save
         self._heard: dict[tuple[str, int], Heard] = {}
-        self._offsets: dict[tuple[str, str], int] = {}
+        self._offsets: dict[tuple[str, int, str], int] = {}
         self._ended: dict[tuple[str, int], GangObservation] = {}
         self._first_seen_s: dict[tuple[str, int, str], float] = {}
 
@@ -41,23 +42,31 @@ class Observer:
         self._ended.pop(key, None)
         self._heard.pop(key, None)
         for member in gang.members:
-            self._offsets.pop((job.job_id, member.worker_id), None)
+            self._offsets.pop((job.job_id, gang.generation, member.worker_id), None)
 
     def observe(self, job: JobRecord, gang: GangRecord) -> GangObservation:
         """Look at one gang; its reports are those that came since the last look."""
         key = (job.job_id, gang.generation)
         if key in self._ended:
             return self._ended[key]
-        statuses = {node_id: gang.folder(node_id).read_status() for node_id in gang.nodes}
+        statuses = read_statuses(gang)
         # Statuses first: whoever has ended then has no report to add.
         verdict_of_end = self._end_of(job, gang, statuses)
         reports = self._new_reports(job, gang)
         heard = self._heard.setdefault(key, Heard())
         heard.take(reports)
+        if heard.in_place and not gang.capable:
+            gang.capable = True
+            self._save(job)
         if verdict_of_end is None:
             verdict = judge_living(gang, statuses, heard, self._settled(job, gang, statuses))
             if not gang.started:
                 verdict = Verdict(GangState.PENDING)
+            elif self.successor(job, gang) is not None:
+                verdict = Verdict(GangState.LEAVING)
+            elif verdict.state is GangState.RUNNING and gang.in_place and not gang.adopted:
+                gang.adopted = True
+                self._save(job)
         elif isinstance(verdict_of_end, Verdict):
             verdict = verdict_of_end
         else:
@@ -68,7 +77,7 @@ class Observer:
             generation=gang.generation,
             state=verdict.state,
             outcome=verdict.outcome,
-            workers=self._worker_observations(gang, statuses) if gang.started else (),
+            workers=observe_workers(gang, statuses) if gang.started else (),
             reports=reports,
             failure=verdict.failure,
             failed_rank=verdict.failed_rank,
@@ -76,6 +85,17 @@ class Observer:
         if verdict.state is GangState.ENDED:
             self._ended[key] = replace(observation, reports=())
         return observation
+
+    def workers_of(self, gang: GangRecord) -> tuple[WorkerObservation, ...]:
+        """Look at its members alone."""
+        return observe_workers(gang, read_statuses(gang))
+
+    def successor(self, job: JobRecord, gang: GangRecord) -> GangRecord | None:
+        """The newest later generation to which this one has changed in place."""
+        later = [
+            g for g in job.gangs.values() if g.generation > gang.generation and g.adopted and g.chain == gang.chain
+        ]
+        return max(later, key=lambda g: g.generation, default=None)
 
     def is_training(self, job: JobRecord, gang: GangRecord) -> bool:
         """Whether its workers were heard to train (or are plain, and there)."""
@@ -86,8 +106,7 @@ class Observer:
         """Whether no process of it is left and none will come."""
         if (job.job_id, gang.generation) in self._ended:
             return True
-        statuses = {node_id: gang.folder(node_id).read_status() for node_id in gang.nodes}
-        return self._end_of(job, gang, statuses) is not None
+        return self._end_of(job, gang, read_statuses(gang)) is not None
 
     def _end_of(
         self, job: JobRecord, gang: GangRecord, statuses: Mapping[str, Status | None]
@@ -99,6 +118,12 @@ class Observer:
             return Verdict(GangState.ENDED, GangOutcome.LOST, gang.never_came)
         if not gang.started:
             return None
+        successor = self.successor(job, gang)
+        if successor is not None:
+            # Its members train on elsewhere; what is left of it is whoever has not gone yet.
+            gone_on = {w for g in job.gangs.values() if g.generation >= successor.generation for w in g.worker_ids}
+            left = [w for w in observe_workers(gang, statuses) if w.worker_id not in gone_on and w.exit_code is None]
+            return None if left else Verdict(GangState.ENDED, GangOutcome.STOPPED)
         waiting: list[str] = []
         lost: list[str] = []
         for node_id, status in statuses.items():
@@ -108,8 +133,10 @@ class Observer:
                 alive = status.supervisor is not None and status.supervisor.is_alive()
                 (waiting if alive else lost).append(node_id)
         # Read again what seemed lost: it may have written its last word between reading and looking.
-        lost = [n for n in lost if (again := gang.folder(n).read_status()) is None or not again.ended]
-        if lost and waiting:
+        lost = [n for n in lost if (again := gang.folders[n].read_status()) is None or not again.ended]
+        if lost and waiting and gang.capable:
+            _end_leftovers(statuses[node_id] for node_id in lost)  # the others go on without them
+        elif lost and waiting:
             gang.order(Order(0.0, f"the supervisor on {lost[0]} died", kill=True))
         if not lost and waiting and all(statuses[node_id] is None for node_id in waiting):
             return self._given_up(job, gang, waiting)
@@ -120,11 +147,11 @@ class Observer:
     def _given_up(self, job: JobRecord, gang: GangRecord, waiting: list[str]) -> Verdict | None:
         """Judge supervisors of which nothing was ever seen: a crash of the service may have come before them."""
         for node_id in waiting:
-            if self._is_coming_up(gang.folder(node_id)):
+            if self._is_coming_up(gang.folders[node_id]):
                 return None
             if not self.elapsed(job, gang, f"start {node_id}", START_LIMIT_S):
                 return None
-        if len(waiting) < len(gang.nodes):
+        if len(waiting) < len(gang.folders):
             gang.order(Order(0.0, f"no supervisor came up on {waiting[0]}", kill=True))
             return None
         gang.never_came = f"no supervisor came up on {', '.join(waiting)}"
@@ -143,7 +170,7 @@ class Observer:
         """All new reports of a gang: in the order of each worker, and merged by time between them."""
         streams = []
         for member in gang.members:
-            key = (job.job_id, member.worker_id)
+            key = (job.job_id, gang.generation, member.worker_id)
             path = report_path(Path(gang.incarnation_dir), gang.generation, member.worker_id)
             stream = []
             for report, offset in read_reports(path, self._offsets.get(key, 0)):
@@ -152,26 +179,54 @@ class Observer:
             streams.append(stream)
         return tuple(heapq.merge(*streams, key=lambda report: report.at_s))
 
-    def _worker_observations(
-        self, gang: GangRecord, statuses: Mapping[str, Status | None]
-    ) -> tuple[WorkerObservation, ...]:
-        found = []
-        for rank, slot in enumerate(gang.placement):
-            worker_id = gang.worker_id(rank)
-            status = statuses[slot.node_id]
-            worker = status.workers.get(worker_id) if status is not None else None
-            trainer = worker.trainer if worker is not None else None
-            found.append(
-                WorkerObservation(
-                    worker_id=worker_id,
-                    rank=rank,
-                    slot=slot,
-                    pid=trainer.pid if trainer is not None and worker is not None and not worker.ended else None,
-                    exit_code=worker.exit_code if worker is not None else None,
-                    log_name=worker_id,
-                )
+
+def read_statuses(gang: GangRecord) -> dict[str, Status | None]:
+    """What the supervisors of its members wrote last, as far as it is about its members."""
+    found = {}
+    for key, folder in gang.folders.items():
+        status = folder.read_status()
+        found[key] = None if status is None else _of_members(status, gang)
+    return found
+
+
+def _of_members(status: Status, gang: GangRecord) -> Status:
+    """A status without the workers that are not of this generation."""
+    members = {worker_id: worker for worker_id, worker in status.workers.items() if worker_id in gang.worker_ids}
+    if len(members) == len(status.workers):
+        return status
+    failed = any(w.ended and w.exit_code not in (0, None) and not w.signalled for w in members.values())
+    return replace(
+        status,
+        workers=members,
+        failed=status.failed and failed,
+        ended=status.ended or (bool(members) and all(worker.ended for worker in members.values())),
+    )
+
+
+def observe_workers(gang: GangRecord, statuses: Mapping[str, Status | None]) -> tuple[WorkerObservation, ...]:
+    """What the statuses say of each member. One whose supervisor has died is dead: the kernel saw to that."""
+    known = {w: (worker, status) for status in statuses.values() if status for w, worker in status.workers.items()}
+    found = []
+    for rank, slot in enumerate(gang.placement):
+        worker_id = gang.worker_id(rank)
+        worker, status = known.get(worker_id, (None, None))
+        trainer = worker.trainer if worker is not None else None
+        exit_code = worker.exit_code if worker is not None else None
+        orphaned = status is not None and not (status.supervisor is not None and status.supervisor.is_alive())
+        if status is not None and worker is not None and not worker.ended and orphaned and not status.ended:
+            exit_code = -signal.SIGKILL
+        lives = worker is not None and not worker.ended and exit_code is None
+        found.append(
+            WorkerObservation(
+                worker_id=worker_id,
+                rank=rank,
+                slot=slot,
+                pid=trainer.pid if trainer is not None and lives else None,
+                exit_code=exit_code,
+                log_name=worker_id,
             )
-        return tuple(found)
+        )
+    return tuple(found)
 
 
 def _end_leftovers(statuses: Iterable[Status | None]) -> bool:

@@ -32,11 +32,51 @@ class GangRecord:
     told: bool = False
     never_came: str | None = None
     """Why a supervisor never came up, once that was given up."""
+    chain: int = 0
+    """Generation that began with a start of all its workers, and from which this one came by changes in place."""
+    ids: tuple[str, ...] = ()
+    """Worker ids by rank; empty: all were born with this generation."""
+    lost: tuple[str, ...] = ()
+    """Workers before it that are dead or given up."""
+    adopted: bool = False
+    """Changed to in place, and every member trains in it."""
+
+    capable: bool = False
+    """Its session said that it can be changed in place: a worker that dies does not end the others."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it came by a change in place."""
+        return self.chain not in (0, self.generation)
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Nodes it touches, in rank order."""
-        return tuple(dict.fromkeys(slot.node_id for slot in self.placement))
+        """Nodes on which it has supervisors of its own, in rank order."""
+        born = [slot for rank, slot in enumerate(self.placement) if self.is_born(rank)]
+        return tuple(dict.fromkeys(slot.node_id for slot in born))
+
+    @property
+    def worker_ids(self) -> tuple[str, ...]:
+        """Ids by rank."""
+        return tuple(self.worker_id(rank) for rank in range(len(self.placement)))
+
+    def is_born(self, rank: int) -> bool:
+        """Whether this member was started for this generation; otherwise it goes on from one before."""
+        return not self.ids or self.ids[rank].startswith(f"g{self.generation:06d}-")
+
+    def folder_of(self, rank: int) -> SupervisorFolder:
+        """The folder of the supervisor that started a member."""
+        born = int(self.worker_id(rank)[1:7])
+        return SupervisorFolder.of(Path(self.incarnation_dir), born, self.placement[rank].node_id)
+
+    @property
+    def folders(self) -> dict[str, SupervisorFolder]:
+        """The folders of all supervisors of its members, by node, and by generation where it is another."""
+        found = {node_id: self.folder(node_id) for node_id in self.nodes}
+        for rank, slot in enumerate(self.placement):
+            if not self.is_born(rank):
+                found[f"{slot.node_id}, since {self.ids[rank][:7]}"] = self.folder_of(rank)
+        return found
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -48,7 +88,7 @@ class GangRecord:
 
     def worker_id(self, rank: int) -> str:
         """Id of a worker; also the name of its log."""
-        return f"g{self.generation:06d}-r{rank:03d}"
+        return self.ids[rank] if self.ids else f"g{self.generation:06d}-r{rank:03d}"
 
     def folder(self, node_id: str) -> SupervisorFolder:
         """The folder of its supervisor on one of its nodes."""
@@ -62,7 +102,8 @@ class GangRecord:
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> GangRecord:
         """Inverse of ``asdict``."""
-        return cls(**{**raw, "placement": tuple(Slot(*slot) for slot in raw["placement"])})
+        slots = tuple(Slot(*slot) for slot in raw["placement"])
+        return cls(**{**raw, "placement": slots, "ids": tuple(raw["ids"]), "lost": tuple(raw["lost"])})
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from elasticflow_airflow.engines.local import slots
@@ -20,7 +20,7 @@ from elasticflow_airflow.engines.local.layout import NodeLayout, SlotLayout
 from elasticflow_airflow.engines.local.records import GangRecord
 from elasticflow_airflow.engines.local.supervisor import EXIT_NOT_NEEDED
 from elasticflow_airflow.engines.port import EngineError, GangSpec
-from elasticflow_airflow.runtime.protocol import Membership
+from elasticflow_airflow.runtime.protocol import Membership, RescaleMode
 from elasticflow_airflow.scheduler_core.values import Slot
 
 
@@ -60,9 +60,9 @@ class Starter:
             process.returncode = process.returncode or 0
         self._supervisors.clear()
 
-    def check_slots(self, spec: GangSpec) -> None:
+    def check_slots(self, wanted: Iterable[Slot]) -> None:
         """Raise EngineError when somebody holds a slot."""
-        for slot in spec.placement:
+        for slot in wanted:
             holder = slots.holder_of(self._lock_dir, self.layout(slot).lock_name)
             if holder is not None:
                 raise EngineError(f"slot {slot.node_id}:{slot.index} is held by {slots.describe(holder)}")
@@ -79,12 +79,18 @@ class Starter:
 
     def go(self, gang: GangRecord, spec: GangSpec) -> None:
         """Let the generation start, once: what the workers read is written before its supervisors may go."""
-        if all(gang.folder(node_id).go.exists() for node_id in gang.nodes):
+        plan = Membership.read(spec.incarnation_dir) if gang.in_place else None
+        told = plan is not None and plan.generation >= gang.generation
+        if (told or not gang.in_place) and all(gang.folder(node_id).go.exists() for node_id in gang.nodes):
             return
         spec.session.write()
-        Membership(generation=gang.generation, mode=spec.mode, members=gang.members, reason=spec.reason).write(
-            spec.incarnation_dir
-        )
+        Membership(
+            generation=gang.generation,
+            mode=RescaleMode.IN_PLACE if gang.in_place else RescaleMode.RESTART,
+            members=gang.members,
+            reason=spec.reason,
+            lost=gang.lost,
+        ).write(spec.incarnation_dir)
         for node_id in gang.nodes:
             gang.folder(node_id).go.touch()
 
@@ -130,12 +136,13 @@ class Starter:
                 fork_trainer=self.layout(slot).gpu is None,
             )
             for rank, slot in enumerate(spec.placement)
-            if slot.node_id == node_id
+            if slot.node_id == node_id and gang.is_born(rank)
         )
         return SupervisorSpec(
             job_id=spec.job_id,
             incarnation=spec.incarnation,
             generation=spec.generation,
+            chain=gang.chain or spec.generation,
             node_id=node_id,
             world_size=len(spec.placement),
             incarnation_dir=str(spec.incarnation_dir),

@@ -28,6 +28,7 @@ from elasticflow_airflow.engines.local.progress import PlainProgress
 from elasticflow_airflow.engines.local.worker import Worker
 from elasticflow_airflow.runtime.protocol import (
     Membership,
+    RescaleMode,
     SessionConfig,
     report_path,
     session_path,
@@ -53,7 +54,7 @@ class Supervisor:
     def __init__(self, folder: SupervisorFolder, spec: SupervisorSpec) -> None:
         self._folder, self._spec = folder, spec
         self._incarnation_dir = Path(spec.incarnation_dir)
-        self._failure_path = failure_path(self._incarnation_dir, spec.generation)
+        self._failure_path = failure_path(self._incarnation_dir, spec.chain)
         self.status = Status(supervisor=ProcessId.of(os.getpid()))
         self._workers = {worker.worker_id: Worker(spec, worker, folder) for worker in spec.workers}
         self._server: ForkServer | None = None
@@ -66,6 +67,8 @@ class Supervisor:
         self._lease_stamp = 0
         self._lease_seen_s = time.monotonic()
         self._written = ""
+        self._locks: dict[str, int] = {}
+        self._kills_stamp: tuple[int, int] | None = None
         self._progress: PlainProgress | None = None
 
     def run(self, secret_env: dict[str, str]) -> bool:
@@ -75,7 +78,7 @@ class Supervisor:
             if not self._wait_for_go():
                 return False
             self._progress = self._plain_progress()
-            locks = self._lock_slots()
+            self._lock_slots()
             self._start(outputs)
         except (slots.SlotHeldError, OSError, ValueError) as error:
             self._end_unstarted(str(error))
@@ -85,6 +88,7 @@ class Supervisor:
             self._look()
             self._watch_lease()
             self._escalate()
+            self._release_slots()
             self._write_status()
         for worker in self._workers.values():
             self._feed_progress(worker, worker.finish_output())
@@ -93,8 +97,7 @@ class Supervisor:
         if self._server is not None:
             self._server.close()
         self._end_orphans()
-        for lock in locks:
-            os.close(lock)  # Before the last word: who reads it finds the slots free.
+        self._release_slots()  # Before the last word: who reads it finds the slots free.
         self.status.ended = True
         self._write_status(insist=True)
         return True
@@ -108,13 +111,13 @@ class Supervisor:
         if self.status.told:
             return
         plan = Membership.read(self._incarnation_dir)
-        if plan is not None and plan.generation == self._spec.generation:
-            replace(plan, members=(), reason=reason).write(self._incarnation_dir)
+        if plan is not None and any(plan.rank_of(worker) is not None for worker in self._workers):
+            replace(plan, members=(), mode=RescaleMode.RESTART, reason=reason).write(self._incarnation_dir)
         self._take(Order(self._spec.grace_s, reason))
 
     # Beginning and end.
 
-    def _lock_slots(self) -> list[int]:
+    def _lock_slots(self) -> None:
         holder = {
             "job_id": self._spec.job_id,
             "generation": self._spec.generation,
@@ -122,7 +125,14 @@ class Supervisor:
             "pid": os.getpid(),
         }
         lock_dir = Path(self._spec.lock_dir)
-        return [slots.acquire(lock_dir, worker.lock_name, holder) for worker in self._spec.workers]
+        for worker in self._spec.workers:
+            self._locks[worker.worker_id] = slots.acquire(lock_dir, worker.lock_name, holder)
+
+    def _release_slots(self) -> None:
+        """Give back the slots of workers that have ended: others may come there while the rest goes on."""
+        for worker_id, worker in self._workers.items():
+            if worker.status.ended and worker_id in self._locks:
+                os.close(self._locks.pop(worker_id))
 
     def _warm_up(self, secret_env: dict[str, str]) -> list[int]:
         """Have torch imported, while the generation before may still train; returns where the workers will write."""
@@ -188,16 +198,30 @@ class Supervisor:
             self._server.poll()
         for worker in self._workers.values():
             worker.look()
+        self._look_at_kills()
         self._look_at_order()
         if self._broken_s is not None:
             return
-        failed = next((w for w in self._workers.values() if w.status.ended and w.status.exit_code != 0), None)
+        failed = next((w for w in self._workers.values() if self._is_failure(w)), None)
         if failed is not None and not self._told_otherwise():
             self.status.failed = True
             self._broken_s = time.monotonic()
             write_json_atomic(self._failure_path, {"worker_id": failed.worker_id})
         elif failed is None and self._failure_path.exists():
             self._broken_s = time.monotonic()
+
+    def _is_failure(self, worker: Worker) -> bool:
+        """Whether a worker's end is that of all.
+
+        Not when it was killed and its session's others go on from memory, nor when it came to join and never did.
+        """
+        status = worker.status
+        if not status.ended or status.exit_code == 0:
+            return False
+        if self._spec.generation != self._spec.chain and not worker.has_session():
+            return False
+        died = status.exit_code is None or status.exit_code < 0
+        return not (died and worker.can_change_in_place())
 
     def _told_otherwise(self) -> bool:
         """Whether a worker that left had reason to: an order, or a plan without it, that we have not read yet."""
@@ -221,6 +245,19 @@ class Supervisor:
             order = self._folder.read_order()
             if order is not None:
                 self._take(order)
+
+    def _look_at_kills(self) -> None:
+        try:
+            found = (self._folder.path / "kill.json").stat()
+        except FileNotFoundError:
+            return
+        stamp = (found.st_ino, found.st_mtime_ns)
+        if stamp != self._kills_stamp:
+            self._kills_stamp = stamp
+            for worker_id in self._folder.read_kills() & self._workers.keys():
+                if not self._workers[worker_id].status.ended:
+                    logger.info("ending %s: it was given up, or has not left in time", worker_id)
+                    self._workers[worker_id].kill()
 
     def _take(self, order: Order) -> None:
         if not self.status.told:

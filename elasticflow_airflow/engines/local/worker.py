@@ -48,7 +48,7 @@ class Worker:
         )
         self.output: int | None = None
         self._reports = report_path(Path(spec.incarnation_dir), spec.generation, worker.worker_id)
-        self._has_session = False
+        self._has_session = self._can_change_in_place = False
 
     def open_output(self) -> int:
         """Make the pipe for the worker's output; returns the end to write to."""
@@ -107,8 +107,14 @@ class Worker:
     def has_session(self) -> bool:
         """Whether the script said that it has a session: it then leaves by the plan, without a signal."""
         if not self._has_session:
-            self._has_session = any(report.kind is ReportKind.STARTED for report, _ in read_reports(self._reports))
+            started = [report for report, _ in read_reports(self._reports) if report.kind is ReportKind.STARTED]
+            self._has_session = bool(started)
+            self._can_change_in_place = any(report.data.get("in_place") for report in started)
         return self._has_session
+
+    def can_change_in_place(self) -> bool:
+        """Whether its session said that it goes on when another worker dies, or waits for others to join."""
+        return self.has_session() and self._can_change_in_place
 
     def terminate(self) -> None:
         """SIGTERM for the trainer: its script may know how to save. Without a trainer, the agent is ended."""
