@@ -1,25 +1,39 @@
 """What is inside a checkpoint: weights, optimizer, schedule and whatever else a script registers.
 
-``model.pt`` holds the weights alone, so that another run may start from them; ``training.pt`` holds the rest.
-Loading never executes code: files are verified against their digests first and then read with
+``model.tensors`` holds the weights alone, so that another run may start from them; ``training.tensors`` holds the rest.
+Large states are split over several of each (``model-00001-of-00004.tensors``). Loading never executes code: a file is
+raw bytes and JSON (container.py). Checkpoints of format 1 (``model.pt``, ``training.pt``) are read with
 ``weights_only=True``. May import torch and the standard library only.
 """
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Mapping
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from elasticflow_airflow.runtime.manifest import CandidateInfo, CheckpointError, publish, verify_candidate, writing
+from elasticflow_airflow.runtime.container import ContainerError, Extent, read_index, read_into
+from elasticflow_airflow.runtime.manifest import (
+    MANIFEST,
+    CandidateInfo,
+    CheckpointError,
+    decode_manifest,
+    verify_candidate,
+)
+from elasticflow_airflow.runtime.snapshot import DTYPES, Content, blobs_of, bytes_of, content_of
+from elasticflow_airflow.runtime.state import unflatten
+from elasticflow_airflow.runtime.storage import LocalStore
+from elasticflow_airflow.runtime.writer import SUFFIX, FilePlan, Order, write_checkpoint
 
-MODEL_FILE = "model.pt"
-TRAINING_FILE = "training.pt"
+MODEL = "model"
+TRAINING = "training"
+_DIFFERENCES_NAMED = 5
 
 
 class Stateful(Protocol):
@@ -51,33 +65,27 @@ def save(
     step: int,
     metadata: Mapping[str, Any],
 ) -> CandidateInfo:
-    """Write a candidate checkpoint. Raises CheckpointError when the disk does not take it or the state cannot be saved.
+    """Write a candidate checkpoint, here and now (checkpointer.py does it in the background).
 
-    The state of random number generators is not in it: seeds are a function of the step.
+    Raises CheckpointError when the disk does not take it or the state cannot be saved. The state of random number
+    generators is not in it: seeds are a function of the step.
     """
-    with writing(checkpoints, generation, step) as folder:
-        try:
-            torch.save(registered.model.state_dict(), folder / MODEL_FILE)
-            torch.save({name: part.state_dict() for name, part in registered.others.items()}, folder / TRAINING_FILE)
-        except (OSError, RuntimeError) as error:
-            # torch reports a full disk as a RuntimeError of its archive writer.
-            raise CheckpointError(
-                f"the checkpoint of step {step} could not be written below {checkpoints}: {error}. "
-                "Free space there; the checkpoints before stay valid."
-            ) from error
-        _check_readable(folder, step)
-        return publish(
-            folder, checkpoints, incarnation=incarnation, generation=generation, step=step, metadata=metadata
-        )
+    files, _alive = files_of(contents_of(registered))
+    order = Order(incarnation=incarnation, generation=generation, step=step, metadata=metadata)
+    info = write_checkpoint(LocalStore(checkpoints), files, order)
+    assert info is not None  # it was no part
+    return info
 
 
-def load(registered: Registered, info: CandidateInfo) -> None:
+def load(registered: Registered, info: CandidateInfo, *, logical_workers: int | None = None) -> None:
     """Restore everything registered from a verified checkpoint.
 
-    Raises CheckpointError when the checkpoint does not fit the model or lacks something that is registered now.
+    Raises CheckpointError when the checkpoint does not fit the model, lacks something that is registered now, or was
+    written with another number of logical workers than this (None: not known).
     """
-    _load_weights(registered.model, info.path)
-    states = _read(info.path / TRAINING_FILE)
+    _refuse_other_size(info, logical_workers)
+    _load_weights(registered.model, info.path, same_dtypes=True)
+    states = _read(info.path, TRAINING)
     missing = sorted(set(registered.others) - set(states))
     if missing:
         raise CheckpointError(
@@ -94,34 +102,138 @@ def load(registered: Registered, info: CandidateInfo) -> None:
 def load_weights(model: nn.Module, folder: Path) -> CandidateInfo:
     """Load only the weights of a checkpoint folder into a model, after checking every byte of it.
 
-    Raises CheckpointError when it is missing or damaged, or does not fit the model.
+    Weights of another precision are converted. Raises CheckpointError when it is missing or damaged, or does not fit
+    the model.
     """
     info = verify_candidate(folder)
-    _load_weights(model, folder)
+    _load_weights(model, folder, same_dtypes=False)
     return info
 
 
-def _check_readable(folder: Path, step: int) -> None:
-    """Find out now, not when resuming, that a state holds what may not be loaded. Maps the tensors, reads none."""
-    for name in (MODEL_FILE, TRAINING_FILE):
-        try:
-            torch.load(folder / name, map_location="cpu", weights_only=True, mmap=True)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"the checkpoint of step {step} could not be read back ({name}): {_first_line(error)}. Let every "
-                "state_dict() hold only tensors, numbers, strings and containers of those: anything else would have to "
-                "run code when it is loaded."
-            ) from error
+def read_weights(folder: Path) -> dict[str, Any]:
+    """Read the weights of a checkpoint folder as a state dict, on the CPU. Raises CheckpointError."""
+    verify_candidate(folder)
+    return _read(folder, MODEL)
 
 
-def _load_weights(model: nn.Module, folder: Path) -> None:
+def contents_of(registered: Registered) -> list[Content]:
+    """Take the state of all that is registered apart. Raises CheckpointError, naming where, for what has no place."""
+    weights = registered.model.state_dict()
+    # Versions of modules: what their load_state_dict() goes by when it reads older checkpoints.
+    versions = getattr(weights, "_metadata", None)
     try:
-        model.load_state_dict(_read(folder / MODEL_FILE))
+        return [
+            content_of(MODEL, {"state": weights, "versions": versions}),
+            content_of(TRAINING, {name: part.state_dict() for name, part in registered.others.items()}),
+        ]
+    except TypeError as error:
+        raise CheckpointError(f"the state cannot be saved: {error}") from error
+
+
+def files_of(contents: Sequence[Content]) -> tuple[list[FilePlan], list[Tensor]]:
+    """Return files to be written at once, and the tensors that must live until then."""
+    files, alive = [], []
+    for content in contents:
+        blobs, tensors = blobs_of(content)
+        files.append(FilePlan(content.name, content.state, blobs))
+        alive += tensors
+    return files, alive
+
+
+def _load_weights(model: nn.Module, folder: Path, *, same_dtypes: bool) -> None:
+    weights = _read(folder, MODEL)
+    if same_dtypes:
+        _refuse_other_dtypes(model, weights, folder)
+    try:
+        model.load_state_dict(weights)
     except RuntimeError as error:
         raise CheckpointError(f"checkpoint {folder} does not fit the model: {error}") from error
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _refuse_other_dtypes(model: nn.Module, weights: Mapping[str, Any], folder: Path) -> None:
+    """Names and shapes torch checks itself; another precision it would convert, and train another model."""
+    other = [
+        f"{name} is {tensor.dtype} here and {weights[name].dtype} there"
+        for name, tensor in model.state_dict().items()
+        if isinstance(tensor, Tensor)
+        and isinstance(weights.get(name), Tensor)
+        and tensor.dtype != weights[name].dtype
+        and tensor.shape == weights[name].shape
+    ]
+    if other:
+        more = f" and {len(other) - _DIFFERENCES_NAMED} more" if len(other) > _DIFFERENCES_NAMED else ""
+        raise CheckpointError(
+            f"checkpoint {folder} does not fit the model: {', '.join(other[:_DIFFERENCES_NAMED])}{more}. Build the "
+            "model in the same precision, or start a new training from its weights (init_from=)."
+        )
+
+
+def _refuse_other_size(info: CandidateInfo, logical_workers: int | None) -> None:
+    there = info.metadata.get("logical_workers")
+    if logical_workers is not None and there is not None and there != logical_workers:
+        raise CheckpointError(
+            f"checkpoint {info.path} was written with logical_workers={there}, this training has {logical_workers}: "
+            f"it would go on as another training. Give logical_workers={there}, or start a new training from its "
+            "weights (init_from=)."
+        )
+
+
+def _read(folder: Path, what: str) -> dict[str, Any]:
+    if (folder / f"{what}.pt").exists():
+        return _read_format_1(folder / f"{what}.pt")
+    try:
+        _, files = decode_manifest((folder / MANIFEST).read_bytes(), folder)
+        names = sorted(n for n in files if n == what + SUFFIX or (n.startswith(f"{what}-") and n.endswith(SUFFIX)))
+        if not names:
+            raise CheckpointError(f"checkpoint {folder} has no {what}{SUFFIX}: nothing of ours wrote it")
+        description, tensors = None, dict[int, Tensor]()
+        for name in names:
+            found, more = _read_container(folder / name)
+            description = found if found is not None else description
+            tensors |= more
+        state = unflatten(description, tensors)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder} cannot be read: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"checkpoint {folder}: {what}{SUFFIX} holds no state ({error})") from error
+    if not isinstance(state, dict) or (what == MODEL and not isinstance(state.get("state"), dict)):
+        raise CheckpointError(f"checkpoint {folder}: {what}{SUFFIX} does not hold a state dictionary")
+    if what != MODEL:
+        return state
+    weights = OrderedDict(state["state"])
+    if state.get("versions") is not None:
+        weights._metadata = state["versions"]  # type: ignore[attr-defined]  # where torch looks for it
+    return weights
+
+
+def _read_container(file: Path) -> tuple[Any, dict[int, Tensor]]:
+    """Read description and tensors, by number, checking each tensor's digest once more while it is read."""
+    try:
+        with file.open("rb", buffering=0) as stream:
+            index = read_index(stream)
+            tensors: dict[int, Tensor] = {}
+            for extent in index.extents:
+                raw = torch.empty(extent.nbytes, dtype=torch.uint8)
+                read_into(stream, extent, bytes_of(raw))
+                tensor = _shaped(raw, extent)
+                tensors |= dict.fromkeys(extent.numbers, tensor)
+    except ContainerError as error:
+        raise CheckpointError(f"checkpoint {file.parent}: {file.name} {error}") from error
+    return index.state, tensors
+
+
+def _shaped(raw: Tensor, extent: Extent) -> Tensor:
+    dtype = DTYPES.get(extent.dtype)
+    if dtype is None:
+        raise ContainerError(f"holds tensors of dtype {extent.dtype!r}, which this version of torch does not know")
+    if math.prod(extent.shape) * dtype.itemsize != extent.nbytes:
+        raise ContainerError(f"is wrong about tensor {extent.numbers}: shape and dtype do not fit its bytes")
+    return raw.view(dtype).view(extent.shape)
+
+
+def _read_format_1(file: Path) -> dict[str, Any]:
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:

@@ -1,9 +1,9 @@
 """Checkpoint folders: how one is published atomically, and how damage in one is found.
 
-A checkpoint is a folder of files and a ``manifest.json`` with the size and SHA-256 of each. It is written under a
-temporary name, flushed to disk and renamed: a folder with its final name is complete, or the disk has damaged it
-since, which :func:`verify_candidate` finds. The standard library is all that this module may import: the service,
-which has no torch, judges candidates with it.
+A checkpoint is a folder of files and a ``manifest.json`` with the size and digest of each: of containers (container.py)
+that of the index, of other files that of the whole. It is written under a temporary name, flushed to disk and renamed:
+a folder with its final name is complete, or the disk has damaged it since, which :func:`verify_candidate` finds. The
+standard library is all that this module may import: the service, which has no torch, judges candidates with it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from elasticflow_airflow.runtime.container import ContainerError, verify
 from elasticflow_airflow.runtime.protocol import Promotion, candidate_name, promoted_path, write_json_atomic
 
-FORMAT = 1
+FORMAT = 2
+READABLE_FORMATS = (1, 2)
+"""In format 1 no file is a container: weights and the rest are files of ``torch.save``."""
 MANIFEST = "manifest.json"
-_TEMPORARY_PREFIX = ".writing-"
+TEMPORARY_PREFIX = ".writing-"
 _REPLACED_SUFFIX = ".replaced"
 _CHUNK_BYTES = 1 << 20
 
@@ -48,6 +51,24 @@ class CandidateInfo:
     created_at_s: float
     metadata: Mapping[str, Any]
 
+    @property
+    def name(self) -> str:
+        """Its path relative to the folder of the checkpoints."""
+        return candidate_name(self.generation, self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """What a manifest says about a file. ``sha256`` of a container is that of its index, which covers the rest."""
+
+    sha256: str
+    size_bytes: int
+    container: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """As in the manifest."""
+        return {k: v for k, v in asdict(self).items() if v is not False}
+
 
 @contextmanager
 def writing(checkpoints: Path, generation: int, step: int) -> Iterator[Path]:
@@ -59,7 +80,7 @@ def writing(checkpoints: Path, generation: int, step: int) -> Iterator[Path]:
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(final.parent)
-        temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=final.parent))
+        temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=final.parent))
     except OSError as error:
         raise CheckpointError(
             f"cannot write a checkpoint below {final.parent}: {error.strerror or error}. "
@@ -79,30 +100,25 @@ def publish(
     generation: int,
     step: int,
     metadata: Mapping[str, Any],
+    entries: Mapping[str, FileEntry] | None = None,
 ) -> CandidateInfo:
     """Write the manifest, flush everything to disk, and give the folder its final name.
 
-    Raises CheckpointError when the disk does not take it.
+    ``entries``: what is known about files already; the others are read. Raises CheckpointError when the disk does not
+    take it.
     """
     final = checkpoints / candidate_name(generation, step)
     try:
         files = {}
         for file in sorted(temporary.iterdir()):
-            digest, size = _digest(file)
-            files[file.name] = {"sha256": digest, "size_bytes": size}
+            entry = (entries or {}).get(file.name)
+            if entry is None:
+                digest, size = _digest(file)
+                entry = FileEntry(digest, size)
+            files[file.name] = entry
             _flush(file)
-        body: dict[str, Any] = {
-            "format": FORMAT,
-            "incarnation": incarnation,
-            "generation": generation,
-            "step": step,
-            "created_at_s": time.time(),
-            "files": files,
-            "metadata": dict(metadata),
-        }
-        body["digest"] = _body_digest(body)
         manifest = temporary / MANIFEST
-        manifest.write_text(json.dumps(body, indent=1, sort_keys=True, allow_nan=False))
+        manifest.write_bytes(encode_manifest(files, incarnation, generation, step, metadata))
         _flush(manifest)
         _flush(temporary)
         if final.exists():
@@ -125,34 +141,65 @@ def verify_candidate(path: Path, *, contents: bool = True) -> CandidateInfo:
     With ``contents`` every byte is read; without, names and sizes only. Raises CheckpointError naming what is damaged.
     """
     try:
-        body = json.loads((path / MANIFEST).read_bytes())
+        raw = (path / MANIFEST).read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"checkpoint {path}: {MANIFEST} is missing") from error
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
+    info, files = decode_manifest(raw, path)
+    for name, entry in files.items():
+        _verify_file(path, name, entry, contents)
+    return info
+
+
+def encode_manifest(
+    files: Mapping[str, FileEntry], incarnation: int, generation: int, step: int, metadata: Mapping[str, Any]
+) -> bytes:
+    """Make the manifest of a checkpoint. Raises ValueError for metadata that JSON cannot hold."""
+    body: dict[str, Any] = {
+        "format": FORMAT,
+        "incarnation": incarnation,
+        "generation": generation,
+        "step": step,
+        "created_at_s": time.time(),
+        "files": {name: entry.to_json() for name, entry in files.items()},
+        "metadata": dict(metadata),
+    }
+    body["digest"] = _body_digest(body)
+    return json.dumps(body, indent=1, sort_keys=True, allow_nan=False).encode()
+
+
+def decode_manifest(raw: bytes, path: Path) -> tuple[CandidateInfo, dict[str, FileEntry]]:
+    """Read the manifest of the checkpoint at ``path``. Raises CheckpointError when it is damaged or from the future."""
+    try:
+        body = json.loads(raw)
         claimed = body["digest"]
-        if body["format"] != FORMAT:
+        if body["format"] not in READABLE_FORMATS:
             raise CheckpointError(f"checkpoint {path}: format {body['format']!r} is not one that this version reads")
         if _body_digest({k: v for k, v in body.items() if k != "digest"}) != claimed:
             raise CheckpointError(f"checkpoint {path}: its manifest is damaged (digest differs)")
-        files = {str(name): (str(f["sha256"]), int(f["size_bytes"])) for name, f in body["files"].items()}
+        files = {
+            str(name): FileEntry(str(f["sha256"]), int(f["size_bytes"]), bool(f.get("container", False)))
+            for name, f in body["files"].items()
+        }
         info = CandidateInfo(
             path=path,
             incarnation=int(body["incarnation"]),
             generation=int(body["generation"]),
             step=int(body["step"]),
             digest=str(claimed),
-            size_bytes=sum(size for _, size in files.values()),
+            size_bytes=sum(entry.size_bytes for entry in files.values()),
             created_at_s=float(body["created_at_s"]),
             metadata=dict(body["metadata"]),
         )
     except CheckpointError:
         raise
-    except FileNotFoundError as error:
-        raise CheckpointError(f"checkpoint {path}: {Path(error.filename).name} is missing") from error
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {path}: its manifest is damaged ({error})") from error
-    for name, expected in files.items():
-        _verify_file(path, name, *expected, contents)
-    return info
+    for name in files:
+        if name in ("", "..") or Path(name).name != name:
+            raise CheckpointError(f"checkpoint {path}: its manifest names {name!r}, which is outside the folder")
+    return info, files
 
 
 def list_candidates(checkpoints: Path) -> list[Path]:
@@ -177,29 +224,49 @@ def promoted(checkpoints: Path, warn: Callable[[str], None]) -> CandidateInfo | 
     generation. Where ``promoted.json`` itself is damaged, the newest valid checkpoint is used. None: nothing was
     promoted, or nothing of it is left.
     """
+    names = [str(path.relative_to(checkpoints)) for path in list_candidates(checkpoints)]
+    return choose(
+        names,
+        lambda: Promotion.read(checkpoints),
+        lambda name: verify_candidate(checkpoints / name),
+        str(checkpoints),
+        warn,
+    )
+
+
+def choose(
+    names: Sequence[str],
+    read_promotion: Callable[[], Promotion | None],
+    verify_named: Callable[[str], CandidateInfo],
+    where: str,
+    warn: Callable[[str], None],
+) -> CandidateInfo | None:
+    """Choose from the candidates' names (oldest first) as :func:`promoted` says, wherever they are stored."""
+    promotion, limit = None, None
     try:
-        promotion = Promotion.read(checkpoints)
+        promotion = read_promotion()
         if promotion is None:
             return None
-        if promotion.path != candidate_name(promotion.generation, promotion.step):
+        limit = promotion.path
+        if limit != candidate_name(promotion.generation, promotion.step):
             raise ValueError(
-                f"path {promotion.path!r} is not that of step {promotion.step} of generation {promotion.generation}"
+                f"path {limit!r} is not that of step {promotion.step} of generation {promotion.generation}"
             )
     except (OSError, ValueError, TypeError) as error:
-        warn(f"{promoted_path(checkpoints)} is damaged ({error}); the newest valid checkpoint is used instead")
-        return newest_valid(checkpoints, warn)
-    wanted = checkpoints / promotion.path
-    older = [path for path in list_candidates(checkpoints) if path <= wanted]
-    if wanted not in older:
-        warn(f"the promoted checkpoint {wanted} is missing")
-    for path in reversed(older):
+        warn(f"{where}/promoted.json is damaged ({error}); the newest valid checkpoint is used instead")
+        promotion, limit = None, None
+    if limit is not None and limit not in names:
+        warn(f"the promoted checkpoint {where}/{limit} is missing")
+    for name in reversed(names):
+        if limit is not None and name > limit:
+            continue
         try:
-            info = verify_candidate(path)
+            info = verify_named(name)
         except CheckpointError as error:
             warn(f"skipped: {error}")
             continue
-        if path == wanted and info.digest != promotion.digest:
-            warn(f"skipped: checkpoint {path} is not the one that {promoted_path(checkpoints)} names (digest differs)")
+        if promotion is not None and name == limit and info.digest != promotion.digest:
+            warn(f"skipped: checkpoint {info.path} is not the one that {where}/promoted.json names (digest differs)")
             continue
         return info
     return None
@@ -239,25 +306,31 @@ def newest_generation(checkpoints: Path) -> int | None:
 
 def _remove_leftovers(generation: Path) -> None:
     """Remove what a killed writer of this generation left: only one worker of a generation writes."""
-    for path in generation.glob(f"{_TEMPORARY_PREFIX}*"):
+    for path in generation.glob(f"{TEMPORARY_PREFIX}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _verify_file(folder: Path, name: str, sha256: str, size_bytes: int, contents: bool) -> None:
+def _verify_file(folder: Path, name: str, entry: FileEntry, contents: bool) -> None:
     file = folder / name
-    if name in ("", "..") or Path(name).name != name:
-        raise CheckpointError(f"checkpoint {folder}: its manifest names {name!r}, which is outside the folder")
     try:
         status = file.lstat()
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"checkpoint {folder}: {name} is not an ordinary file")
-        size = status.st_size
-        if size != size_bytes:
+        if status.st_size != entry.size_bytes:
             raise CheckpointError(
-                f"checkpoint {folder}: {name} has {size} bytes, not {size_bytes} (torn or overwritten)"
+                f"checkpoint {folder}: {name} has {status.st_size} bytes, not {entry.size_bytes} (torn or overwritten)"
             )
-        if contents and _digest(file)[0] != sha256:
+        if not contents:
+            return
+        if entry.container:
+            with file.open("rb") as stream:
+                digest = verify(stream).digest
+        else:
+            digest, _ = _digest(file)
+        if digest != entry.sha256:
             raise CheckpointError(f"checkpoint {folder}: {name} is damaged (SHA-256 differs)")
+    except ContainerError as error:
+        raise CheckpointError(f"checkpoint {folder}: {name} {error}") from error
     except FileNotFoundError as error:
         raise CheckpointError(f"checkpoint {folder}: {name} is missing") from error
     except OSError as error:
@@ -291,17 +364,23 @@ def adopt(source: Path, checkpoints: Path, *, incarnation: int) -> CandidateInfo
     Raises CheckpointError when the source is damaged or the disk does not take the copy. Idempotent.
     """
     info = verify_candidate(source)
+    _, files = decode_manifest((source / MANIFEST).read_bytes(), source)
     final = checkpoints / candidate_name(0, info.step)
     if final.exists():
         with contextlib.suppress(CheckpointError):  # Damaged: copied again.
             return verify_candidate(final)
     with writing(checkpoints, 0, info.step) as temporary:
         try:
-            for file in source.iterdir():
-                if file.name != MANIFEST:
-                    shutil.copyfile(file, temporary / file.name)
+            for name in files:
+                shutil.copyfile(source / name, temporary / name)
         except OSError as error:
             raise CheckpointError(f"checkpoint {source} could not be copied to {checkpoints}: {error}") from error
         return publish(
-            temporary, checkpoints, incarnation=incarnation, generation=0, step=info.step, metadata=info.metadata
+            temporary,
+            checkpoints,
+            incarnation=incarnation,
+            generation=0,
+            step=info.step,
+            metadata=info.metadata,
+            entries={name: entry for name, entry in files.items() if entry.container},
         )

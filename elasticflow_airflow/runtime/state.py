@@ -5,31 +5,38 @@ May import torch and the standard library only.
 
 from __future__ import annotations
 
+import base64
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
 def flatten(state: Any, path: str = "") -> tuple[Any, list[Tensor]]:
     """Split a state into its description and its tensors.
 
-    A state is made of tensors, numbers, strings, None, and dicts, lists and tuples of those. Raises TypeError, naming
-    where it is, for anything else: to restore it would mean running code.
+    A state is made of tensors, numbers, strings, bytes, None, and dicts, lists and tuples of those. Raises TypeError,
+    naming where it is, for anything else: to restore it would mean running code. Ordered dicts come back as dicts.
     """
     tensors: list[Tensor] = []
     return _describe(state, path, tensors), tensors
 
 
-def unflatten(description: Any, tensors: Sequence[Tensor]) -> Any:
-    """Put a state together again. Raises ValueError when the description is not one."""
+def unflatten(description: Any, tensors: Sequence[Tensor] | Mapping[int, Tensor]) -> Any:
+    """Put a state together again; ``tensors`` by number. Raises ValueError when the description is not one."""
     if isinstance(description, Mapping) and len(description) == 1:
         ((kind, inner),) = description.items()
         if kind == "tensor":
             return tensors[inner]
         if kind == "float":
             return float(inner)
+        if kind == "bytes":
+            return base64.b64decode(inner, validate=True)
+        if kind == "counter":
+            return Counter(unflatten({"dict": inner}, tensors))
         if kind == "list":
             return [unflatten(item, tensors) for item in inner]
         if kind == "tuple":
@@ -49,13 +56,18 @@ def _describe(state: Any, path: str, tensors: list[Tensor]) -> Any:
         return state
     if type(state) is float:
         return state if math.isfinite(state) else {"float": repr(state)}
+    if type(state) is bytes:
+        return {"bytes": base64.b64encode(state).decode()}
+    if type(state) is Counter:
+        # The milestones of torch's MultiStepLR.
+        return {"counter": _describe(dict(state), path, tensors)["dict"]}
     if isinstance(state, Mapping):
         # Keys may be numbers (optimizers), which JSON's objects cannot have.
         return {"dict": [[_describe(k, path, tensors), _describe(v, f"{path}/{k}", tensors)] for k, v in state.items()]}
-    if type(state) in (list, tuple):
+    if type(state) in (list, tuple, torch.Size):
         items = [_describe(item, f"{path}/{i}", tensors) for i, item in enumerate(state)]
         return {"list" if isinstance(state, list) else "tuple": items}
     raise TypeError(
         f"the state at {path or '/'} is a {type(state).__name__}: let every state_dict() hold only tensors, numbers,"
-        " strings and containers of those: anything else would have to run code when it is loaded"
+        " strings and containers of those; anything else would have to run code when it is loaded"
     )

@@ -206,7 +206,7 @@ def test_links_are_no_files_of_a_checkpoint(candidate, tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"format": 2},
+        {"format": 3},
         {"files": []},
         {"files": {"model.pt": {}}},
         {"files": {"model.pt": 3}},
@@ -219,7 +219,7 @@ def test_links_are_no_files_of_a_checkpoint(candidate, tmp_path):
 def test_manifests_of_another_shape_are_refused(candidate, changes):
     info = candidate(1, 10)
     forge(info.path, **changes)
-    with pytest.raises(CheckpointError, match=r"format 2 is not one|its manifest is damaged"):
+    with pytest.raises(CheckpointError, match=r"format 3 is not one|its manifest is damaged"):
         verify_candidate(info.path)
 
 

@@ -203,11 +203,11 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(training, capsys):
     run = training(epochs=1, checkpoint_interval_s=0.0).run()
     run.session.finish()
     newest = list_candidates(HERE.absolute())[-1]
-    (newest / "training.pt").write_bytes(b"torn")
+    (newest / "training.tensors").write_bytes(b"torn")
     again = training(epochs=1)
     assert again.session.steps_done == 3
     err = capsys.readouterr().err
-    assert f"skipped: checkpoint {newest}: training.pt has 4 bytes, not " in err
+    assert f"skipped: checkpoint {newest}: training.tensors has 4 bytes, not " in err
 
 
 def test_a_checkpoint_of_another_model_is_an_error_that_says_so(training, capsys):

@@ -226,11 +226,11 @@ def test_a_damaged_promoted_checkpoint_is_reported_and_the_one_before_used(servi
     training().run()
     candidates = service.reports(1, kind=ReportKind.CHECKPOINT)
     newest = service.promote(candidates[4])
-    (newest.path / "model.pt").write_bytes(b"torn")
+    (newest.path / "model.tensors").write_bytes(b"torn")
     service.start(2)
     assert training().session.steps_done == 4
     (warning,) = service.reports(2, kind=ReportKind.WARNING)
-    assert warning.data["message"].startswith(f"skipped: checkpoint {newest.path}: model.pt has 4 bytes, not")
+    assert warning.data["message"].startswith(f"skipped: checkpoint {newest.path}: model.tensors has 4 bytes, not")
 
 
 def test_a_checkpoint_of_another_incarnation_is_not_resumed(service, training):

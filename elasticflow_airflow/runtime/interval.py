@@ -1,0 +1,70 @@
+"""How often to save: from what a save costs and how often workers fail. Knows numbers only.
+
+J. W. Young, "A first order approximation to the optimum checkpoint interval" (CACM 17, 1974); J. T. Daly, "A higher
+order estimate of the optimum checkpoint interval for restart dumps" (FGCS 22, 2006), equation 37.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+PRIOR_MTBF_S = 6 * 3600.0
+"""Time between failures that is assumed before any was seen; it weighs as much as one failure."""
+
+
+def best_interval_s(save_cost_s: float, mtbf_s: float) -> float:
+    """Seconds of training between two saves that lose the least time in all, by Daly's estimate.
+
+    ``save_cost_s`` is what one save takes from training, ``mtbf_s`` the mean time between failures. Raises ValueError
+    for what is not positive.
+    """
+    if not (save_cost_s > 0 and mtbf_s > 0):
+        raise ValueError(f"a save that costs {save_cost_s} s every {mtbf_s} s: both must be positive")
+    if save_cost_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = math.sqrt(save_cost_s / (2 * mtbf_s))
+    return math.sqrt(2 * save_cost_s * mtbf_s) * (1 + ratio / 3 + ratio * ratio / 9) - save_cost_s
+
+
+@dataclass(slots=True, kw_only=True)
+class SaveInterval:
+    """Chooses the interval from what it is told; between ``least_s`` and ``most_s``.
+
+    ``of_training`` is the fraction of its duration that a write in the background takes from training (0: nothing).
+    """
+
+    least_s: float = 10.0
+    most_s: float = 1800.0
+    of_training: float = 0.05
+    prior_mtbf_s: float = PRIOR_MTBF_S
+    failures: int = 0
+    """Failures of this job so far: each cost the steps since the last checkpoint."""
+    trained_s: float = 0.0
+    """How long this job has trained so far, with all its workers."""
+    _cost_s: float | None = None
+    _write_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.least_s <= self.most_s:
+            raise ValueError(f"save every {self.least_s} to {self.most_s} s: the bounds are not in order")
+
+    def saved(self, *, stall_s: float, write_s: float) -> None:
+        """Learn what a save took. Half of the weight is with the newest: states grow, disks get slower."""
+        cost_s = stall_s + self.of_training * write_s
+        self._cost_s = cost_s if self._cost_s is None else (self._cost_s + cost_s) / 2
+        self._write_s = max(write_s, self._write_s / 2)
+
+    @property
+    def mtbf_s(self) -> float:
+        """Estimated mean time between failures (posterior mean of the rate, gamma prior of one failure)."""
+        return (self.prior_mtbf_s + self.trained_s) / (1 + self.failures)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from one save to the next. ``least_s`` until the first one has been measured."""
+        if self._cost_s is None:
+            return self.least_s
+        best_s = best_interval_s(max(self._cost_s, 1e-6), self.mtbf_s)
+        # Never faster than the disk: the next save would find the last one still being written.
+        return min(self.most_s, max(self.least_s, 2 * self._write_s, best_s))

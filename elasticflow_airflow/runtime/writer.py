@@ -1,0 +1,194 @@
+"""Writes checkpoints: ``python -m elasticflow_airflow.runtime.writer``, a process of low priority beside a trainer.
+
+It gets its work over a socket and the tensors through shared memory, and dies with its trainer: by the end of the
+socket, by the trainer's pid, and by the parent-death signal. Signals that tell a trainer to leave it ignores, because
+the trainer has still to save then. It needs no torch and starts in a tenth of a second. The standard library is all
+that this module may import, and fsspec where checkpoints go to a URL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import platform
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from elasticflow_airflow.runtime import container
+from elasticflow_airflow.runtime.container import Blob
+from elasticflow_airflow.runtime.manifest import CandidateInfo, CheckpointError, FileEntry
+from elasticflow_airflow.runtime.storage import PART_LIMIT_S, Part, Store, open_store
+
+SUFFIX = ".tensors"
+MESSAGE_BYTES = 1 << 16
+_MOST_OF_A_MESSAGE = 16_000
+_PR_SET_PDEATHSIG = 1
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+_IOPRIO_CLASS_IDLE = 3 << 13
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One file of a checkpoint: the state's description, and its tensors as bytes."""
+
+    name: str
+    state: Any
+    blobs: Sequence[Blob]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What to write beside the tensors, and what to do when it is written."""
+
+    incarnation: int
+    generation: int
+    step: int
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    part: Part | None = None
+    part_limit_s: float = PART_LIMIT_S
+    promotes: bool = False
+    """Make it the checkpoint that counts, and remove old ones: alone; under the service the service does that."""
+    keep: int = 2
+
+
+def write_checkpoint(store: Store, files: Sequence[FilePlan], order: Order) -> CandidateInfo | None:
+    """Write a whole checkpoint, or one worker's part. None: another worker finishes it. Raises CheckpointError."""
+    with store.writing(order.generation, order.step, order.part) as draft:
+        entries = {}
+        for file in files:
+            name = file.name + SUFFIX
+            with draft.create(name) as stream:
+                written = container.write(stream, file.state, file.blobs)
+            entries[name] = FileEntry(written.digest, written.size_bytes, container=True)
+        info = draft.publish(
+            entries, incarnation=order.incarnation, metadata=order.metadata, limit_s=order.part_limit_s
+        )
+    if info is not None and order.promotes:
+        try:
+            store.promote(info)
+            store.remove_old(order.keep)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {store.where}/{info.name} could not be promoted: {error}") from error
+    return info
+
+
+def encode_work(where: str, order: Order, files: Sequence[Mapping[str, Any]]) -> bytes:
+    """Describe work for the process; tensors are named by their places in the shared memory."""
+    part = None if order.part is None else [order.part.rank, order.part.size, order.part.token]
+    fields = {name: getattr(order, name) for name in ("incarnation", "generation", "step", "promotes", "keep")}
+    body = {**fields, "metadata": order.metadata, "part": part, "part_limit_s": order.part_limit_s}
+    return json.dumps({"where": where, "order": body, "files": list(files)}, allow_nan=False).encode()
+
+
+def decode_work(raw: bytes, memory: memoryview) -> tuple[str, Order, list[FilePlan]]:
+    """Undo :func:`encode_work`."""
+    work = json.loads(raw)
+    part = work["order"].pop("part")
+    order = Order(part=None if part is None else Part(rank=part[0], size=part[1], token=part[2]), **work["order"])
+    files = [
+        FilePlan(
+            file["name"],
+            file["state"],
+            [
+                Blob(tuple(numbers), dtype, tuple(shape), memory[offset : offset + nbytes])
+                for numbers, dtype, shape, offset, nbytes in file["tensors"]
+            ],
+        )
+        for file in work["files"]
+    ]
+    return work["where"], order, files
+
+
+class _Server:
+    """The process: one thread listens, so that the trainer never waits for it; the main thread writes."""
+
+    def __init__(self, connection: socket.socket, trainer: int) -> None:
+        self._connection = connection
+        self._trainer = trainer
+        self._work: queue.SimpleQueue[dict[str, int]] = queue.SimpleQueue()
+        self._memories: dict[int, mmap.mmap] = {}
+        self._stores: dict[str, Store] = {}
+
+    def serve(self) -> NoReturn:
+        threading.Thread(target=self._listen, name="listen", daemon=True).start()
+        while True:
+            answer = self._do(self._work.get())
+            # Where the trainer has gone meanwhile, the other thread ends the process.
+            with contextlib.suppress(OSError):
+                self._connection.send(json.dumps(answer).encode())
+
+    def _listen(self) -> None:
+        """Take work in, and end the process at once when the trainer does."""
+        trainer = os.pidfd_open(self._trainer)
+        if os.getppid() != self._trainer:
+            os._exit(0)
+        while True:
+            ready, _, _ = select.select([trainer, self._connection.fileno()], [], [])
+            if trainer in ready:
+                os._exit(0)
+            raw, descriptors, _, _ = socket.recv_fds(self._connection, MESSAGE_BYTES, 1)
+            if not raw:
+                os._exit(0)
+            message = json.loads(raw)
+            if descriptors:
+                # Read-only: nothing that goes wrong here can change what the trainer holds.
+                self._memories[message["buffer"]] = mmap.mmap(
+                    descriptors[0], os.fstat(descriptors[0]).st_size, prot=mmap.PROT_READ
+                )
+                os.close(descriptors[0])
+                self._memories.pop(message["instead_of"], None)
+            self._work.put(message)
+
+    def _do(self, message: Mapping[str, int]) -> dict[str, Any]:
+        began_s = time.perf_counter()
+        answer: dict[str, Any] = {"work": message["work"]}
+        try:
+            memory = memoryview(self._memories[message["buffer"]])
+            raw = bytes(memory[message["offset"] : message["offset"] + message["length"]])
+            where, order, files = decode_work(raw, memory)
+            if where not in self._stores:
+                self._stores[where] = open_store(where)
+            info = write_checkpoint(self._stores[where], files, order)
+            answer |= {"info": None if info is None else [info.name, info.digest, info.size_bytes]}
+        except CheckpointError as error:
+            answer |= {"error": str(error)[:_MOST_OF_A_MESSAGE]}
+        except Exception as error:  # noqa: BLE001  (told to the trainer, who raises it)
+            answer |= {"error": f"the checkpoint could not be written: {error!r}"[:_MOST_OF_A_MESSAGE]}
+        return answer | {"write_s": time.perf_counter() - began_s}
+
+
+def _lower_priority(nice: int) -> None:
+    """Training comes first, on the processor and on the disk."""
+    os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
+    number = _IOPRIO_SET.get(platform.machine())
+    if number is not None:
+        ctypes.CDLL(None).syscall(number, 1, 0, _IOPRIO_CLASS_IDLE)  # Where it is not allowed, it stays as it is.
+
+
+def main() -> None:
+    """Serve the trainer whose socket was inherited: arguments are its descriptor, the trainer's pid, niceness."""
+    descriptor, trainer, nice, dies_with_thread = map(int, sys.argv[1:5])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if dies_with_thread:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _lower_priority(nice)
+    Path("/proc/self/oom_score_adj").write_text("500")  # Rather the writer than the trainer.
+    with socket.socket(fileno=descriptor) as connection:
+        _Server(connection, trainer).serve()
+
+
+if __name__ == "__main__":
+    main()
