@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from elasticflow_airflow.engines.fake_change import advance_job, base_of, begin
 from elasticflow_airflow.engines.fake_gang import (
     CheckpointWriter,
     FakeBehaviour,
@@ -71,8 +72,8 @@ class FakeWorld:
     def advance(self) -> None:
         """Carry all gangs to the present."""
         now_s = self.clock()
-        for gang in self.gangs.values():
-            gang.advance(now_s, self.write_checkpoint)
+        for job_id in dict.fromkeys(job_id for job_id, _ in self.gangs):
+            advance_job(self.of(job_id), now_s, self.write_checkpoint)
 
     def save(self) -> None:
         """Write the state file, if there is one and anything happened."""
@@ -229,10 +230,28 @@ class FakeEngine:
     # What tests do to it.
 
     def fail_worker(self, job_id: str, rank: int = 0, exit_code: int = -9, message: str = "killed") -> None:
-        """One worker of the newest generation dies by itself, and the gang with it."""
+        """One worker of the gang that trains dies by itself, and the gang with it, unless it can go on in place."""
         with self.world.lock:
-            self._running(job_id).end(GangOutcome.FAILED, exit_code, f"rank {rank}: {message}", rank)
+            gang = self._running(job_id)
+            others = [r for r in range(gang.workers) if r != rank and gang.worker_id(r) not in gang.dead]
+            if exit_code < 0 and gang.behaviour.in_place and gang.phase in ("running", "broken") and others:
+                gang.break_down(rank, exit_code)
+            else:
+                gang.end(GangOutcome.FAILED, exit_code, f"rank {rank}: {message}", rank)
             self.world.save()
+
+    def fail_joiner(self, job_id: str, exit_code: int = -9) -> None:
+        """A worker that was to join a training in place dies before it could. KeyError when none is joining."""
+        with self.world.lock:
+            self.world.advance()
+            for gang in self.world.of(job_id):
+                if gang.phase == "joining":
+                    born = f"g{gang.spec.generation:06d}-"
+                    joiner = next(name for name in reversed(gang.members) if name.startswith(born))
+                    gang.dead[joiner] = exit_code
+                    self.world.save()
+                    return
+        raise KeyError(f"job {job_id} has no worker that is joining")
 
     def lose(self, job_id: str, message: str = "the supervisor is gone") -> None:
         """The newest generation's supervisor dies, and the workers with it."""
@@ -278,7 +297,8 @@ class FakeEngine:
 
     def _running(self, job_id: str) -> FakeGang:
         self.world.advance()
-        gangs = [gang for gang in self.world.of(job_id) if gang.started and gang.phase != "ended"]
+        changing = ("joining", "switching", "thinning", "ended")
+        gangs = [gang for gang in self.world.of(job_id) if gang.started and gang.phase not in changing]
         if not gangs:
             raise KeyError(f"job {job_id} has no running gang")
         return gangs[-1]
@@ -297,9 +317,14 @@ class FakeEngine:
         current = self.world.gangs.get((spec.job_id, spec.generation))
         if current is None:
             current = FakeGang(spec=spec, behaviour=self._behaviour(spec), now_s=self.world.clock())
+            if spec.mode is RescaleMode.IN_PLACE:
+                self._change(current, gangs)
             self.world.gangs[spec.job_id, spec.generation] = current
         current.spec = replace(current.spec, cleared_generation=spec.cleared_generation, lease_s=spec.lease_s)
         current.lease_ends_s = self.world.clock() + spec.lease_s
+        if spec.mode is RescaleMode.IN_PLACE:
+            self.world.advance()
+            return
         earlier = [gang for gang in gangs if gang.spec.generation < spec.generation]
         for gang in earlier:
             gang.leave(self.world.clock(), spec.grace_s)
@@ -312,8 +337,6 @@ class FakeEngine:
             current.start(self.world.clock())
 
     def _check(self, spec: GangSpec) -> None:
-        if spec.mode is RescaleMode.IN_PLACE:
-            raise EngineError("the fake engine changes a gang by restart only; apply it with mode restart")
         if not spec.placement:
             raise EngineError(f"job {spec.job_id}: generation {spec.generation} has no slots; use stop()")
         for slot in spec.placement:
@@ -321,14 +344,29 @@ class FakeEngine:
             if node is None or not 0 <= slot.index < node.slots:
                 raise EngineError(f"job {spec.job_id}: there is no slot {slot.node_id}:{slot.index}")
 
-    def _check_slots(self, spec: GangSpec) -> None:
+    def _change(self, change: FakeGang, gangs: list[FakeGang]) -> None:
+        """Have the gang that trains go on in another one; a change that was under way is given up."""
+        spec, base = change.spec, base_of(gangs)
+        if base is None:
+            raise EngineError(f"job {spec.job_id}: no gang is there that could go on in place; apply it by restart")
+        for gang in gangs:
+            if gang.phase in ("joining", "switching"):
+                gang.leave(self.world.clock(), spec.grace_s)
+            if gang.phase == "handing":
+                gang.phase = "running"
+        base = base_of(gangs) or base
+        stays = [slot for rank, slot in enumerate(base.spec.placement) if base.worker_id(rank) not in spec.lost]
+        self._check_slots(replace(spec, placement=tuple(slot for slot in spec.placement if slot not in stays)), base)
+        begin(change, base, self.world.clock())
+
+    def _check_slots(self, spec: GangSpec, base: FakeGang | None = None) -> None:
         for slot in spec.placement:
             holder = self.world.nodes[slot.node_id].busy.get(slot.index)
             if holder is not None:
                 raise EngineError(f"slot {slot.node_id}:{slot.index} is held by {holder}")
         for gang in self.world.gangs.values():
             taken = set(gang.spec.placement) & set(spec.placement)
-            if taken and gang.started and gang.phase != "ended":
+            if taken and gang is not base and gang.started and gang.phase != "ended":
                 slot = min(taken)
                 raise EngineError(f"slot {slot.node_id}:{slot.index} is held by job {gang.spec.job_id}")
 

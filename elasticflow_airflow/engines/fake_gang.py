@@ -63,6 +63,12 @@ class FakeBehaviour:
     ignores_leave: bool = False
     """Does not save and leave when told to; ends by SIGKILL after the grace twice."""
     damaged_checkpoints: bool = False
+    in_place: bool = False
+    """Its session can be changed without a restart: new workers take ``startup_s`` and then join."""
+    in_place_pause_s: float = 0.084
+    state_bytes: int = 44_000_000
+    plan_wait_s: float = 60.0
+    """So long survivors of a dead worker wait for a new plan."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps_per_s", {int(k): float(v) for k, v in self.steps_per_s.items()})
@@ -108,7 +114,9 @@ class FakeGang:
     spec: GangSpec
     behaviour: FakeBehaviour
     phase: str = "pending"
-    """pending, starting, running, hanging, saving, tail or ended."""
+    """pending, starting, running, hanging, saving, tail or ended; in place (see fake_change.py) also joining,
+    switching, broken (a worker is dead, the others wait), handing (over to its successor) or thinning (those that are
+    in no newer plan are leaving)."""
     now_s: float = 0.0
     phase_ends_s: float = math.inf
     step: float = 0.0
@@ -126,6 +134,12 @@ class FakeGang:
     started: bool = False
     """Ever had workers."""
     reports: list[Report] = field(default_factory=list)
+    members: list[str] = field(default_factory=list)
+    """In place: ids of the workers by rank, those that go on included."""
+    continues: int | None = None
+    """In place: the generation whose workers go on."""
+    dead: dict[str, int] = field(default_factory=dict)
+    """Exit codes of workers that died while others live."""
 
     @property
     def workers(self) -> int:
@@ -145,12 +159,15 @@ class FakeGang:
 
     def worker_id(self, rank: int) -> str:
         """Id of a worker, also the name of its log."""
+        if self.members:
+            return self.members[rank]
         return f"g{self.spec.generation:06d}-r{rank:03d}"
 
     def mark(self) -> object:
         """Something that differs whenever anything has happened but the passing of time."""
         lease = self.lease_ends_s // _LEASE_GRAIN_S
-        return self.phase, len(self.reports), self.leave_s, lease, self.outcome, self.spec.cleared_generation
+        fence = self.spec.cleared_generation
+        return self.phase, len(self.reports), self.leave_s, lease, self.outcome, fence, tuple(self.dead)
 
     def start(self, now_s: float) -> None:
         """Start the workers; the fence is the caller's affair."""
@@ -163,6 +180,9 @@ class FakeGang:
         """Tell the workers to save and leave; the first word counts."""
         if self.phase == "pending":
             self.phase, self.outcome, self.now_s = "ended", GangOutcome.STOPPED, now_s
+        elif self.phase in ("joining", "switching"):
+            self.now_s = now_s
+            self.end(GangOutcome.STOPPED, 0)
         elif self.phase != "ended" and self.leave_s is None:
             self.leave_s, self.grace_s = now_s, grace_s
 
@@ -171,7 +191,15 @@ class FakeGang:
         if self.phase == "ended":
             return
         self.phase, self.outcome, self.failure, self.failed_rank = "ended", outcome, failure, rank
-        self.exit_codes = [exit_code if rank in (None, r) else -9 for r in range(self.workers)]
+        codes = [exit_code if rank in (None, r) else -9 for r in range(self.workers)]
+        self.exit_codes = [self.dead.get(self.worker_id(r), code) for r, code in enumerate(codes)]
+
+    def break_down(self, rank: int, exit_code: int) -> None:
+        """One worker dies and the others wait for a plan without it."""
+        self.dead[self.worker_id(rank)] = exit_code
+        if self.phase == "running":
+            self.step = float(self._shown_step())
+            self.phase, self.phase_ends_s = "broken", self.now_s + self.behaviour.plan_wait_s
 
     def advance(self, now_s: float, write: CheckpointWriter) -> None:
         """Carry the model to ``now_s``; a clock that goes backwards changes nothing."""
@@ -203,11 +231,15 @@ class FakeGang:
         state = {
             "pending": GangState.PENDING,
             "starting": GangState.STARTING,
+            "joining": GangState.STARTING,
+            "switching": GangState.STARTING,
+            "thinning": GangState.LEAVING,
             "ended": GangState.ENDED,
         }.get(self.phase, GangState.RUNNING)
         if self.leave_s is not None and state is not GangState.ENDED:
             state = GangState.LEAVING
-        codes: list[int] | list[None] = self.exit_codes or [None] * self.workers
+        living = [self.dead.get(self.worker_id(rank)) for rank in range(self.workers)]
+        codes: list[int] | list[int | None] = self.exit_codes or living
         return GangObservation(
             job_id=self.spec.job_id,
             incarnation=self.spec.incarnation,
@@ -236,7 +268,8 @@ class FakeGang:
 
     def _next_event(self) -> tuple[float, str]:
         events = [(self.phase_ends_s, "phase")]
-        if self.phase in ("starting", "running", "hanging") and self.leave_s is not None:
+        leaves = ("starting", "running", "hanging", "broken", "handing")
+        if self.phase in leaves and self.leave_s is not None:
             events.append((self.leave_s, "leave"))
         if self.leave_s is None:
             events.append((self.lease_ends_s, "lease"))
@@ -270,7 +303,7 @@ class FakeGang:
         if self.behaviour.ignores_leave or self.phase == "hanging":
             self.phase, self.phase_ends_s = "saving", self.now_s + 2 * self.grace_s
             self.exit_codes = [-9] * self.workers
-        elif self.phase == "starting":
+        elif self.phase in ("starting", "broken"):
             self.end(GangOutcome.STOPPED, 0)
         else:
             self.step = math.floor(self.step + 1e-9)
@@ -286,6 +319,12 @@ class FakeGang:
                 for rank in range(self.workers):
                     self._say(ReportKind.STOPPED, rank)
             self.end(GangOutcome.STOPPED, -9 if killed else 0)
+        elif self.phase == "broken":
+            message = f"no plan without {', '.join(self.dead)} came within {self.behaviour.plan_wait_s:g} s"
+            self._say(ReportKind.FAILED, 0, message=message)
+            self.end(GangOutcome.FAILED, 75, message)
+        elif self.phase == "thinning":
+            self.end(GangOutcome.STOPPED, 0)
         else:
             self.end(GangOutcome.FINISHED, 0)
 
@@ -301,7 +340,6 @@ class FakeGang:
             return
         self.phase, self.phase_ends_s = "running", math.inf
         self.step = float(promotion.step) if promotion else 0.0
-        self.reported_step, self.reported_s = int(self.step), self.now_s
         if self.behaviour.reports:
             for rank in range(self.workers):
                 self._say(
@@ -312,9 +350,19 @@ class FakeGang:
                     samples=session.samples or self.behaviour.samples,
                     steps=self.total_steps,
                     micro_batch_size=micro,
+                    in_place=self.behaviour.in_place,
                 )
-            self.next_report_s = self.now_s + self.behaviour.report_interval_s
-            self.next_checkpoint_s = self.now_s + session.checkpoint_interval_s
+            self.begin_to_report()
+
+    def begin_to_report(self) -> None:
+        """Say something about the training from now on, and save now and then."""
+        self.reported_step, self.reported_s = self._shown_step(), self.now_s
+        self.next_report_s = self.now_s + self.behaviour.report_interval_s
+        self.next_checkpoint_s = self.now_s + self.spec.session.checkpoint_interval_s
+
+    def say_started(self, rank: int, **data: Any) -> None:
+        """Report that a worker is in this generation, with what it knows of the change."""
+        self._say(ReportKind.STARTED, rank, steps=self.total_steps, in_place=True, **data)
 
     def _reached(self, what: str, write: CheckpointWriter) -> None:
         if what == "fail":
@@ -404,6 +452,7 @@ def gang_from_json(raw: Mapping[str, Any]) -> FakeGang:
     spec["session"] = SessionConfig(**session)
     spec["placement"] = tuple(Slot(*slot) for slot in spec["placement"])
     spec["mode"] = RescaleMode(spec["mode"])
+    spec["lost"] = tuple(spec.get("lost", ()))
     values["spec"] = GangSpec(**spec)
     values["behaviour"] = FakeBehaviour(**values["behaviour"])
     values["outcome"] = GangOutcome(values["outcome"]) if values["outcome"] else None
