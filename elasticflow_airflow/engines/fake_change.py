@@ -39,7 +39,8 @@ def begin(change: FakeGang, base: FakeGang, now_s: float) -> None:
         change.behaviour = replace(change.behaviour, hang_at_step=None)
     change.start(now_s)
     joins = any(slot not in staying for slot in change.spec.placement)
-    change.phase, change.phase_ends_s = "joining", now_s + (change.behaviour.startup_s if joins else 0.0)
+    join_s = change.behaviour.startup_s if change.behaviour.join_s is None else change.behaviour.join_s
+    change.phase, change.phase_ends_s = "joining", now_s + (join_s if joins else 0.0)
 
 
 def advance_job(gangs: Sequence[FakeGang], now_s: float, write: CheckpointWriter) -> None:

@@ -64,7 +64,9 @@ class FakeBehaviour:
     """Does not save and leave when told to; ends by SIGKILL after the grace twice."""
     damaged_checkpoints: bool = False
     in_place: bool = False
-    """Its session can be changed without a restart: new workers take ``startup_s`` and then join."""
+    """Its session can be changed without a restart."""
+    join_s: float | None = None
+    """How long new workers take until they can join (None: ``startup_s``)."""
     in_place_pause_s: float = 0.084
     state_bytes: int = 44_000_000
     plan_wait_s: float = 60.0
