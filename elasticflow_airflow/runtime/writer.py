@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,26 +131,34 @@ class _Server:
                 self._connection.send(json.dumps(answer).encode())
 
     def _listen(self) -> None:
-        """Take work in, and end the process at once when the trainer does."""
-        trainer = os.pidfd_open(self._trainer)
-        if os.getppid() != self._trainer:
+        """Take work in, and end the process at once when the trainer does, whatever is being written."""
+        try:
+            trainer = os.pidfd_open(self._trainer)
+            while os.getppid() == self._trainer:
+                ready, _, _ = select.select([trainer, self._connection.fileno()], [], [])
+                if trainer in ready or not self._take_one():
+                    break
+        except Exception:  # noqa: BLE001  (shown; a writer that hears nothing must not stay)
+            traceback.print_exc()
+        finally:
             os._exit(0)
-        while True:
-            ready, _, _ = select.select([trainer, self._connection.fileno()], [], [])
-            if trainer in ready:
-                os._exit(0)
+
+    def _take_one(self) -> bool:
+        try:
             raw, descriptors, _, _ = socket.recv_fds(self._connection, MESSAGE_BYTES, 1)
-            if not raw:
-                os._exit(0)
-            message = json.loads(raw)
-            if descriptors:
-                # Read-only: nothing that goes wrong here can change what the trainer holds.
-                self._memories[message["buffer"]] = mmap.mmap(
-                    descriptors[0], os.fstat(descriptors[0]).st_size, prot=mmap.PROT_READ
-                )
-                os.close(descriptors[0])
-                self._memories.pop(message["instead_of"], None)
-            self._work.put(message)
+        except ConnectionResetError:  # It went without having read our last answer.
+            return False
+        if not raw:
+            return False
+        message = json.loads(raw)
+        for descriptor in descriptors:
+            # Read-only: nothing that goes wrong here can change what the trainer holds.
+            size = os.fstat(descriptor).st_size
+            self._memories[message["buffer"]] = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
+            os.close(descriptor)
+            self._memories.pop(message["instead_of"], None)
+        self._work.put(message)
+        return True
 
     def _do(self, message: Mapping[str, int]) -> dict[str, Any]:
         began_s = time.perf_counter()
