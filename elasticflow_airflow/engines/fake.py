@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from elasticflow_airflow.engines.fake_change import advance_job, base_of, begin
+from elasticflow_airflow.engines.fake_change import advance_job, base_of, begin, interrupt
 from elasticflow_airflow.engines.fake_gang import (
     CheckpointWriter,
     FakeBehaviour,
@@ -233,6 +233,8 @@ class FakeEngine:
         """One worker of the gang that trains dies by itself, and the gang with it, unless it can go on in place."""
         with self.world.lock:
             gang = self._running(job_id)
+            if gang.phase == "handing":
+                interrupt(self.world.of(job_id), gang, rank, exit_code)
             others = [r for r in range(gang.workers) if r != rank and gang.worker_id(r) not in gang.dead]
             if exit_code < 0 and gang.behaviour.in_place and gang.phase in ("running", "broken") and others:
                 gang.break_down(rank, exit_code)

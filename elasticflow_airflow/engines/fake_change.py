@@ -35,12 +35,23 @@ def begin(change: FakeGang, base: FakeGang, now_s: float) -> None:
         staying.get(slot, f"g{number:06d}-r{rank:03d}") for rank, slot in enumerate(change.spec.placement)
     ]
     change.continues = base.spec.generation
+    change.behaviour = base.behaviour
     if base.phase == "hanging":  # whoever hung is killed
-        change.behaviour = replace(change.behaviour, hang_at_step=None)
+        change.behaviour = replace(base.behaviour, hang_at_step=None)
     change.start(now_s)
     joins = any(slot not in staying for slot in change.spec.placement)
     join_s = change.behaviour.startup_s if change.behaviour.join_s is None else change.behaviour.join_s
     change.phase, change.phase_ends_s = "joining", now_s + (join_s if joins else 0.0)
+
+
+def interrupt(gangs: Sequence[FakeGang], base: FakeGang, rank: int, exit_code: int) -> None:
+    """A worker dies in the middle of a switch: the others are where they were, and it does not come about any more."""
+    for change in gangs:
+        if change.phase == "switching":
+            change.phase, change.phase_ends_s = "joining", change.now_s
+            if base.worker_id(rank) in change.members:
+                change.dead[base.worker_id(rank)] = exit_code
+    base.phase = "running"
 
 
 def advance_job(gangs: Sequence[FakeGang], now_s: float, write: CheckpointWriter) -> None:
