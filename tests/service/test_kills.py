@@ -58,6 +58,9 @@ class Task:
     cancel_at_s: float | None = None
     amend_at_s: float | None = None
     new_deadline_at: float | None = None
+    worker_dies_at_s: float | None = None
+    """One of its workers is killed as soon as it has two and trains in place; at the same age, one that is joining."""
+    joiner_dies_at_s: float | None = None
 
 
 @dataclass
@@ -122,19 +125,39 @@ class Lives:
             self.memory[0] += self.pace_s
             world.step(self.pace_s)
             self._look_at_machines(world)
+            for number, task in enumerate(self.tasks):
+                self._kill_workers(world, number, task)
         raise AssertionError("not all jobs have come to their end:\n" + "\n".join(world.story()))
 
     @staticmethod
     def _look_at_machines(world) -> None:
         """What the machines themselves say, whatever the service believes."""
         holding = [gang for gang in world.engine.world.gangs.values() if gang.started and gang.phase != "ended"]
-        slots = [slot for gang in holding for slot in gang.spec.placement]
-        assert len(slots) == len(set(slots)), f"a slot was given to two gangs: {slots}"
+        holders = {(slot, gang.spec.job_id) for gang in holding for slot in gang.spec.placement}
+        assert len(holders) == len({slot for slot, _ in holders}), f"a slot was given to two jobs: {holders}"
         jobs = [gang.spec.job_id for gang in holding]
-        assert len(jobs) == len(set(jobs)), f"two generations of a job hold slots: {jobs}"
+        alone = [gang.spec.job_id for gang in holding if gang.continues is None]
+        assert len(alone) == len(set(alone)), f"two generations of a job hold slots: {jobs}"
         with world.store.read() as reader:
             owned = {row.job_id for _, row in reader.undrained()}
         assert set(jobs) <= owned, f"a gang runs for no job: {set(jobs) - owned}"
+
+    def _kill_workers(self, world, number: int, task: Task) -> None:
+        """What machines do to workers: each once (or again, when the service is killed before that is noted)."""
+        gangs = [g for g in world.engine.world.gangs.values() if f"-task{number}-" in g.spec.job_id]
+        phases = {gang.phase: gang for gang in gangs}
+        trains = phases.get("running")
+        died, unborn = 301 + number, 401 + number
+        due = task.worker_dies_at_s is not None and self.elapsed_s >= task.worker_dies_at_s
+        if due and not self.memory[died] and trains is not None and trains.workers > 1:
+            self.memory[died] = 1.0
+            world.engine.fail_worker(trains.spec.job_id, rank=1)
+        due = task.joiner_dies_at_s is not None and self.elapsed_s >= task.joiner_dies_at_s
+        if due and not self.memory[unborn] and "joining" in phases:
+            change = phases["joining"]
+            if any(name.startswith(f"g{change.spec.generation:06d}-") for name in change.members):
+                self.memory[unborn] = 1.0
+                world.engine.fail_joiner(change.spec.job_id)
 
     def _own(self, world, number: int, task: Task) -> bool:
         """What the owner of a job does at this moment; True when there is nothing left to do."""
@@ -170,6 +193,14 @@ class Lives:
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         return Counter(line.split(" ", 1)[1] for line in lines)
 
+    def story_of_changes(self) -> Counter[str]:
+        """Which kinds of events there were, and how often."""
+        world = self.open()
+        try:
+            return Counter(event.kind for event in world.events())
+        finally:
+            world.stop()
+
     def check(self) -> None:
         """Every job came to its end exactly once; no generation was doubled; no slot was given to two gangs."""
         world = self.open()
@@ -194,9 +225,9 @@ class Lives:
                 assert not kinds["restarting"], story
                 assert not kinds["warning"], story
                 assert [g.generation for g in generations] == list(range(1, job.generation + 1)), story
-                ordered = [e.data["generation"] for e in events if e.kind == "resized" and "slots" in e.data]
+                ordered = [e.data["generation"] for e in events if "slots" in e.data and "generation" in e.data]
                 assert ordered == [g.generation for g in generations], story
-                started = [e.data["generation"] for e in events if e.kind == "started"]
+                started = [e.data["generation"] for e in events if e.kind in ("started", "rescaled")]
                 assert len(started) == len(set(started)), story
                 assert all(g.handled for g in generations), story
                 claim = int(self.memory[1 + number])
@@ -221,13 +252,10 @@ class Lives:
                     assert kinds["acknowledged"] == 1, story
                 for g in generations:
                     if g.holding_at is not None:
-                        held += [
-                            (node, index, g.holding_at, g.ended_at, f"{job_id} g{g.generation}")
-                            for node, index in g.placement
-                        ]
+                        held += [(node, index, g.holding_at, g.ended_at, job_id) for node, index in g.placement]
             for i, (node, index, since, until, who) in enumerate(held):
                 for other_node, other_index, other_since, other_until, other in held[i + 1 :]:
-                    if (node, index) == (other_node, other_index):
+                    if (node, index) == (other_node, other_index) and who != other:  # its own may go on in place
                         assert until <= other_since or other_until <= since, f"{node}:{index} had {who} and {other}"
             assert not world.engine.world.gangs, "a gang was left behind"
         finally:
@@ -273,6 +301,61 @@ def test_a_day_of_jobs_survives_a_service_that_is_killed_again_and_again(make_li
         pass
     lives.check()
     assert lives.kills == 40
+
+
+IN_PLACE = {"in_place": True, "startup_s": 2.0, "join_s": 4.0}
+
+
+def day_in_place() -> list[Task]:
+    """Jobs that are measured, grow, shrink and make room without a restart, of which workers die now and then."""
+    return [
+        Task(0.0, {"steps": 700, "deadline_at": deadline(300), "fake": IN_PLACE}, joiner_dies_at_s=1.0),
+        Task(4.0, {"steps": 500, "best_effort": True, "scaling_curve": CURVE, "fake": IN_PLACE}, worker_dies_at_s=12.0),
+        Task(14.0, {"steps": 320, "deadline_at": deadline(80), "scaling_curve": CURVE, "fake": IN_PLACE}),
+        Task(15.0, {"steps": 5000, "best_effort": True, "fake": IN_PLACE}, ends="cancelled", cancel_at_s=60.0),
+        Task(
+            30.0, {"steps": 900, "best_effort": True, "scaling_curve": CURVE, "fake": IN_PLACE}, worker_dies_at_s=70.0
+        ),
+    ]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 7))])
+def test_changes_in_place_survive_a_service_that_is_killed_again_and_again(make_lives, seed):
+    lives = make_lives(day_in_place())
+    chance = random.Random(seed)
+    while not lives.live(chance.randint(1, 60) if lives.kills < 40 else 0):
+        pass
+    lives.check()
+    assert lives.kills == 40
+    changes = lives.story_of_changes()
+    assert changes["rescaled"] >= 3, changes
+    assert changes["worker_lost"], changes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_one_change_in_place_survives_a_kill_at_each_single_point(make_lives):
+    """A job grows when another ends, loses a worker, goes on and grows again: killed at each point of that."""
+
+    def tasks() -> list[Task]:
+        first = {"steps": 60, "best_effort": True, "scaling_curve": {1: 10.0}, "max_workers": 1, "fake": IN_PLACE}
+        grows = {"steps": 260, "best_effort": True, "scaling_curve": {1: 10.0, 2: 18.0}, "fake": IN_PLACE}
+        return [Task(0.0, first), Task(0.0, grows, worker_dies_at_s=14.0)]
+
+    crash_at = 0
+    done = False
+    while not done:
+        crash_at += 1
+        lives = make_lives(tasks(), nodes=(1, 2), pace_s=1.0)
+        done = lives.live(crash_at)
+        if not done:
+            assert lives.live(0)
+        lives.check()
+        changes = lives.story_of_changes()
+        assert changes["worker_lost"] == 1, (crash_at, changes)
+        assert changes["rescaled"] >= 2, (crash_at, changes)
+        shutil.rmtree(lives.base)
+    assert crash_at > 100
 
 
 @pytest.mark.slow
