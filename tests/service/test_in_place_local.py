@@ -1,0 +1,179 @@
+"""Changes of workers in place with real torchrun under the real service: grow, lose a worker, shrink, each sample once.
+
+The script counts how often each sample is used: equal weights would not prove that each was used exactly once.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticflow_airflow.client import ElasticFlowClient, Endpoint, snapshot_script
+from elasticflow_airflow.engines.local.folder import SupervisorFolder
+from elasticflow_airflow.wire import Command, Event, JobIdentity, JobSubmission, Length
+
+pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
+
+SAMPLES, BATCH = 640, 32
+STEPS_PER_EPOCH = SAMPLES // BATCH
+COUNTING = f"""
+import sys
+import time
+import torch
+from elasticflow_airflow import runtime
+
+SAMPLES, BATCH = {SAMPLES}, {BATCH}
+
+class Counter(torch.nn.Module):
+    '''Every use of a sample adds 1/BATCH to its weight: exactly, as BATCH is a power of two.'''
+    def __init__(self):
+        super().__init__()
+        self.uses = torch.nn.Parameter(torch.zeros(SAMPLES))
+    def forward(self, ids):
+        return -self.uses[ids].mean()
+
+session = runtime.init(epochs=int(sys.argv[1]))
+loader = session.dataloader(range(SAMPLES), global_batch_size=BATCH, shuffle=True)
+model = Counter()
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+session.register(model=model, optimizer=optimizer)
+for epoch in session.epochs():
+    for batch in loader:
+        with session.step() as step:
+            for ids in step.split(batch):
+                step.backward(model(ids))
+            optimizer.step()
+            optimizer.zero_grad()
+        time.sleep(0.1)
+        session.log(loss=step.loss)
+uses = model.uses.detach() * BATCH
+session.finish(metrics={{"least": float(uses.min()), "most": float(uses.max())}})
+"""
+
+
+@dataclass
+class Trial:
+    """A service with two CPU slots, and its jobs."""
+
+    client: ElasticFlowClient
+    state_dir: Path
+    snapshot: Any
+    claims: dict[str, int] = field(default_factory=dict)
+
+    def submit(self, task: str, epochs: int, **given: Any) -> str:
+        submission = JobSubmission(
+            identity=JobIdentity(dag_id="daily", run_id="run1", task_id=task),
+            command=Command(snapshot=self.snapshot.sha256, script="train.py", args=(str(epochs),)),
+            length=Length(epochs=epochs, samples=SAMPLES),
+            global_batch_size=BATCH,
+            best_effort="deadline_at" not in given,
+            **given,
+        )
+        self.client.upload_snapshot(self.snapshot)
+        job_id = submission.identity.job_id
+        self.claims[job_id] = self.client.submit(submission).claim
+        return job_id
+
+    def events(self, job_id: str, kind: str) -> list[Event]:
+        return [event for event in self.client.events(job_id) if event.kind == kind]
+
+    def wait(self, condition: Callable[[], Any], what: str, limit_s: float = 120.0) -> Any:
+        end = time.monotonic() + limit_s
+        while not (value := condition()):
+            assert time.monotonic() < end, f"waited {limit_s} s in vain: {what}\n{self.story()}"
+            time.sleep(0.05)
+        return value
+
+    def story(self) -> str:
+        events = sorted((e for job_id in self.claims for e in self.client.events(job_id)), key=lambda e: e.at)
+        lines = [f"{event.at:.1f} {event.job_id} {event.kind}: {event.reason}" for event in events]
+        for path in sorted(self.state_dir.glob("jobs/*/i*/logs/*.log")):
+            lines += [f"-- {path.name}", *path.read_text(errors="replace").splitlines()[-15:]]
+        return "\n".join(lines)
+
+    def kill_worker(self, job_id: str, worker_id: str) -> None:
+        for path in (self.state_dir / "jobs" / job_id).glob("i*/supervisors/*/status.json"):
+            status = SupervisorFolder(path.parent).read_status()
+            worker = status.workers.get(worker_id) if status is not None else None
+            if worker is not None and worker.trainer is not None:
+                worker.trainer.kill()
+                return
+        raise AssertionError(f"no trainer of {worker_id} is known\n{self.story()}")
+
+    def ends(self, job_id: str, epochs: int) -> None:
+        """It comes to its end without a restart, and has used every sample once an epoch."""
+        self.wait(lambda: self.client.renew(job_id, self.claims[job_id]).state.terminal, f"{job_id} ends", 300)
+        status = self.client.status(job_id)
+        assert status.state == "succeeded", self.story()
+        assert status.result is not None
+        assert status.result.steps == epochs * STEPS_PER_EPOCH, self.story()
+        assert status.result.metrics == {"least": epochs, "most": epochs}, self.story()
+        assert not self.events(job_id, "restarting"), self.story()
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines of processes that belong to a state directory, by their arguments or environment."""
+    needle, found = os.fsencode(folder), []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{name}/cmdline").read_bytes()
+            about = words + Path(f"/proc/{name}/environ").read_bytes()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        if int(name) != os.getpid() and needle in about:
+            found.append(words.replace(b"\0", b" ").decode(errors="replace"))
+    return found
+
+
+@pytest.fixture
+def trial(daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    script = tmp_path / "code" / "train.py"
+    script.parent.mkdir()
+    script.write_text(COUNTING)
+    state_dir = daemons.state_dir("state")
+    service = daemons.popen("state", engine="local", slots=2, checkpoint_interval_s=5, profile_s=1)
+    client = open_client(Endpoint(socket_path=state_dir / "service.sock"))
+    client.retry_for_s = 60.0
+    yield Trial(client, state_dir, snapshot_script(script))
+    service.terminate()
+    service.wait(30.0)
+    for status_file in state_dir.glob("jobs/*/i*/supervisors/*/status.json"):
+        status = SupervisorFolder(status_file.parent).read_status()
+        if status is not None and status.supervisor is not None:
+            status.supervisor.kill()
+    end = time.monotonic() + 30
+    while left := processes_of(state_dir):
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_training_grows_loses_a_worker_grows_again_and_makes_room(trial):
+    short = trial.submit("short", 2, max_workers=1, scaling_curve={1: 8.0})
+    job = trial.submit("long", 45, scaling_curve={1: 6.0, 2: 9.0}, logical_workers=4)
+    trial.wait(lambda: trial.client.status(job).step > 3, "it trains beside the other")
+    trial.ends(short, 2)
+    (grown,) = trial.wait(lambda: trial.events(job, "rescaled"), "it grows in place")
+    assert grown.reason.startswith("rescaled in place from 1 to 2 workers at step "), trial.story()
+    assert 0 < grown.data["pause_s"] < 10
+
+    step = trial.client.status(job).step
+    trial.wait(lambda: trial.client.status(job).step > step + 5, "both train")
+    trial.kill_worker(job, "g000002-r001")
+    (lost,) = trial.wait(lambda: trial.events(job, "worker_lost"), "the death is seen")
+    assert lost.reason.endswith("died (signal 9): 1 worker goes on from memory")
+    trial.wait(lambda: len(trial.events(job, "rescaled")) >= 2, "the other goes on")
+    trial.wait(lambda: len(trial.events(job, "rescaled")) >= 3, "it grows again")
+
+    other = trial.submit("other", 2, max_workers=1, scaling_curve={1: 8.0}, deadline_at=time.time() + 200)
+    trial.wait(lambda: len(trial.events(job, "rescaled")) >= 4, "it makes room")
+    trial.ends(other, 2)
+    trial.ends(job, 45)
