@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import Dataset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +121,8 @@ class Batch:
 class Fetcher(Protocol):
     """Gets what tickets stand for, ahead of time where it can."""
 
-    def expect(self, tickets: Sequence[Ticket]) -> None:
-        """Say what will be asked for next, in order. What was expected before and is not here is dropped."""
+    def expect(self, tickets: Iterable[Ticket]) -> None:
+        """Say what will be asked for from now on, in order. What was expected before is dropped."""
         ...
 
     def get(self, ticket: Ticket) -> Any:
@@ -133,26 +132,6 @@ class Fetcher(Protocol):
     def close(self) -> None:
         """Let go of processes and held batches."""
         ...
-
-
-class DirectFetcher:
-    """Fetches in this process, when asked."""
-
-    def __init__(self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any]) -> None:
-        self._dataset, self._collate = dataset, collate_fn
-
-    def expect(self, tickets: Sequence[Ticket]) -> None:
-        """Nothing is fetched ahead."""
-
-    def get(self, ticket: Ticket) -> Any:
-        """Fetch under the ticket's seed; the random state of the caller stays as it was."""
-        with seeded(ticket.seed):
-            if hasattr(self._dataset, "__getitems__"):
-                return self._collate(self._dataset.__getitems__(list(ticket.indices)))
-            return self._collate([self._dataset[index] for index in ticket.indices])
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 @contextmanager
@@ -175,7 +154,6 @@ def seeded(seed: int) -> Iterator[None]:
 
 _OWN_OPTIONS = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last", "in_order", "generator"})
 """Options of ``DataLoader`` that would contradict the plan."""
-_AHEAD_STEPS = 2
 
 
 class ElasticLoader:
@@ -203,6 +181,7 @@ class ElasticLoader:
         self._position, self._owned, self._finished = position, owned, finished
         self._order: tuple[int, list[int]] = (-1, [])
         self._jumped = False
+        self._expected: tuple[int, int, range, int] | None = None
 
     def __len__(self) -> int:
         return self.plan.steps_per_epoch
@@ -227,16 +206,21 @@ class ElasticLoader:
 
     def batch(self, epoch: int, step_in_epoch: int) -> Batch:
         """Fetch this worker's part of any step's batch, as ownership is now."""
-        owned = self._owned()
-        last = min(step_in_epoch + _AHEAD_STEPS, self.plan.steps_per_epoch - 1)
-        ahead = [t for step in range(step_in_epoch, last + 1) for t in self._tickets(epoch, step, owned) if t.indices]
-        self._fetcher.expect(ahead)
+        owned, logical_workers = self._owned(), self._logical_workers()
+        if self._expected != (epoch, step_in_epoch, owned, logical_workers):
+            self._fetcher.expect(self._upcoming(epoch, step_in_epoch, owned))
+        self._expected = (epoch, step_in_epoch + 1, owned, logical_workers)
         shares = tuple(
             Share(ticket, self._fetcher.get(ticket) if ticket.indices else None)
             for ticket in self._tickets(epoch, step_in_epoch, owned)
         )
         size = len(self.plan.global_batch(self._order[1], step_in_epoch))
         return Batch(shares=shares, global_samples=size, epoch=epoch, step_in_epoch=step_in_epoch)
+
+    def _upcoming(self, epoch: int, step_in_epoch: int, owned: range) -> Iterator[Ticket]:
+        """All tickets from a step to the end of its epoch, as long as nothing changes."""
+        for step in range(step_in_epoch, self.plan.steps_per_epoch):
+            yield from (ticket for ticket in self._tickets(epoch, step, owned) if ticket.indices)
 
     def _tickets(self, epoch: int, step: int, owned: range) -> list[Ticket]:
         if self._order[0] != epoch:

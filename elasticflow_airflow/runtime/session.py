@@ -32,11 +32,11 @@ from elasticflow_airflow.runtime.context import Context, detect
 from elasticflow_airflow.runtime.data import (
     Batch,
     BatchPlan,
-    DirectFetcher,
     ElasticLoader,
     mix_seed,
     refuse_own_options,
 )
+from elasticflow_airflow.runtime.fetching import make_fetcher
 from elasticflow_airflow.runtime.group import GroupBroken, WorkerGroup
 from elasticflow_airflow.runtime.logical import choose_logical_workers, owned_by
 from elasticflow_airflow.runtime.machinery import Machinery, Sums, from_rows, to_row
@@ -261,7 +261,7 @@ class Session:
         )
         self._loader = ElasticLoader(
             plan,
-            DirectFetcher(dataset, collate_fn or default_collate),
+            make_fetcher(dataset, collate_fn or default_collate, options),
             logical_workers=lambda: self.logical_workers,
             position=self._position,
             owned=lambda: owned_by(self.rank, self.world_size, self.logical_workers),

@@ -12,7 +12,6 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from elasticflow_airflow.runtime.data import (
     BatchPlan,
-    DirectFetcher,
     ElasticLoader,
     mix_seed,
     refuse_own_options,
@@ -20,6 +19,7 @@ from elasticflow_airflow.runtime.data import (
     split_content,
     to_device,
 )
+from elasticflow_airflow.runtime.fetching import DirectFetcher
 
 
 class Squares(Dataset[int]):
