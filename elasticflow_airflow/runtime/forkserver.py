@@ -1,9 +1,10 @@
 """A process that has imported torch and forks torchrun agents on request: one import for all workers of a supervisor.
 
 Run by the supervisor as ``python -m elasticflow_airflow.runtime.forkserver FD``, FD being one end of a Unix socket
-pair. Each request is one JSON message with the descriptor of the worker's output; each answer one JSON message:
-``{"warm"}`` when the imports are done, ``{"worker_id", "pid"}`` when a worker's agent was forked, ``{"worker_id",
-"exit_code"}`` when it ended.
+pair; or forked by a process of the warm pool (``zygote.py``), which has done the imports for many. Each request is one
+JSON message with the descriptor of the worker's output; each answer one JSON message: ``{"warm"}`` (the pid) when the
+imports are done, ``{"worker_id", "pid"}`` when a worker's agent was forked, ``{"worker_id", "exit_code"}`` when it
+ended. A fork of the pool gets ``{"env", "cwd"}`` first, with the descriptor for what it has to complain about.
 
 It may only import: a process that has run a parallel operation or touched CUDA must not be forked. May import
 torch and the standard library only.
@@ -11,6 +12,8 @@ torch and the standard library only.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -19,6 +22,7 @@ import select
 import signal
 import socket
 import sys
+import time
 import traceback
 from typing import Any, NoReturn
 
@@ -33,19 +37,48 @@ MORE = (
 """Imported only while no agent is asked for. They start no thread and read nothing of the worker's environment."""
 
 
+_PR_SET_CHILD_SUBREAPER = 36
+_END_LIMIT_S = 10.0
+
+
 def main(descriptor: int) -> int:
     """Import, then serve until the supervisor hangs up."""
     die_with_parent(int(os.environ[PARENT_ENV]))
     channel = socket.socket(fileno=descriptor)
-    _import_everything()
+    import_everything()
     _import_more_while_idle(channel)
-    _send(channel, {"warm": True})
     # What was imported stays shared between the forks: the collector would touch, and thereby copy, all of it.
     gc.freeze()
+    return _serve(channel)
+
+
+def serve_adopted(channel: socket.socket) -> int:
+    """Serve a supervisor that is not the parent: its end of the channel closes when it dies, whatever killed it.
+
+    What the workers leave behind becomes a child of this process, not of the supervisor, and is ended here.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    message, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE, 1)
+    if not message:
+        return 0
+    setup = json.loads(message)
+    for number in (1, 2):
+        os.dup2(descriptors[0], number)
+    os.close(descriptors[0])
+    os.environ.clear()
+    os.environ.update(setup["env"])
+    os.chdir(setup["cwd"])
+    exit_code = _serve(channel)
+    _end_children()
+    return exit_code
+
+
+def _serve(channel: socket.socket) -> int:
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(write_end)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     children: dict[int, str] = {}
+    _send(channel, {"warm": os.getpid()})
     while True:
         ready, _, _ = select.select([channel.fileno(), read_end], [], [])
         if read_end in ready:
@@ -65,7 +98,8 @@ def main(descriptor: int) -> int:
             _send(channel, {"worker_id": request["worker_id"], "pid": pid})
 
 
-def _import_everything() -> None:
+def import_everything() -> None:
+    """Import what agents and trainers need in any case."""
     import torch.distributed.elastic.agent.server.local_elastic_agent
     import torch.distributed.elastic.multiprocessing.errors
     import torch.distributed.run  # noqa: F401
@@ -85,15 +119,47 @@ def _import_more_while_idle(channel: socket.socket) -> None:
 
 
 def _report_ended(channel: socket.socket, children: dict[int, str]) -> None:
-    for pid, worker_id in list(children.items()):
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            del children[pid]
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        worker_id = children.pop(pid, None)  # None: somebody whom a worker left behind
+        if worker_id is not None:
             _send(channel, {"worker_id": worker_id, "exit_code": os.waitstatus_to_exitcode(status)})
 
 
+def _end_children() -> None:
+    """Kill the agents, and what is orphaned by that, until nobody is left."""
+    end_s = time.monotonic() + _END_LIMIT_S
+    while time.monotonic() < end_s:
+        for pid in _children():
+            os.kill(pid, signal.SIGKILL)  # our own child, which nobody else waits for: the pid is its own still
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _children() -> list[int]:
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat") as file:
+                parent = file.read().rpartition(")")[2].split()[1]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(parent) == os.getpid():
+            found.append(int(name))
+    return found
+
+
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:
-    channel.send(json.dumps(message).encode())
+    # Whoever has hung up shows at the next read, which ends everything.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        channel.send(json.dumps(message).encode())
 
 
 def _become_agent(request: dict[str, Any], output: int, private: tuple[int, ...]) -> NoReturn:

@@ -252,17 +252,21 @@ class LocalBench(Bench):
 
     def left_behind(self) -> list[str]:
         end_s = time.monotonic() + 5.0
-        while (found := processes_of(self.base)) and time.monotonic() < end_s:
+        while (found := self.processes()) and time.monotonic() < end_s:
             time.sleep(0.05)
         return found
 
+    def processes(self) -> list[str]:
+        """All processes that belong to this bench, as of now."""
+        return processes_of(self.base)
+
     def end(self) -> None:
-        for engine in (self.engine, *self.others):
+        engines = (self.engine, *self.others)
+        for engine in engines:
             for job_id in ("job", "other", *{gang.job_id for gang in engine.observe()}):
                 engine.stop(job_id, 0.1, "the test is over")
-        wait_until(lambda: not self.left_behind(), f"processes left behind: {self.left_behind()}", 30)
-        for engine in (self.engine, *self.others):
             engine.close()
+        wait_until(lambda: not self.left_behind(), f"processes left behind: {self.left_behind()}", 30)
 
 
 @pytest.fixture

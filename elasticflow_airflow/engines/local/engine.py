@@ -19,6 +19,7 @@ from elasticflow_airflow.engines.local.folder import Order
 from elasticflow_airflow.engines.local.interpreter import InterpreterCheck
 from elasticflow_airflow.engines.local.layout import NodeLayout, detect_nodes
 from elasticflow_airflow.engines.local.observing import Observer
+from elasticflow_airflow.engines.local.pool import WarmPool
 from elasticflow_airflow.engines.local.records import GangRecord, JobRecord
 from elasticflow_airflow.engines.local.starting import Starter
 from elasticflow_airflow.engines.port import EngineError, EngineNode, GangObservation, GangSpec, LogChunk
@@ -34,6 +35,8 @@ class LocalEngine:
     """The engine port on this machine. Thread-safe; one object per state directory.
 
     ``nodes`` default to what :func:`detect_nodes` finds; ``slot_lock_dir`` is shared by all services of this user.
+    ``warm_imports`` None: every job imports for itself. Else a process that has imported torch and these modules waits
+    for jobs of the service's interpreter from now on, and is kept for other interpreters once they were used.
     Raises EngineError when the state directory cannot be used.
     """
 
@@ -46,6 +49,7 @@ class LocalEngine:
         environ: Mapping[str, str] | None = None,
         log_segment_bytes: int = logs.SEGMENT_BYTES,
         log_segments: int = logs.KEEP_SEGMENTS,
+        warm_imports: Sequence[str] | None = None,
     ) -> None:
         self._state_dir = state_dir.resolve()
         self._records_dir = self._state_dir / "engine"
@@ -62,7 +66,9 @@ class LocalEngine:
                 self._lock_dir,
                 os.environ if environ is None else environ,
                 (log_segment_bytes, log_segments),
+                None if warm_imports is None else WarmPool(warm_imports, self._state_dir / "pool"),
             )
+            self._starter.warm_pool()
             self._observer = Observer(self._starter.is_coming_up, self._save)
             for path in sorted(self._records_dir.glob("*.json")):
                 record = JobRecord.load(path)

@@ -17,6 +17,7 @@ from elasticflow_airflow.engines.local.bridge import prepare_bridge
 from elasticflow_airflow.engines.local.environment import inherited, worker_environment
 from elasticflow_airflow.engines.local.folder import SupervisorFolder, SupervisorSpec, WorkerSpec
 from elasticflow_airflow.engines.local.layout import NodeLayout, SlotLayout
+from elasticflow_airflow.engines.local.pool import WarmPool
 from elasticflow_airflow.engines.local.records import GangRecord
 from elasticflow_airflow.engines.local.supervisor import EXIT_NOT_NEEDED
 from elasticflow_airflow.engines.port import EngineError, GangSpec
@@ -34,11 +35,13 @@ class Starter:
         lock_dir: Path,
         environ: Mapping[str, str],
         log_limits: tuple[int, int],
+        pool: WarmPool | None = None,
     ) -> None:
         self.nodes = {node.node_id: node for node in nodes}
         self._state_dir, self._lock_dir = state_dir, lock_dir
         self._environ, self._log_limits = dict(environ), log_limits
         self._bridge = prepare_bridge(state_dir)
+        self._pool = pool
         self._supervisors: dict[Path, subprocess.Popen[bytes]] = {}
 
     def is_coming_up(self, folder: SupervisorFolder) -> bool:
@@ -59,6 +62,15 @@ class Starter:
             # Else the interpreter warns that they still run.
             process.returncode = process.returncode or 0
         self._supervisors.clear()
+        if self._pool is not None:
+            self._pool.close()
+
+    def warm_pool(self) -> None:
+        """Have the pool import for what most jobs are: the service's own interpreter, and nothing special."""
+        slot = next((slot for node in self.nodes.values() for slot in node.slots), None)
+        if self._pool is not None and slot is not None:
+            env = worker_environment(self._environ, {}, str(self._bridge))
+            self._pool.warm(sys.executable, env | _threads_of(slot))
 
     def check_slots(self, wanted: Iterable[Slot]) -> None:
         """Raise EngineError when somebody holds a slot."""
@@ -109,14 +121,23 @@ class Starter:
 
     def _spawn(self, folder: SupervisorFolder, spec: GangSpec) -> subprocess.Popen[bytes]:
         folder.renew()
-        with folder.log.open("ab") as log:
+        pool = None
+        if self._pool is not None:
+            first = folder.read_spec()
+            pool = self._pool.take(first.python, {**first.env, **first.workers[0].env}, spec.secret_env)
+        channel = () if pool is None else (pool.fileno(),)
+        with folder.log.open("ab") as log, pool or contextlib.nullcontext():
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "elasticflow_airflow.engines.local.supervisor", str(folder.path)],
+                [
+                    *(sys.executable, "-P", "-m", "elasticflow_airflow.engines.local.supervisor", str(folder.path)),
+                    *map(str, channel),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=folder.path,
                 env={**inherited(self._environ), "PYTHONPATH": str(self._bridge)},
+                pass_fds=channel,
                 start_new_session=True,
             )
         assert process.stdin is not None
@@ -167,8 +188,7 @@ class Starter:
     def _slot_env(self, slot: Slot, spec: GangSpec) -> dict[str, str]:
         """What ties a worker to its slot. A thread count that the user set stays."""
         layout = self.layout(slot)
-        threads = str(layout.threads)
-        env = {name: threads for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name not in spec.env}
+        env = {name: threads for name, threads in _threads_of(layout).items() if name not in spec.env}
         env["ELASTICFLOW_CORES"] = ",".join(map(str, layout.cores))
         # Its own device first: cuda:0 is right. Then the job's others, so that peer-to-peer copies work.
         others = [self.layout(other).gpu for other in spec.placement if other != slot]
@@ -184,3 +204,7 @@ class Starter:
             there = ", ".join(f"{n.node_id} ({len(n.slots)} slots)" for n in self.nodes.values())
             raise EngineError(f"there is no slot {slot.node_id}:{slot.index}; there are {there}")
         return node.slots[slot.index]
+
+
+def _threads_of(layout: SlotLayout) -> dict[str, str]:
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(layout.threads))

@@ -1,6 +1,7 @@
 """The supervisor: a small process that runs one generation's workers on one node and outlives the service.
 
-``python -m elasticflow_airflow.engines.local.supervisor FOLDER``, with ``{"secret_env": {...}}`` on standard input.
+``python -m elasticflow_airflow.engines.local.supervisor FOLDER [FD]``, with ``{"secret_env": {...}}`` on standard
+input; FD is a channel to a fork server of the warm pool.
 It holds the locks of its slots, spawns a torchrun agent per worker, keeps their output, watches orders and lease,
 and writes down what is. It imports neither torch nor the service: killed with ``kill -9``, it takes its workers along.
 """
@@ -14,6 +15,7 @@ import logging
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -37,6 +39,8 @@ from elasticflow_airflow.runtime.protocol import (
 
 TICK_S = 0.1
 GO_TICK_S = 0.02
+POOL_LIMIT_S = 20.0
+"""A fork server of the warm pool that is not there after so long is replaced by one of our own."""
 EXIT_NOT_NEEDED = 3
 """Exit status: another supervisor is there, or nothing was asked of this one."""
 PLAIN_DELAY_S = 1.0
@@ -51,13 +55,14 @@ logger = logging.getLogger("elasticflow.supervisor")
 class Supervisor:
     """The loop and its state. Everything that matters to others is in ``status``."""
 
-    def __init__(self, folder: SupervisorFolder, spec: SupervisorSpec) -> None:
-        self._folder, self._spec = folder, spec
+    def __init__(self, folder: SupervisorFolder, spec: SupervisorSpec, pool: socket.socket | None = None) -> None:
+        self._folder, self._spec, self._pool = folder, spec, pool
         self._incarnation_dir = Path(spec.incarnation_dir)
         self._failure_path = failure_path(self._incarnation_dir, spec.chain)
         self.status = Status(supervisor=ProcessId.of(os.getpid()))
         self._workers = {worker.worker_id: Worker(spec, worker, folder) for worker in spec.workers}
         self._server: ForkServer | None = None
+        self._colder: Callable[[], ForkServer]
         self._order: Order | None = None
         self._order_stamp: tuple[int, int] | None = None
         self._told_s = 0.0
@@ -139,15 +144,22 @@ class Supervisor:
         outputs = [worker.open_output() for worker in self._workers.values()]
         # What the server has to complain about belongs in the first worker's log.
         env = {**self._spec.env, **self._spec.workers[0].env, **secret_env}
-        self._server = ForkServer(self._spec.python, env, self._folder.path, outputs[0])
+        self._server = ForkServer(self._spec.python, env, self._folder.path, outputs[0], self._pool)
+        self._colder = lambda: ForkServer(self._spec.python, env, self._folder.path, outputs[0])
         return outputs
 
     def _wait_for_go(self) -> bool:
-        while not self._folder.go.exists():
+        assert self._server is not None
+        pool_ends_s = time.monotonic() + POOL_LIMIT_S
+        while not self._folder.go.exists() or (self._server.is_adopted and not self._server.warm):
             self._move_output(GO_TICK_S)
-            if self._server is not None and not self._server.warm:
+            if not self._server.warm:
                 self._server.poll()
-                if self._server.warm:
+                if self._server.useless or (self._server.is_adopted and time.monotonic() > pool_ends_s):
+                    logger.info("the warm pool does not serve: importing by itself")
+                    self._server.close()
+                    self._server = self._colder()
+                elif self._server.warm:
                     self._folder.warm.touch()
             if self._folder.read_order() is not None or self._lease_has_expired():
                 return False
@@ -353,8 +365,9 @@ class Supervisor:
             logger.error("progress could not be reported: %s", error)
 
 
-def main(folder_path: str) -> int:
+def main(folder_path: str, channel: str | None = None) -> int:
     """Run the supervisor of a folder; another one that is there already wins."""
+    pool = None if channel is None else socket.socket(fileno=int(channel))
     folder = SupervisorFolder(Path(folder_path))
     lock = os.open(folder.path / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -366,10 +379,10 @@ def main(folder_path: str) -> int:
         return EXIT_NOT_NEEDED  # This generation had its supervisor, and its workers: it never starts again.
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    supervisor = Supervisor(folder, folder.read_spec())
+    supervisor = Supervisor(folder, folder.read_spec(), pool)
     signal.signal(signal.SIGTERM, lambda *_: supervisor.ask_to_leave("the supervisor got SIGTERM"))
     return 0 if supervisor.run(secret_env) else EXIT_NOT_NEEDED
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:3]))
