@@ -113,11 +113,14 @@ def restart(folder: Path, model: str, before: int, after: int) -> float:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
         with log.open("w") as file:
             process = subprocess.Popen([*command, str(script)], env=env, stdout=file, stderr=file)
-        end_s = time.monotonic() + 600
-        while len(steps(log.read_text())) < 14 * size and process.poll() is None and time.monotonic() < end_s:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        process.wait(120)
+        try:
+            end_s = time.monotonic() + 600
+            while len(steps(log.read_text())) < 14 * size and process.poll() is None and time.monotonic() < end_s:
+                time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+            process.wait(120)
+        finally:
+            process.kill()
         found = steps(log.read_text())
         assert found, log.read_text()[-2000:]
         if last:

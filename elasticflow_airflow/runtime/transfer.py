@@ -108,7 +108,7 @@ class StateServer:
         small = bytearray()
         total = 0
         for tensor in tensors:
-            view = _bytes_of(whole := tensor.cpu().contiguous())
+            view = bytes_of(whole := tensor.cpu().contiguous())
             total += len(view)
             if len(view) < _SMALL_BYTES:
                 small += view
@@ -178,7 +178,7 @@ def _read_tensor(stream: Any, dtype: torch.dtype, shape: list[int], at_home: Ten
     fits = at_home is not None and at_home.dtype == dtype and list(at_home.shape) == shape
     direct = fits and at_home is not None and at_home.device.type == "cpu" and at_home.is_contiguous()
     target = at_home if direct and at_home is not None else torch.empty(shape, dtype=dtype)
-    view = _bytes_of(target)
+    view = bytes_of(target)
     done = 0
     while done < len(view):
         count = stream.readinto(view[done:])
@@ -188,7 +188,7 @@ def _read_tensor(stream: Any, dtype: torch.dtype, shape: list[int], at_home: Ten
     return target, done
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU; the tensor must outlive the view."""
     size = tensor.numel() * tensor.element_size()
     if not size:
