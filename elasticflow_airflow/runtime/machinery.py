@@ -5,6 +5,7 @@ May import torch and the standard library only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +56,16 @@ class Machinery:
         """Open a step, or another attempt at it, with this many logical workers of this process."""
         self._losses = {}
         self.reducer.begin(self.group, leaves)
+
+    def total(self, measured: Mapping[int, Sequence[float]]) -> list[float]:
+        """Sum numbers of the logical workers of this process over all, in a fixed order. Raises GroupBroken."""
+        width = max(map(len, measured.values()), default=0)
+        table = torch.zeros(self.logical_workers, width, dtype=torch.float64)
+        for logical, numbers in measured.items():
+            table[logical] = torch.tensor(list(numbers), dtype=torch.float64)
+        # Each logical worker has one owner; the others say zero.
+        gathered = self.group.exchange(table.reshape(-1)).sum(0).view(self.logical_workers, width)
+        return [_tree_sum(column) for column in gathered.T.tolist()]
 
     def leaf_done(self, logical: int, loss: Tensor | None) -> None:
         """One logical worker has done its backward passes."""

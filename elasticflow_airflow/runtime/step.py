@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -64,6 +64,8 @@ class Step:
         self._last = self._split = self._reduced = False
         self.loss = float("nan")
         """Mean loss over the global batch, on every worker; known when ``split`` has come to its end."""
+        self.totals: list[float] = []
+        """What ``measure`` comes to over the global batch, from the first micro-batch on."""
 
     def __enter__(self) -> Step:
         seed_everything(mix_seed(self._seed, 0x57E9))
@@ -79,8 +81,11 @@ class Step:
             raise RuntimeError("a step must iterate over step.split(batch) to its end")
         self._owner.step_done(self.loss)
 
-    def split(self, batch: Batch) -> Iterator[Any]:
+    def split(self, batch: Batch, measure: Callable[[Any], Sequence[float]] | None = None) -> Iterator[Any]:
         """Yield this worker's micro-batches on its device; after the last one gradients are summed over all workers.
+
+        ``measure`` tells numbers of a collated share (how many tokens count, say; zeros, as many, for None, an empty
+        share); their sums over the global batch are ``totals``, known before the first micro-batch.
 
         When a worker dies meanwhile, the others share the step anew, and more micro-batches come. Yields nothing where
         the share is empty. Raises RuntimeError when a micro-batch had no ``backward``, and when gradients of the step
@@ -99,6 +104,14 @@ class Step:
             batch = self._owner.batch_of_step(batch)
             sums: Sums | None = None
             machinery.begin(len(batch.shares))
+            if measure is not None:
+                try:
+                    measured = {share.ticket.logical: measure(share.content) for share in batch.shares}
+                    self.totals = machinery.total(measured)
+                except GroupBroken as error:
+                    self._owner.recover(error, None)
+                    machinery.abandon()
+                    continue
             yield from self._shares(batch)
             self._owner.phase("reduce")
             try:
@@ -114,14 +127,17 @@ class Step:
         seed_everything(mix_seed(self._seed, 0xAF7E))
         self._reduced = True
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, weight: float | None = None) -> None:
         """Add a micro-batch's gradients. ``loss`` is the mean over the samples of the micro-batch.
+
+        ``weight`` is its part in the mean over the global batch, where that is not its part of the samples: 1.0 for a
+        loss that was divided by a total of the global batch already.
 
         A registered gradient scaler scales it here; leave ``scaler.scale`` out.
         """
         if self._weight is None:
             raise RuntimeError("step.backward() is for once per micro-batch of step.split()")
-        weighted = loss * self._weight
+        weighted = loss * (self._weight if weight is None else weight)
         if self._last:
             self._machinery.reducer.last_backward()
         self._machinery.scale(weighted).backward()
