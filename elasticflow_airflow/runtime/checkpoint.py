@@ -83,7 +83,7 @@ def load(registered: Registered, info: CandidateInfo, *, logical_workers: int | 
     Raises CheckpointError when the checkpoint does not fit the model, lacks something that is registered now, or was
     written with another number of logical workers than this (None: not known).
     """
-    _refuse_other_size(info, logical_workers)
+    refuse_other_size(info, logical_workers)
     _load_weights(registered.model, info.path, same_dtypes=True)
     states = _read(info.path, TRAINING)
     missing = sorted(set(registered.others) - set(states))
@@ -168,7 +168,8 @@ def _refuse_other_dtypes(model: nn.Module, weights: Mapping[str, Any], folder: P
         )
 
 
-def _refuse_other_size(info: CandidateInfo, logical_workers: int | None) -> None:
+def refuse_other_size(info: CandidateInfo, logical_workers: int | None) -> None:
+    """Raise CheckpointError where a checkpoint was written with another number of logical workers (None: not known)."""
     there = info.metadata.get("logical_workers")
     if logical_workers is not None and there is not None and there != logical_workers:
         raise CheckpointError(

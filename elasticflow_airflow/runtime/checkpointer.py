@@ -1,18 +1,20 @@
 """Saves while training goes on: a copy into shared memory, which a process of low priority writes to disk.
 
 Training waits for the copy only. Use from one thread. Policy when a save comes while all copies are still being
-written: a periodic one (``wait=False``) is skipped, as the next one is never far; one that must be on disk
-(``wait=True``) waits. May import torch and the standard library only.
+written: a periodic one is skipped, as the next one is never far. One that must be on disk (``wait=True``) waits for
+what is under way and is then written by the trainer itself, at its own priority. May import torch and the standard
+library only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,7 @@ class Checkpointer:
         self._most_buffers, self._nice = buffers, nice
         self._pid = os.getpid()
         self._writer: WriterProcess | None = None
+        self._abandoned: list[WriterProcess] = []
         self._buffers: list[SharedBuffer] = []
         self._known_to_writer: set[int] = set()
         self._replaced: dict[int, int] = {}
@@ -141,8 +144,15 @@ class Checkpointer:
         would wait for them. Raises CheckpointError, also for an earlier save that has failed since.
         """
         began_s = time.perf_counter()
-        self._take_answers(limit_s=0.0)
+        if not wait:
+            self._take_answers(limit_s=0.0)
         contents = _split(contents_of(registered), part)
+        try:
+            json.dumps(metadata, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} has metadata that JSON cannot hold: {error}"
+            ) from error
         order = Order(
             incarnation=self._incarnation,
             generation=generation,
@@ -152,21 +162,17 @@ class Checkpointer:
             promotes=self._promotes,
             keep=self._keep,
         )
-        buffer = self._free_buffer(contents, must=wait or part is not None)
+        if wait:
+            return self._write_now(contents, order, began_s)
+        buffer = self._free_buffer(contents, must=part is not None)
         if not self.in_background:
             return self._write_now(contents, order, began_s)
         if buffer is None:
             self.skipped += 1
             return None
-        work = self._hand_over(contents, order, buffer)
-        stall_s = time.perf_counter() - began_s
-        self._under_way[work] = _UnderWay(generation, step, buffer, stall_s)
-        if not wait:
-            return None
-        self._wait_for(work)
-        saved = next(one for one in self._saved if (one.generation, one.step) == (generation, step))
-        self._saved.remove(saved)
-        return replace(saved, stall_s=time.perf_counter() - began_s)
+        work, buffer = self._hand_over(contents, order, buffer)
+        self._under_way[work] = _UnderWay(generation, step, buffer, time.perf_counter() - began_s)
+        return None
 
     def poll(self) -> list[Saved]:
         """Return what has come to disk since the last call. Raises CheckpointError when a write has failed."""
@@ -175,13 +181,16 @@ class Checkpointer:
 
     def flush(self, limit_s: float | None = None) -> list[Saved]:
         """Wait until everything is on disk, at most ``limit_s``. Raises CheckpointError when a write has failed."""
-        until_s = None if limit_s is None else time.monotonic() + limit_s
-        while self._under_way:
-            left_s = None if until_s is None else until_s - time.monotonic()
-            if left_s is not None and left_s <= 0:
-                break
-            self._take_answers(limit_s=left_s)
+        self._finish_under_way(limit_s)
         return self._take_saved()
+
+    def drop(self) -> None:
+        """Give up what is being written: nobody would look at it any more."""
+        if self._under_way and self._writer is not None:
+            self._writer.abandon()
+            self._abandoned.append(self._writer)
+            self._writer = None
+            self._forget_writer()
 
     def close(self) -> None:
         """Let the writer and the memory go; what is not written yet is dropped (see ``flush``)."""
@@ -197,13 +206,16 @@ class Checkpointer:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _write_now(self, contents: Sequence[Content], order: Order, began_s: float) -> Saved:
+        # What fails of the earlier ones matters no more once this newer one is on disk.
+        with contextlib.suppress(CheckpointError):
+            self._finish_under_way(None)
         files, _alive = files_of(contents)
         write_began_s = time.perf_counter()
         info = write_checkpoint(self._store, files, order)
         write_s = time.perf_counter() - write_began_s
         return _saved(order.generation, order.step, info, time.perf_counter() - began_s, write_s)
 
-    def _hand_over(self, contents: Sequence[Content], order: Order, buffer: SharedBuffer) -> int:
+    def _hand_over(self, contents: Sequence[Content], order: Order, buffer: SharedBuffer) -> tuple[int, SharedBuffer]:
         offsets = buffer.take(contents)
         end = size_of(contents)
         files = [
@@ -217,10 +229,7 @@ class Checkpointer:
             }
             for content, places in zip(contents, offsets, strict=True)
         ]
-        try:
-            work = encode_work(str(self._where), order, files)
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"the checkpoint of step {order.step} has metadata that JSON cannot hold") from error
+        work = encode_work(str(self._where), order, files)
         if end + len(work) > buffer.size_bytes:
             self._description_bytes = len(work)
             buffer = self._replace(buffer, self._room_for(contents)[0], _is_on_gpu(contents))
@@ -239,7 +248,7 @@ class Checkpointer:
         except WriterDiedError as error:
             raise self._writer_died(error) from error
         self._known_to_writer.add(buffer.number)
-        return self._count
+        return self._count, buffer
 
     def _free_buffer(self, contents: Sequence[Content], *, must: bool) -> SharedBuffer | None:
         """Find memory that nobody reads; waits for it if ``must``."""
@@ -310,9 +319,13 @@ class Checkpointer:
             except OSError as error:
                 raise CheckpointError(f"the process that writes checkpoints could not be started: {error}") from error
 
-    def _wait_for(self, work: int) -> None:
-        while work in self._under_way:
-            self._take_answers(limit_s=None)
+    def _finish_under_way(self, limit_s: float | None) -> None:
+        until_s = None if limit_s is None else time.monotonic() + limit_s
+        while self._under_way:
+            left_s = None if until_s is None else until_s - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                break
+            self._take_answers(limit_s=left_s)
 
     def _take_answers(self, limit_s: float | None) -> None:
         """Hear what the writer says: wait for the first answer as long as given, for none of the others."""
@@ -359,6 +372,12 @@ class Checkpointer:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+        for writer in self._abandoned:
+            writer.close()
+        self._abandoned.clear()
+        self._forget_writer()
+
+    def _forget_writer(self) -> None:
         self._known_to_writer.clear()
         self._under_way.clear()
 

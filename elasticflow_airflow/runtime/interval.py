@@ -34,6 +34,8 @@ class SaveInterval:
     ``of_training`` is the fraction of its duration that a write in the background takes from training (0: nothing).
     """
 
+    first_s: float = 60.0
+    """The interval until a save has been measured."""
     least_s: float = 10.0
     most_s: float = 1800.0
     of_training: float = 0.05
@@ -62,9 +64,9 @@ class SaveInterval:
 
     @property
     def seconds(self) -> float:
-        """Seconds from one save to the next. ``least_s`` until the first one has been measured."""
+        """Seconds from one save to the next. ``first_s`` until the first one has been measured."""
         if self._cost_s is None:
-            return self.least_s
+            return self.first_s
         best_s = best_interval_s(max(self._cost_s, 1e-6), self.mtbf_s)
         # Never faster than the disk: the next save would find the last one still being written.
         return min(self.most_s, max(self.least_s, 2 * self._write_s, best_s))

@@ -79,7 +79,9 @@ def writing(checkpoints: Path, generation: int, step: int) -> Iterator[Path]:
     final = checkpoints / candidate_name(generation, step)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(final.parent)
+        for folder in checkpoints.glob("g[0-9]*"):
+            if folder.name <= final.parent.name:
+                _remove_leftovers(folder)
         temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=final.parent))
     except OSError as error:
         raise CheckpointError(
@@ -305,7 +307,7 @@ def newest_generation(checkpoints: Path) -> int | None:
 
 
 def _remove_leftovers(generation: Path) -> None:
-    """Remove what a killed writer of this generation left: only one worker of a generation writes."""
+    """Remove what a killed writer left. Only one worker of a generation writes, and none of an earlier one."""
     for path in generation.glob(f"{TEMPORARY_PREFIX}*"):
         shutil.rmtree(path, ignore_errors=True)
 

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch.utils.data import Dataset, default_collate
 
 from elasticflow_airflow.runtime import bootstrap, checkpoint
 from elasticflow_airflow.runtime.checkpoint import Registered, Stateful
+from elasticflow_airflow.runtime.checkpointer import Saved
 from elasticflow_airflow.runtime.context import Context, detect
 from elasticflow_airflow.runtime.data import (
     Batch,
@@ -38,14 +38,16 @@ from elasticflow_airflow.runtime.data import (
 )
 from elasticflow_airflow.runtime.fetching import make_fetcher
 from elasticflow_airflow.runtime.group import GroupBroken, WorkerGroup
+from elasticflow_airflow.runtime.interval import SaveInterval
 from elasticflow_airflow.runtime.logical import choose_logical_workers, owned_by
 from elasticflow_airflow.runtime.machinery import Machinery, Sums, from_rows, to_row
-from elasticflow_airflow.runtime.manifest import CandidateInfo, CheckpointError, promote, remove_old
+from elasticflow_airflow.runtime.manifest import CandidateInfo, CheckpointError
 from elasticflow_airflow.runtime.membership import Adoption, Dismissed, Place
 from elasticflow_airflow.runtime.protocol import GENERATION_ENV, Membership, ReportKind, heartbeats_path
 from elasticflow_airflow.runtime.reduction import broadcast_model, refuse_unsupported
 from elasticflow_airflow.runtime.reporting import Speedometer
 from elasticflow_airflow.runtime.resume import agree_on_checkpoint
+from elasticflow_airflow.runtime.saving import Saver
 from elasticflow_airflow.runtime.step import Step
 
 REHEARSALS = 4
@@ -121,7 +123,15 @@ class Session:
         self._initialised_from: str | None = None
         self._loss: float | None = None
         self._scalars: dict[str, float] = {}
-        self._saved_at_s = time.monotonic()
+        self._saver = Saver(
+            context.checkpoints,
+            incarnation=config.incarnation,
+            promotes=not context.managed,
+            keep=config.keep_checkpoints,
+            interval=config.checkpoint_interval_s
+            if context.managed or checkpoint_interval_s is not None
+            else SaveInterval(),
+        )
         self._speed = Speedometer(context.reporter.interval_s)
         bootstrap.session_initialised = True
         atexit.register(self._at_exit)
@@ -174,6 +184,11 @@ class Session:
     def is_main(self) -> bool:
         """Whether this is the worker that prints and saves; never one that only warms up to join."""
         return self.rank == 0 and not self._is_rehearsing
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether this worker only rehearses, to join others that train: nothing that it does now counts."""
+        return self._is_rehearsing
 
     @property
     def steps_done(self) -> int:
@@ -269,6 +284,16 @@ class Session:
         )
         return self._loader
 
+    def begin_at(self, step: int) -> None:
+        """Count from ``step``: the script itself has restored a state of that step, the same on every worker.
+
+        Changes nothing where the session has restored one of its own checkpoints, or joins others.
+        """
+        if self._started:
+            raise RuntimeError("session.begin_at() comes before the first step")
+        if self._resumed_from is None and not self._is_rehearsing:
+            self._step = bootstrap.current_step = step
+
     # -- training -----------------------------------------------------------------------------------------------
 
     def epochs(self, count: int | None = None) -> Iterator[int]:
@@ -304,6 +329,11 @@ class Session:
         for name, value in scalars.items():
             self._scalars[name] = float(value)
 
+    def wait_for_all(self) -> None:
+        """Return when every worker has come here, or when one is gone: the next step, or ``finish``, sees to that."""
+        with contextlib.suppress(GroupBroken):
+            self._group.wait_for_all()
+
     def finish(self, metrics: Mapping[str, Any] | None = None) -> None:
         """Say that training is done: the final checkpoint, with ``metrics``, becomes the job's result."""
         if self._finished:
@@ -312,9 +342,9 @@ class Session:
         if self._is_rehearsing:
             self._leave_at_once()
         self._progress()
-        info = self._save()
+        path = self._save(wait=True)
         self._finished = True
-        data = {"metrics": dict(metrics or {}), "loss": self._loss, "path": self._relative(info)}
+        data = {"metrics": dict(metrics or {}), "loss": self._loss, "path": path}
         try:
             self._group.wait_for_all()
         except GroupBroken as error:
@@ -364,7 +394,7 @@ class Session:
         if self._place is not None:
             self._place.watcher.look()
         leaving = self._terminated or (self._place is not None and self._place.told_to_stop)
-        saving = self.is_main and time.monotonic() - self._saved_at_s >= self.config.checkpoint_interval_s
+        saving = self.is_main and self._saver.is_due
         switching = 0 if self._place is None else self._place.ready_for(self._epoch_of(self._step + 1))
         flags = [float(leaving), float(saving), float(switching)]
         rows = self._group.exchange(to_row(sums, flags, self.logical_workers))
@@ -405,6 +435,8 @@ class Session:
         self._loss = loss
         if self._place is not None:
             self._place.watcher.step = self._step
+        if self.is_main and self._registered is not None:
+            self._saver.step_done(self._registered)
         if not math.isfinite(loss) and not self._allow_nonfinite_loss:
             self._diverged(f"the loss is {loss} at step {self._step}")
         if self._speed.due:
@@ -441,7 +473,9 @@ class Session:
     def _restore(self, registered: Registered) -> None:
         found = agree_on_checkpoint(self._group, self._context.checkpoints, self.config.incarnation, self._warn)
         if found is not None:
-            checkpoint.load(registered, found)
+            checkpoint.load(
+                registered, found, logical_workers=self.config.logical_workers if self._consistent else None
+            )
             self._step, self._resumed_from, self._loss = found.step, found, found.metadata.get("loss")
             bootstrap.current_step = self._step
             return
@@ -465,17 +499,24 @@ class Session:
             return
         self._check_same_data()
         self._say_started(
-            resumed_from=self._relative(self._resumed_from),
+            resumed_from=None if self._resumed_from is None else self._resumed_from.name,
             init_from=self._initialised_from,
             samples=samples,
             steps=total,
         )
         self._speed.leave_out()
-        self._saved_at_s = time.monotonic()
+        self._saver.restart_clock()
 
     def _check_same_data(self) -> None:
         if self._resumed_from is None or self._loader is None:
             return
+        same_batch = self._resumed_from.metadata.get("global_batch_size") == self._loader.plan.global_batch_size
+        try:
+            # With another batch, of which it warns, it is another training anyway.
+            checkpoint.refuse_other_size(self._resumed_from, self._logical if self._consistent and same_batch else None)
+        except CheckpointError as error:
+            self._say(ReportKind.FAILED, message=str(error), kind="bad_checkpoint")
+            raise
         changes = self._loader.plan.changes_since(self._resumed_from.metadata)
         if changes:
             self._warn(
@@ -500,8 +541,9 @@ class Session:
             return
         if self._leaving:
             self._leave()
+        self._tell_saved(self._saver.poll)
         if self._saving:
-            self._save()
+            self._save(wait=False)
             self._saving = False
             self._speed.leave_out()
         if self._place is not None and self._place.switch_is_due:
@@ -509,7 +551,7 @@ class Session:
 
     def _leave(self) -> None:
         self._progress()
-        self._save()
+        self._save(wait=True)
         # Everybody waits for the save: the service takes who is gone for one that needs no time any more.
         with contextlib.suppress(GroupBroken):
             self._group.wait_for_all()
@@ -531,6 +573,7 @@ class Session:
         if self._disbanded:
             return
         self._disbanded = True
+        self._saver.close()
         if self._place is not None:
             # A thread that is blocked with somebody who is gone would abort an interpreter that ends by itself.
             bootstrap.leave_abruptly = not self._place.close()
@@ -588,7 +631,7 @@ class Session:
         """A worker died while all were finishing: who is rank 0 now saves."""
         self._say(ReportKind.WARNING, message=f"{error}: waiting for the plan without it")
         self._recover(None)
-        data["path"] = self._relative(self._save())
+        data["path"] = self._save(wait=True)
 
     def _facts(self) -> dict[str, Any]:
         """What a member that joins, or is a step behind, must know beside the state."""
@@ -600,10 +643,12 @@ class Session:
     def _adopted(self, adoption: Adoption) -> None:
         """The group has changed: everything that names generation, rank or size follows."""
         self._progress()
+        # What is being written belongs to the generation that ends now: nobody would look at it any more.
+        self._saver.drop()
         if adoption.took_over is not None:
             self._step, self._loss = int(adoption.took_over["step"]), adoption.took_over["loss"]
             bootstrap.current_step = self._step
-            self._saved_at_s = time.monotonic()
+            self._saver.restart_clock()
         os.environ[GENERATION_ENV], os.environ["RANK"] = str(adoption.generation), str(self.rank)
         self._context.generation = adoption.generation
         self._context.reporter.adopt(adoption.generation)
@@ -636,47 +681,55 @@ class Session:
         self._say(ReportKind.FAILED, message=message, kind="nan_loss")
         raise NonFiniteLoss(message)
 
-    def _save(self) -> CandidateInfo | None:
-        """Write a checkpoint (rank 0 only; every worker has the same state)."""
-        self._saved_at_s = time.monotonic()
+    def _save(self, *, wait: bool) -> str | None:
+        """Save a checkpoint (rank 0 only; every worker has the same state), and return its name if it waited for it.
+
+        Without ``wait`` only a copy is made now; a later boundary tells when it is on disk.
+        """
+        self._saver.restart_clock()
         if not self.is_main or self._registered is None:
             return None
         if not self._allow_nonfinite_loss and not _all_finite(self._registered.model):
             # A finite loss with gradients that are not: found here, or the checkpoint would be spoilt.
             self._diverged(f"the model has weights that are no numbers after step {self._step}")
-        began_s = time.perf_counter()
+        registered = self._registered
         epoch, step_in_epoch = self._position()
-        try:
-            info = checkpoint.save(
-                self._registered,
-                self._context.checkpoints,
-                incarnation=self.config.incarnation,
-                generation=self._context.generation,
-                step=self._step,
-                metadata={
-                    "epoch": epoch,
-                    "step_in_epoch": step_in_epoch,
-                    "loss": _finite_or_none(self._loss),
-                    **(asdict(self._loader.plan) if self._loader else {}),
-                },
+        metadata = {
+            "epoch": epoch,
+            "step_in_epoch": step_in_epoch,
+            "loss": _finite_or_none(self._loss),
+            "logical_workers": self._logical if self._consistent else None,
+            **(asdict(self._loader.plan) if self._loader else {}),
+        }
+
+        def save() -> list[Saved]:
+            saved = self._saver.save(
+                registered, generation=self._context.generation, step=self._step, metadata=metadata, wait=wait
             )
-            if not self._context.managed:
-                promote(self._context.checkpoints, info)
-                remove_old(self._context.checkpoints, self.config.keep_checkpoints)
+            return [] if saved is None else [saved]
+
+        saved = self._tell_saved(save)
+        return saved[0].name if saved else None
+
+    def _tell_saved(self, done: Callable[[], list[Saved]]) -> list[Saved]:
+        """Report what has come to disk, or that it could not."""
+        try:
+            saved = done()
         except CheckpointError as error:
             self._say(ReportKind.FAILED, message=str(error), kind="checkpoint_not_written")
             raise
-        self._say(
-            ReportKind.CHECKPOINT,
-            path=self._relative(info),
-            digest=info.digest,
-            size_bytes=info.size_bytes,
-            write_s=time.perf_counter() - began_s,
-        )
-        return info
-
-    def _relative(self, info: CandidateInfo | None) -> str | None:
-        return None if info is None else str(info.path.relative_to(self._context.checkpoints))
+        for one in saved:
+            self._context.reporter.say(
+                ReportKind.CHECKPOINT,
+                self.rank,
+                one.step,
+                path=one.name,
+                digest=one.digest,
+                size_bytes=one.size_bytes,
+                write_s=one.write_s,
+                stall_s=one.stall_s,
+            )
+        return saved
 
     def _progress(self) -> None:
         steps, seconds = self._speed.take()
@@ -694,6 +747,9 @@ class Session:
         if os.getpid() != self._pid:
             return
         is_under_way = self._started and not self._finished and not self._is_rehearsing
+        if is_under_way and not self._disbanded:
+            with contextlib.suppress(CheckpointError):  # It was told.
+                self._tell_saved(self._saver.flush)
         if self._context.managed and is_under_way and Path(self.config.incarnation_dir).is_dir():
             self._progress()
         self._disband()
@@ -726,11 +782,12 @@ def init(
     ``epochs`` or ``steps`` is the script's own length, ``micro_batch_size`` the most samples in one forward pass,
     ``init_from`` the folder of a checkpoint whose weights to start from, ``checkpoint_dir`` where to keep
     checkpoints (``ELASTICFLOW_CHECKPOINT_DIR``, else ``./elasticflow-checkpoints``),
-    ``checkpoint_interval_s`` how often to save (60 s). ``consistency`` is "consistent" (the default: the result does
-    not depend on the number of workers, bit for bit) or "fast". ``logical_workers``, a power of two that divides the
-    global batch (8, if it can be), is into how many shares each batch is cut in consistent mode: at least as many as
-    there will ever be workers, and always the same for the same result. Under the service what was submitted wins over
-    all of them. Raises ValueError for lengths that contradict each other.
+    ``checkpoint_interval_s`` how often to save (as often as pays off; 0: after every step). ``consistency`` is
+    "consistent" (the default: the result does not depend on the number of workers, bit for bit) or "fast".
+    ``logical_workers``, a power of two that divides the global batch (8, if it can be), is into how many shares each
+    batch is cut in consistent mode: at least as many as there will ever be workers, and always the same for the same
+    result. Under the service what was submitted wins over all of them. Raises ValueError for lengths that contradict
+    each other.
     """
     if epochs is not None and steps is not None:
         raise ValueError("give steps= or epochs=, not both")

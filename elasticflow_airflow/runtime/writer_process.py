@@ -89,6 +89,10 @@ class WriterProcess:
             self._process.kill()
             self._process.wait()
 
+    def abandon(self) -> None:
+        """End it, and do not wait for that: ``close`` does."""
+        self._process.kill()
+
     def _how_it_ended(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_LEAVE_LIMIT_S)

@@ -76,6 +76,14 @@ def save(saver: Checkpointer, registered: Registered, step: int, **options: obje
     return saver.save(registered, generation=1, step=step, metadata={"step": step}, **options)
 
 
+def begin(saver: Checkpointer, registered: Registered) -> int:
+    """The first step is saved; returns the writer's pid."""
+    save(saver, registered, 1)
+    assert [saved.step for saved in saver.flush()] == [1]
+    assert saver.writer_pid is not None
+    return saver.writer_pid
+
+
 @contextlib.contextmanager
 def stopped(pid: int | None) -> Iterator[None]:
     """The writer, made infinitely slow."""
@@ -94,7 +102,7 @@ def weight_in(path: Path) -> torch.Tensor:
 def test_the_state_of_the_moment_is_saved_while_training_goes_on(checkpointers, tmp_path):
     saver, registered = checkpointers(), trained()
     saver.prepare(registered)
-    assert save(saver, registered, 1, wait=True).step == 1
+    begin(saver, registered)
     then = registered.model[0].weight.detach().clone()
     with stopped(saver.writer_pid):
         assert save(saver, registered, 2) is None
@@ -117,7 +125,9 @@ def test_the_state_of_the_moment_is_saved_while_training_goes_on(checkpointers, 
 
 def test_a_background_save_holds_the_same_bytes_as_a_direct_one(checkpointers, tmp_path):
     registered = trained()
-    saved = save(checkpointers(), registered, 1, wait=True)
+    saver = checkpointers()
+    save(saver, registered, 1)
+    (saved,) = saver.flush()
     direct = checkpoint.save(registered, tmp_path / "d", incarnation=1, generation=1, step=1, metadata={"step": 1})
     for name in ("model.tensors", "training.tensors"):
         assert (tmp_path / "checkpoints" / saved.name / name).read_bytes() == (direct.path / name).read_bytes()
@@ -125,7 +135,7 @@ def test_a_background_save_holds_the_same_bytes_as_a_direct_one(checkpointers, t
 
 def test_a_periodic_save_is_skipped_while_one_is_being_written(checkpointers):
     saver, registered = checkpointers(buffers=1), trained()
-    save(saver, registered, 1, wait=True)
+    begin(saver, registered)
     with stopped(saver.writer_pid):
         save(saver, registered, 2)
         save(saver, registered, 3)
@@ -136,7 +146,7 @@ def test_a_periodic_save_is_skipped_while_one_is_being_written(checkpointers):
 def test_two_copies_may_be_in_flight(checkpointers):
     saver, registered = checkpointers(buffers=2), trained()
     saver.prepare(registered)
-    save(saver, registered, 1, wait=True)
+    begin(saver, registered)
     with stopped(saver.writer_pid):
         for step in (2, 3, 4):
             save(saver, registered, step)
@@ -146,8 +156,7 @@ def test_two_copies_may_be_in_flight(checkpointers):
 
 def test_a_save_that_must_be_on_disk_waits_for_the_one_before(checkpointers, tmp_path):
     saver, registered = checkpointers(buffers=1, promotes=True), trained()
-    save(saver, registered, 1, wait=True)
-    pid = saver.writer_pid
+    pid = begin(saver, registered)
     os.kill(pid, signal.SIGSTOP)
     save(saver, registered, 2)
     going_on = threading.Timer(0.2, os.kill, (pid, signal.SIGCONT))
@@ -169,7 +178,7 @@ def test_alone_the_writer_promotes_and_keeps_the_newest(checkpointers, tmp_path)
 
 def test_the_writer_is_a_small_process_of_low_priority(checkpointers):
     saver, registered = checkpointers(), trained()
-    save(saver, registered, 1, wait=True)
+    begin(saver, registered)
     assert os.getpriority(os.PRIO_PROCESS, saver.writer_pid) == 19
     assert "libtorch" not in Path(f"/proc/{saver.writer_pid}/maps").read_text()
 
@@ -177,16 +186,18 @@ def test_the_writer_is_a_small_process_of_low_priority(checkpointers):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_what_tells_a_trainer_to_leave_does_not_end_the_writer(checkpointers, number):
     saver, registered = checkpointers(), trained()
-    save(saver, registered, 1, wait=True)
+    begin(saver, registered)
     os.kill(saver.writer_pid, number)
-    assert save(saver, registered, 2, wait=True).step == 2
+    save(saver, registered, 2)
+    assert [saved.step for saved in saver.flush()] == [2]
 
 
 def test_a_state_may_grow(checkpointers, tmp_path):
     saver = checkpointers(buffers=1)
     for step, width in enumerate((4, 64, 512, 4), start=1):
         registered = trained(width)
-        saved = save(saver, registered, step, wait=True)
+        save(saver, registered, step)
+        (saved,) = saver.flush()
         assert torch.equal(weight_in(tmp_path / "checkpoints" / saved.name), registered.model[0].weight)
 
 
@@ -202,9 +213,10 @@ def test_a_description_may_grow(checkpointers, tmp_path):
 
     saver, history = checkpointers(buffers=1), History()
     registered = Registered(nn.Linear(1, 1), {"history": history})
-    save(saver, registered, 1, wait=True)
+    begin(saver, registered)
     history.events = ["x" * 100] * 10_000
-    saved = save(saver, registered, 2, wait=True)
+    save(saver, registered, 2)
+    (saved,) = saver.flush()
     history.events = []
     checkpoint.load(registered, verify_candidate(tmp_path / "checkpoints" / saved.name))
     assert len(history.events) == 10_000
@@ -215,8 +227,7 @@ def test_a_description_may_grow(checkpointers, tmp_path):
 
 def test_a_writer_that_is_killed_is_told_of_and_replaced(checkpointers, tmp_path):
     saver, registered = checkpointers(promotes=True), trained()
-    save(saver, registered, 1, wait=True)
-    pid = saver.writer_pid
+    pid = begin(saver, registered)
     os.kill(pid, signal.SIGSTOP)
     save(saver, registered, 2)
     os.kill(pid, signal.SIGKILL)
@@ -229,18 +240,41 @@ def test_a_writer_that_is_killed_is_told_of_and_replaced(checkpointers, tmp_path
 
 def test_a_writer_that_is_killed_while_idle(checkpointers):
     saver, registered = checkpointers(), trained()
-    save(saver, registered, 1, wait=True)
+    begin(saver, registered)
     os.kill(saver.writer_pid, signal.SIGKILL)
     wait_for_end(saver.writer_pid)
     with pytest.raises(CheckpointError, match=r"has ended \(status -9\)"):
-        save(saver, registered, 2, wait=True)
+        save(saver, registered, 2)
+    save(saver, registered, 3)
+    assert [saved.step for saved in saver.flush()] == [3]
+
+
+def test_what_must_be_on_disk_needs_no_writer(checkpointers, tmp_path):
+    """Neither one that was never started, nor one that has died with the save before."""
+    saver, registered = checkpointers(promotes=True), trained()
+    assert save(saver, registered, 1, wait=True).step == 1
+    assert saver.writer_pid is None
+    save(saver, registered, 2)
+    os.kill(saver.writer_pid, signal.SIGKILL)
     assert save(saver, registered, 3, wait=True).step == 3
+    assert promoted(tmp_path / "checkpoints", pytest.fail).step == 3
+
+
+def test_what_nobody_would_look_at_is_dropped(checkpointers, tmp_path):
+    saver, registered = checkpointers(), trained()
+    os.kill(begin(saver, registered), signal.SIGSTOP)
+    save(saver, registered, 2)
+    saver.drop()
+    assert not saver.is_busy
+    save(saver, registered, 3)
+    assert [saved.step for saved in saver.flush()] == [3]
+    assert [path.name[-1] for path in list_candidates(tmp_path / "checkpoints")] == ["1", "3"]
 
 
 def test_a_full_disk_is_told_at_the_next_boundary(checkpointers, tmp_path):
     """A limit on the size of files stands in for a full disk: the kernel refuses the write in the same place."""
     saver, registered = checkpointers(promotes=True), trained(512)
-    save(saver, registered, 1, wait=True)
+    begin(saver, registered)
     _, hard = resource.prlimit(saver.writer_pid, resource.RLIMIT_FSIZE)
     resource.prlimit(saver.writer_pid, resource.RLIMIT_FSIZE, (100_000, hard))
     save(saver, registered, 2)
@@ -259,6 +293,9 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     saver = Checkpointer(tmp_path / "file" / "checkpoints", incarnation=1)
     with pytest.raises(CheckpointError, match=r"cannot write a checkpoint below .*Not a directory"):
         save(saver, trained(), 1, wait=True)
+    save(saver, trained(), 1)
+    with pytest.raises(CheckpointError, match=r"cannot write a checkpoint below .*Not a directory"):
+        saver.flush()
     saver.close()
 
 
@@ -267,7 +304,7 @@ def test_what_cannot_be_saved_is_refused_at_once(checkpointers):
     with pytest.raises(CheckpointError, match="metadata that JSON cannot hold"):
         saver.save(registered, generation=1, step=1, metadata={"x": object()}, wait=True)
     with pytest.raises(CheckpointError, match="metadata that JSON cannot hold"):
-        saver.save(registered, generation=1, step=1, metadata={"x": float("nan")}, wait=True)
+        saver.save(registered, generation=1, step=1, metadata={"x": float("nan")})
     registered.others["optimizer"].param_groups[0]["mine"] = object()
     with pytest.raises(CheckpointError, match="at training/optimizer/param_groups/0/mine is a object"):
         save(saver, registered, 2)
@@ -289,7 +326,7 @@ def test_prepared_memory_is_had_before_the_first_save(checkpointers):
     saver._preparing.join()
     (buffer,) = saver._buffers
     assert os.fstat(buffer.descriptor).st_blocks * 512 == buffer.size_bytes
-    save(saver, registered, 1, wait=True)
+    begin(saver, registered)
     assert saver._buffers == [buffer]
 
 
@@ -305,10 +342,12 @@ TRAINER = textwrap.dedent("""
     saver = Checkpointer(folder, incarnation=1, promotes=True)
     save = lambda step, **more: saver.save(registered, generation=1, step=step, metadata={}, **more)
     if how == "from a thread":
-        thread = threading.Thread(target=save, args=(1,), kwargs={"wait": True})
+        thread = threading.Thread(target=save, args=(1,))
         thread.start()
         thread.join()
-    save(2, wait=True)
+    saver.flush()
+    save(2)
+    saver.flush()
     child = 0
     if how == "with a fork":
         child = os.fork()
@@ -386,6 +425,7 @@ def test_snapshots_of_a_gpu_are_copied_into_pinned_memory(checkpointers, tmp_pat
     registered = Registered(registered.model, {"optimizer": optimizer})
     saver = checkpointers()
     saver.prepare(registered)
-    saved = save(saver, registered, 1, wait=True)
+    save(saver, registered, 1)
+    (saved,) = saver.flush()
     assert all(buffer._pinned_at for buffer in saver._buffers)
     assert torch.equal(weight_in(tmp_path / "checkpoints" / saved.name), registered.model[0].weight.cpu())

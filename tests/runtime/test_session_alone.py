@@ -516,3 +516,23 @@ def test_a_forked_process_of_the_script_dies_of_sigterm(training):
     os.kill(child, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     assert run.run().session.steps_done == 4
+
+
+def test_saves_in_the_background_are_promoted_and_told_of(training, capsys):
+    run = training(epochs=30, checkpoint_interval_s=1e-9).run()
+    run.session.finish()
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("elasticflow: checkpoint")]
+    assert 2 <= len(said) <= 120
+    assert "stall_s=" in said[0]
+    assert promoted(HERE.absolute(), pytest.fail).step == 120
+    assert len(list_candidates(HERE.absolute())) == 2
+    assert training(epochs=30).session.steps_done == 120
+
+
+def test_a_checkpoint_of_another_number_of_logical_workers_is_refused(training, capsys):
+    training(epochs=1, global_batch_size=4, logical_workers=2).run().session.finish()
+    with pytest.raises(
+        runtime.CheckpointError, match=r"written with logical_workers=2, this training has 4: .*Give log"
+    ):
+        training(epochs=2, global_batch_size=4, logical_workers=4)
+    assert "kind=bad_checkpoint" in capsys.readouterr().err

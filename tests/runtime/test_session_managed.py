@@ -349,3 +349,25 @@ def test_a_script_that_ends_early_still_says_how_far_it_came(service, training):
     run.session._at_exit()
     assert service.reports(1)[-1].kind is ReportKind.PROGRESS
     assert service.reports(1)[-1].step == 7
+
+
+def test_saves_in_the_background_name_the_step_that_they_hold(service, training):
+    service.configure(checkpoint_interval_s=1e-9, epochs=20)
+    service.start(1)
+    training().run().session.finish()
+    reports = service.reports(1, kind=ReportKind.CHECKPOINT)
+    assert [report.step for report in reports] == [int(report.data["path"][-12:]) for report in reports]
+    assert reports[-1].step == 80
+    for report in reports:
+        service.promote(report)
+
+
+def test_a_write_that_fails_in_the_background_ends_the_training(service, training):
+    service.configure(checkpoint_interval_s=1e-9, epochs=20)
+    service.start(1)
+    (service.folder / "checkpoints").write_text("in the way")
+    run = training()
+    with pytest.raises(runtime.CheckpointError, match="cannot write a checkpoint below"):
+        run.run()
+    (failed,) = service.reports(1, kind=ReportKind.FAILED)
+    assert failed.data["kind"] == "checkpoint_not_written"

@@ -1,0 +1,105 @@
+"""When a session saves, and that it need not wait for it. May import torch and the standard library only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from elasticflow_airflow.runtime.checkpoint import Registered
+from elasticflow_airflow.runtime.checkpointer import Checkpointer, Saved
+from elasticflow_airflow.runtime.interval import SaveInterval
+
+END_LIMIT_S = 30.0
+"""How long a process that ends waits for what it was writing."""
+_PREPARED_AT = 0.5
+"""Fraction of the first interval after which memory and writer are made ready; shorter runs need neither."""
+
+
+class Saver:
+    """One session's saves: every ``interval`` seconds, or as often as pays off. Zero: at every step, and at once.
+
+    ``promotes`` and ``keep``: see Checkpointer. Nothing is started before it is needed: only one worker saves.
+    """
+
+    def __init__(
+        self, where: str | Path, *, incarnation: int, promotes: bool, keep: int, interval: float | SaveInterval
+    ) -> None:
+        self._where, self._incarnation, self._promotes, self._keep = where, incarnation, promotes, keep
+        self._interval = interval
+        self._checkpointer: Checkpointer | None = None
+        self._began_s = self._saved_at_s = time.monotonic()
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds from one save to the next."""
+        return self._interval.seconds if isinstance(self._interval, SaveInterval) else self._interval
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the time for the next save has come."""
+        return time.monotonic() - self._saved_at_s >= self.interval_s
+
+    def restart_clock(self) -> None:
+        """Count from now: somebody has saved, or the state has just come from somewhere."""
+        self._saved_at_s = time.monotonic()
+
+    def step_done(self, registered: Registered) -> None:
+        """Get memory and writer ready in good time, in the background; the optimizer has a state by now."""
+        if self._checkpointer is not None or self.interval_s == 0:
+            return
+        if time.monotonic() - self._saved_at_s >= _PREPARED_AT * self.interval_s:
+            self._open().prepare(registered)
+
+    def save(
+        self, registered: Registered, *, generation: int, step: int, metadata: Mapping[str, Any], wait: bool
+    ) -> Saved | None:
+        """Save now; with ``wait`` it is on disk when this returns. See Checkpointer. Raises CheckpointError."""
+        self.restart_clock()
+        saved = self._open().save(
+            registered,
+            generation=generation,
+            step=step,
+            metadata=metadata,
+            wait=wait or self.interval_s == 0,
+        )
+        if saved is not None:
+            self._learn(saved)
+        return saved
+
+    def poll(self) -> list[Saved]:
+        """What has come to disk since. Raises CheckpointError when a write has failed."""
+        saved = [] if self._checkpointer is None else self._checkpointer.poll()
+        for one in saved:
+            self._learn(one)
+        return saved
+
+    def flush(self) -> list[Saved]:
+        """Wait for what is being written, for a while. Raises CheckpointError when a write has failed."""
+        return [] if self._checkpointer is None else self._checkpointer.flush(END_LIMIT_S)
+
+    def drop(self) -> None:
+        """Give up what is being written: the generation that it belongs to has ended."""
+        if self._checkpointer is not None:
+            if self._checkpointer.is_busy:
+                self._saved_at_s = time.monotonic() - self.interval_s  # the next step saves
+            self._checkpointer.drop()
+
+    def close(self) -> None:
+        """Let writer and memory go."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+            self._checkpointer = None
+
+    def _open(self) -> Checkpointer:
+        if self._checkpointer is None:
+            self._checkpointer = Checkpointer(
+                self._where, incarnation=self._incarnation, promotes=self._promotes, keep=self._keep
+            )
+        return self._checkpointer
+
+    def _learn(self, saved: Saved) -> None:
+        if isinstance(self._interval, SaveInterval):
+            self._interval.trained_s = time.monotonic() - self._began_s
+            self._interval.saved(stall_s=saved.stall_s, write_s=saved.write_s)
