@@ -116,8 +116,9 @@ def _compare(found: Mapping[int, Mapping[str, str]]) -> int:
             named = ", ".join(differs[:5]) + (", ..." if len(differs) > 5 else "")
             _say(
                 f"NOT THE SAME: {len(differs)} of {len(found[first])} tensors differ between {first} and {size}"
-                f" workers: {named}\nLook for operators that are not deterministic"
-                " (torch.use_deterministic_algorithms(True) names them), for draws that depend on rank or time, and for state that is not registered."
+                f" workers: {named}\n"
+                "Look for operators that are not deterministic (torch.use_deterministic_algorithms(True) names them),"
+                " for draws that depend on rank or time, and for state that is not registered."
             )
             return 1
     sizes = ", ".join(map(str, found))
