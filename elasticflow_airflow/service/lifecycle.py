@@ -166,7 +166,8 @@ def open_engine(settings: ServiceSettings) -> Engine:
 
     try:
         layout = detect_nodes(slots=settings.slots, virtual_nodes=settings.virtual_nodes)
-        return LocalEngine(settings.state_dir, layout, settings.slot_lock_dir)
+        warm = settings.warm_modules()
+        return LocalEngine(settings.state_dir, layout, settings.slot_lock_dir, warm_imports=warm)
     except (ValueError, EngineError) as error:
         raise CannotServeError(str(error)) from error
 

@@ -61,7 +61,8 @@ def recover(books: Books, row: IncarnationRow, training: GenerationRow, lost: se
     window_s = books.settings.recovery_window_s
     before = [at for at in row.in_place.get("recoveries", ()) if books.now - at < window_s]
     if len(before) >= books.settings.max_recoveries:
-        reason = f"{what}; it is the {_ordinal(len(before) + 1)} time within {window_s:.0f} s: restarts"
+        again = f"; it is the {_ordinal(len(before) + 1)} time within {window_s:.0f} s" if before else ""
+        reason = f"{what}{again}: restarts from the last checkpoint"
         books.event("worker_lost", reason, row, generation=training.generation, lost=sorted(lost))
         for generation in (desired, training):
             if generation is not None:

@@ -13,6 +13,8 @@ from typing import Literal
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+
 
 class ServiceSettings(BaseSettings):
     """Everything that can be set. The defaults suit the embedded service of one machine."""
@@ -37,6 +39,8 @@ class ServiceSettings(BaseSettings):
     """``"4x2"``: present this machine as 4 nodes of 2 slots."""
     slot_lock_dir: Path | None = None
     """Machine-wide folder of the slot locks; default: one a user in the temporary folder."""
+    warm_imports: str | None = None
+    """``"torch,transformers"``: keep a process that has imported these, from which jobs start without waiting."""
 
     idle_exit_s: float = Field(default=600.0, gt=0)
     """The embedded service leaves when there was no live job and no request for so long."""
@@ -120,6 +124,19 @@ class ServiceSettings(BaseSettings):
         if value is not None and not re.fullmatch(r"[1-9]\d{0,3}x[1-9]\d{0,3}", value):
             raise ValueError(f'virtual_nodes={value!r}: write nodes x slots, such as "4x2"')
         return value
+
+    @field_validator("warm_imports")
+    @classmethod
+    def _modules(cls, value: str | None) -> str | None:
+        wrong = [name for name in (value or "").split(",") if name.strip() and not _MODULE.fullmatch(name.strip())]
+        if wrong:
+            raise ValueError(f'warm_imports: {wrong[0]!r} is no module name; write names such as "torch,transformers"')
+        return value
+
+    def warm_modules(self) -> tuple[str, ...] | None:
+        """What the warm pool imports; None: there is none."""
+        names = tuple(name.strip() for name in (self.warm_imports or "").split(",") if name.strip())
+        return names or None
 
     def node_shape(self) -> tuple[int, int] | None:
         """(nodes, slots of each) as ``virtual_nodes`` says, or None."""

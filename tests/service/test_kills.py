@@ -339,8 +339,8 @@ def test_one_change_in_place_survives_a_kill_at_each_single_point(make_lives):
 
     def tasks() -> list[Task]:
         first = {"steps": 60, "best_effort": True, "scaling_curve": {1: 10.0}, "max_workers": 1, "fake": IN_PLACE}
-        grows = {"steps": 260, "best_effort": True, "scaling_curve": {1: 10.0, 2: 18.0}, "fake": IN_PLACE}
-        return [Task(0.0, first), Task(0.0, grows, worker_dies_at_s=14.0)]
+        grows = {"steps": 500, "best_effort": True, "scaling_curve": {1: 10.0, 2: 18.0}, "fake": IN_PLACE}
+        return [Task(0.0, first), Task(0.0, grows, worker_dies_at_s=20.0)]
 
     crash_at = 0
     done = False

@@ -18,6 +18,7 @@ from elasticflow_airflow.client import (
     ensure_service,
     snapshot_folder,
 )
+from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
 
 
@@ -133,6 +134,7 @@ def test_a_socket_path_that_is_too_long_is_told_with_the_setting(daemons):
         ({"host": "127.0.0.1", "token_file": "/no/such/file"}, "/no/such/file cannot be read"),
         ({"host": "256.1.1.1", "token": "t"}, "256.1.1.1"),
         ({"engine": "local", "virtual_nodes": "2by2"}, 'such as "4x2"'),
+        ({"engine": "local", "warm_imports": "torch, 2fast"}, "'2fast' is no module name"),
     ],
 )
 def test_settings_that_cannot_work_are_told_in_one_line(daemons, settings, said):
@@ -141,6 +143,15 @@ def test_settings_that_cannot_work_are_told_in_one_line(daemons, settings, said)
     assert process.returncode in (1, 2)
     assert said in printed.decode()
     assert "Traceback" not in printed.decode()
+
+
+def test_modules_to_import_ahead():
+    assert ServiceSettings(warm_imports=None).warm_modules() is None
+    assert ServiceSettings(warm_imports="").warm_modules() is None
+    assert ServiceSettings(warm_imports="torch, transformers.models.bert").warm_modules() == (
+        "torch",
+        "transformers.models.bert",
+    )
 
 
 @pytest.mark.slow
