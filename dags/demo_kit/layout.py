@@ -103,6 +103,8 @@ class Layout:
             # Two cores that the rest of the machine uses, too: their speed changes more than a GPU's.
             "ELASTICFLOW_THROUGHPUT_ERROR": "0.25",
             "ELASTICFLOW_IDLE_EXIT_S": "60",
+            # What the training script imports takes longer than a short training on two cores.
+            "ELASTICFLOW_WARM_IMPORTS": "transformers.models.bert.modeling_bert",
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
             "PYTHONWARNINGS": "ignore",

@@ -11,6 +11,8 @@ import torch and the standard library only.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
 import importlib
 import logging
@@ -32,6 +34,7 @@ def main(descriptor: int, modules: Iterable[str]) -> int:
     """Import, then fork on request until the engine hangs up."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     control = socket.socket(fileno=descriptor)
+    _leave_on_hang_up(control)
     stamp = _packages()
     forkserver.import_everything()
     for name in (*forkserver.MORE, *modules):
@@ -41,6 +44,8 @@ def main(descriptor: int, modules: Iterable[str]) -> int:
     gc.freeze()
     threads = len(os.listdir("/proc/self/task"))
     logger.info("warm: %d modules, %d threads", len(sys.modules), threads)
+    fcntl.fcntl(control, fcntl.F_SETFL, fcntl.fcntl(control, fcntl.F_GETFL) & ~os.O_ASYNC)
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody asks how the fork servers end: the kernel may forget them.
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, forkserver.MAX_MESSAGE, 1)
@@ -52,6 +57,20 @@ def main(descriptor: int, modules: Iterable[str]) -> int:
         if os.fork() == 0:
             _become_fork_server(control, descriptors[0])
         os.close(descriptors[0])
+
+
+def _leave_on_hang_up(control: socket.socket) -> None:
+    """End at once when the engine has gone, in the middle of the imports too: they take long, and serve nobody then."""
+
+    def look(*_: object) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if not control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                os._exit(0)
+
+    signal.signal(signal.SIGIO, look)
+    fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(control, fcntl.F_SETFL, fcntl.fcntl(control, fcntl.F_GETFL) | os.O_ASYNC)
+    look()
 
 
 def _try_import(name: str) -> None:

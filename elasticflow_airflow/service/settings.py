@@ -128,7 +128,8 @@ class ServiceSettings(BaseSettings):
     @field_validator("warm_imports")
     @classmethod
     def _modules(cls, value: str | None) -> str | None:
-        wrong = [name for name in (value or "").split(",") if name.strip() and not _MODULE.fullmatch(name.strip())]
+        names = [name.strip() for name in (value or "").split(",")]
+        wrong = [name for name in names if name and not _MODULE.fullmatch(name)]
         if wrong:
             raise ValueError(f'warm_imports: {wrong[0]!r} is no module name; write names such as "torch,transformers"')
         return value

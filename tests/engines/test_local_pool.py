@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,6 +128,18 @@ def test_a_pool_that_does_not_serve_delays_a_job_at_most(local_bench: LocalBench
     zygote.kill()
     bench.engine.stop("job", 10.0)
     bench.wait_state(1, GangState.ENDED)
+
+
+def test_a_pool_whose_engine_is_gone_leaves_in_the_middle_of_its_imports(local_bench: LocalBench) -> None:
+    bench = local_bench
+    bench.engine.close()
+    pool = WarmPool((), bench.base / "pool")
+    pool.warm(sys.executable, {**os.environ, "PYTHONPATH": str(bench.base / "state" / "runtime-path")})
+    (zygote,) = pool._zygotes.values()
+    zygote.control.close()  # what the kernel does when the engine is killed
+    assert zygote.process.wait(30) == 0
+    assert not (bench.base / "pool" / "pool.log").read_text()
+    pool.close()
 
 
 @pytest.mark.slow
