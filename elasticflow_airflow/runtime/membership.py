@@ -311,10 +311,12 @@ class Place:
         ]
         took_over: Mapping[str, Any] | None = None
         nbytes = 0
-        if top < 0 and "leaver" not in own:
+        if top < 0:
             contact = self._contact_of_leaver(meeting)
             received = self._receive(contact, registered)
             took_over, nbytes, top = received.facts, received.nbytes, int(received.facts["step"])
+            # Rank 0 keeps the store, where the others look for theirs, until all have it.
+            meeting.group.wait_for_all()
         elif rank in needy:
             source = rows[holders[needy.index(rank) % len(holders)]]
             received = self._receive(source["contact"], registered)

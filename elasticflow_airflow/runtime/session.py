@@ -42,10 +42,11 @@ from elasticflow_airflow.runtime.interval import SaveInterval
 from elasticflow_airflow.runtime.logical import choose_logical_workers, owned_by
 from elasticflow_airflow.runtime.machinery import Machinery, Sums, from_rows, to_row
 from elasticflow_airflow.runtime.manifest import CandidateInfo, CheckpointError
+from elasticflow_airflow.runtime.measuring import Activity, Meter, NormSchedule, TimedFetcher
 from elasticflow_airflow.runtime.membership import Adoption, Dismissed, Place
 from elasticflow_airflow.runtime.protocol import GENERATION_ENV, Membership, ReportKind, heartbeats_path
 from elasticflow_airflow.runtime.reduction import broadcast_model, refuse_unsupported
-from elasticflow_airflow.runtime.reporting import Speedometer
+from elasticflow_airflow.runtime.reporting import WORKER_EVERY, Speedometer
 from elasticflow_airflow.runtime.resume import agree_on_checkpoint
 from elasticflow_airflow.runtime.saving import Saver
 from elasticflow_airflow.runtime.step import Step
@@ -133,6 +134,7 @@ class Session:
             else SaveInterval(),
         )
         self._speed = Speedometer(context.reporter.interval_s)
+        self._meter, self._norms, self._measures = Meter(self.device), NormSchedule(), False
         bootstrap.session_initialised = True
         atexit.register(self._at_exit)
 
@@ -276,7 +278,7 @@ class Session:
         )
         self._loader = ElasticLoader(
             plan,
-            make_fetcher(dataset, collate_fn or default_collate, options),
+            TimedFetcher(make_fetcher(dataset, collate_fn or default_collate, options), self._meter),
             logical_workers=lambda: self.logical_workers,
             position=self._position,
             owned=lambda: owned_by(self.rank, self.world_size, self.logical_workers),
@@ -319,9 +321,13 @@ class Session:
             raise RuntimeError("session.step() after session.finish(): the result is out already")
         self._start()
         self._boundary()
-        if self._machinery is None:
+        trained = _trained_parameters(self._registered.model)
+        if self._machinery is None or list(map(id, trained)) != list(map(id, self._machinery.reducer.parameters)):
+            # The first step; or the script has frozen or freed parameters since the last.
             self._machinery = Machinery(self._registered, self.logical_workers, consistent=self._consistent)
             self._machinery.group = self._group
+        self._machinery.measures = self._measures
+        self._meter.enter(Activity.COMPUTE)
         return Step(self, self._machinery, self.config.micro_batch_size, mix_seed(self.config.seed, self._step))
 
     def log(self, **scalars: float | Tensor) -> None:
@@ -365,12 +371,19 @@ class Session:
 
     def phase(self, name: str) -> None:
         """Note what this worker is doing, for its heartbeat."""
+        if name == "reduce":
+            self._meter.reducing()
         if self._place is not None:
             self._place.watcher.phase = name
 
     def batch_of_step(self, batch: Batch) -> Batch:
         """This worker's part of the step's batch; fetched again where the worker's place has changed since."""
         self.phase("compute")
+        batch = self._fitting(batch)
+        self._meter.step_begins(batch.global_samples, sum(share.samples for share in batch.shares))
+        return batch
+
+    def _fitting(self, batch: Batch) -> Batch:
         assert self._loader is not None  # the batch came from it
         position, owned = self._position(), owned_by(self.rank, self.world_size, self.logical_workers)
         if (batch.epoch, batch.step_in_epoch) == position:
@@ -389,6 +402,7 @@ class Session:
         Who gets the answer knows that everybody has the whole sums: should it alone hear of it, the others can still
         follow. Raises GroupBroken.
         """
+        self._meter.reduced()
         if self._is_rehearsing:
             return replace(sums, loss=sum(sums.losses.values()))
         if self._place is not None:
@@ -396,13 +410,15 @@ class Session:
         leaving = self._terminated or (self._place is not None and self._place.told_to_stop)
         saving = self.is_main and self._saver.is_due
         switching = 0 if self._place is None else self._place.ready_for(self._epoch_of(self._step + 1))
-        flags = [float(leaving), float(saving), float(switching)]
+        flags = [float(leaving), float(saving), float(switching), float(self.is_main and self._norms.due)]
         rows = self._group.exchange(to_row(sums, flags, self.logical_workers))
         sums, votes = from_rows(rows, sums, len(flags), self.logical_workers)
         self._leaving, self._saving = any(vote[0] for vote in votes), any(vote[1] for vote in votes)
         if self._place is not None:
             self._place.agree([int(vote[2]) for vote in votes])
+        self._measures = any(vote[3] for vote in votes)
         self._committed = sums
+        self._meter.enter(Activity.COMPUTE)
         return sums
 
     def recover(self, error: GroupBroken, sums: Sums | None) -> Sums | None:
@@ -415,6 +431,7 @@ class Session:
         self._machinery.statistics.reset()
         pending = None if sums is None else self._step + 1
         adoption = self._recover(pending)
+        self._meter.enter(Activity.COMPUTE)
         if sums is None or adoption.committed is None:
             return None
         facts = adoption.committed
@@ -423,6 +440,7 @@ class Session:
 
     def step_done(self, loss: float) -> None:
         """Count a step; ``loss`` is the mean over the global batch."""
+        self._meter.enter(Activity.OTHER)
         if self._is_rehearsing:
             self._rehearsals += 1
             assert self._loader is not None  # a batch came from it
@@ -432,6 +450,9 @@ class Session:
         self._step += 1
         bootstrap.current_step = self._step
         self._speed.step_done()
+        self._meter.step_done()
+        if self._machinery is not None:
+            self._norms.step_done(self._machinery.reducer.norms.seconds)
         self._loss = loss
         if self._place is not None:
             self._place.watcher.step = self._step
@@ -441,6 +462,8 @@ class Session:
             self._diverged(f"the loss is {loss} at step {self._step}")
         if self._speed.due:
             self._progress()
+        if self._meter.worker_is_due(WORKER_EVERY * self._context.reporter.interval_s):
+            self._report_worker()
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -543,6 +566,7 @@ class Session:
             self._leave()
         self._tell_saved(self._saver.poll)
         if self._saving:
+            self._meter.enter(Activity.SAVE)
             self._save(wait=False)
             self._saving = False
             self._speed.leave_out()
@@ -606,6 +630,7 @@ class Session:
         assert self._place is not None
         assert self._registered is not None
         self.phase("switch")
+        self._meter.enter(Activity.PAUSE)
         try:
             adoption = self._place.switch(self._registered, self._facts())
         except GroupBroken as error:
@@ -620,6 +645,7 @@ class Session:
         assert self._place is not None
         assert self._registered is not None
         self.phase("wait")
+        self._meter.enter(Activity.PAUSE)
         try:
             adoption = self._place.recover(self._registered, self._facts(), pending)
         except Dismissed:
@@ -638,7 +664,9 @@ class Session:
         present = self._committed.present if self._committed is not None else []
         bits = sum(1 << i for i, here in enumerate(present) if here)
         counts = self._committed.counts if self._committed is not None else []
-        return {"step": self._step, "loss": _finite_or_none(self._loss), "present": f"{bits:x}", "counts": counts}
+        trained = 0 if self._registered is None else len(_trained_parameters(self._registered.model))
+        loss = _finite_or_none(self._loss)
+        return {"step": self._step, "loss": loss, "present": f"{bits:x}", "counts": counts, "trained": trained}
 
     def _adopted(self, adoption: Adoption) -> None:
         """The group has changed: everything that names generation, rank or size follows."""
@@ -646,6 +674,7 @@ class Session:
         # What is being written belongs to the generation that ends now: nobody would look at it any more.
         self._saver.drop()
         if adoption.took_over is not None:
+            self._check_same_parameters(int(adoption.took_over["trained"]))
             self._step, self._loss = int(adoption.took_over["step"]), adoption.took_over["loss"]
             bootstrap.current_step = self._step
             self._saver.restart_clock()
@@ -664,6 +693,18 @@ class Session:
             steps=self._total_or_none(),
         )
         self._speed.leave_out()
+        self._meter.restart()
+
+    def _check_same_parameters(self, theirs: int) -> None:
+        """A joiner that trains other parameters than the others would wait for sums that never come."""
+        assert self._registered is not None  # it has just taken the state over
+        own = len(_trained_parameters(self._registered.model))
+        if own != theirs:
+            raise RuntimeError(
+                f"the workers that train have {theirs} parameters that require gradients, this one has {own}: let what"
+                " is frozen follow from session.epoch or session.steps_done in every step, not from what a loop did"
+                " before this worker joined"
+            )
 
     def _guess_step(self) -> int:
         """Where the others are, from their heartbeats: a rehearsal in the right epoch spares another."""
@@ -736,11 +777,23 @@ class Session:
         if not steps:
             return
         own = {"window_steps": steps, "window_s": seconds, "epoch": self.epoch}
-        data: dict[str, Any] = own | {"loss": self._loss} | self._scalars | own
+        data: dict[str, Any] = own | {"loss": self._loss} | self._scalars | own | self._measurements(seconds)
         if self._allow_nonfinite_loss:
             # A reader of the reports would end the training over it.
             data["loss"] = _finite_or_none(data["loss"])
         self._say_if_main(ReportKind.PROGRESS, **data)
+
+    def _measurements(self, seconds: float) -> dict[str, Any]:
+        found: dict[str, Any] = self._meter.progress()
+        found["samples_per_s"] = found["samples"] / seconds if seconds > 0 else None
+        found["noise_scale"] = None if self._machinery is None else self._machinery.noise.value
+        return found
+
+    def _report_worker(self) -> None:
+        """What this worker, of whatever rank, has measured of itself."""
+        found = self._meter.worker()
+        if found is not None:
+            self._say(ReportKind.WORKER, **found)
 
     def _at_exit(self) -> None:
         """At the end of a process that is not finished: the steps since the last report; no thread stays behind."""
@@ -802,6 +855,10 @@ def init(
         logical_workers=logical_workers,
         consistency=consistency,
     )
+
+
+def _trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _pick_device() -> torch.device:

@@ -536,3 +536,20 @@ def test_a_checkpoint_of_another_number_of_logical_workers_is_refused(training, 
     ):
         training(epochs=2, global_batch_size=4, logical_workers=4)
     assert "kind=bad_checkpoint" in capsys.readouterr().err
+
+
+def test_parameters_that_are_frozen_and_freed_on_the_way(training):
+    """Each step sums the gradients of what is trained then, and nothing else."""
+    run = training(epochs=1)
+    first, last = run.model[0].weight, run.model[2].weight
+    first.requires_grad_(False)
+    before = first.detach().clone()
+    frozen: list[bool] = []
+
+    def free_in_the_middle(steps_done: int) -> None:
+        frozen.append(torch.equal(first, before))
+        first.requires_grad_(steps_done >= 2)
+
+    run.run(before_step=free_in_the_middle)
+    assert frozen == [True, True, True, False]
+    assert last.requires_grad
