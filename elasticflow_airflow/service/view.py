@@ -51,7 +51,7 @@ def status_of(job: JobRow, row: IncarnationRow, generations: Sequence[Generation
         acknowledged=row.acknowledged,
         result=result,
         failure=row.failure,
-        log_names=[name for g in generations for name in g.log_names],
+        log_names=list(dict.fromkeys(name for g in generations for name in g.log_names)),
         last_event_id=row.last_event_id,
     )
 

@@ -6,6 +6,8 @@ The script counts how often each sample is used: equal weights would not prove t
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +17,8 @@ from typing import Any
 import pytest
 
 from elasticflow_airflow.client import ElasticFlowClient, Endpoint, snapshot_script
-from elasticflow_airflow.engines.local.folder import SupervisorFolder
+from elasticflow_airflow.engines.local.folder import SupervisorFolder, WorkerStatus
+from elasticflow_airflow.runtime.protocol import Membership
 from elasticflow_airflow.wire import Command, Event, JobIdentity, JobSubmission, Length
 
 pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
@@ -61,10 +64,23 @@ session.finish(metrics={{"least": float(uses.min()), "most": float(uses.max())}}
 class Trial:
     """A service with two CPU slots, and its jobs."""
 
+    daemons: Any
     client: ElasticFlowClient
     state_dir: Path
     snapshot: Any
+    service: subprocess.Popen[bytes] | None = None
     claims: dict[str, int] = field(default_factory=dict)
+
+    def start(self) -> None:
+        self.service = self.daemons.popen(
+            "state",
+            engine="local",
+            slots=2,
+            checkpoint_interval_s=5,
+            profile_s=1,
+            heartbeat_limit_s=6,
+            max_recoveries=10,
+        )
 
     def submit(self, task: str, epochs: int, **given: Any) -> str:
         submission = JobSubmission(
@@ -97,14 +113,27 @@ class Trial:
             lines += [f"-- {path.name}", *path.read_text(errors="replace").splitlines()[-15:]]
         return "\n".join(lines)
 
-    def kill_worker(self, job_id: str, worker_id: str) -> None:
+    def worker(self, job_id: str, worker_id: str) -> WorkerStatus:
         for path in (self.state_dir / "jobs" / job_id).glob("i*/supervisors/*/status.json"):
             status = SupervisorFolder(path.parent).read_status()
             worker = status.workers.get(worker_id) if status is not None else None
-            if worker is not None and worker.trainer is not None:
-                worker.trainer.kill()
-                return
+            if worker is not None and worker.trainer is not None and worker.agent is not None:
+                return worker
         raise AssertionError(f"no trainer of {worker_id} is known\n{self.story()}")
+
+    def members(self, job_id: str) -> list[str]:
+        """Who trains, in rank order, by the plan."""
+        plan = Membership.read(self.state_dir / "jobs" / job_id / "i000001")
+        assert plan is not None
+        return [member.worker_id for member in plan.members]
+
+    def changed(self, job_id: str, workers: int, times: int) -> None:
+        """Wait until its workers have changed so often, and so many of them train."""
+        self.wait(lambda: len(self.events(job_id, "rescaled")) >= times, f"{times} changes in place")
+        found = self.events(job_id, "rescaled")[times - 1]
+        assert found.data["workers"] == workers, self.story()
+        step = self.client.status(job_id).step
+        self.wait(lambda: self.client.status(job_id).step > step + 5, "it makes steps")
 
     def ends(self, job_id: str, epochs: int) -> None:
         """It comes to its end without a restart, and has used every sample once an epoch."""
@@ -138,12 +167,14 @@ def trial(daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     script.parent.mkdir()
     script.write_text(COUNTING)
     state_dir = daemons.state_dir("state")
-    service = daemons.popen("state", engine="local", slots=2, checkpoint_interval_s=5, profile_s=1)
     client = open_client(Endpoint(socket_path=state_dir / "service.sock"))
     client.retry_for_s = 60.0
-    yield Trial(client, state_dir, snapshot_script(script))
-    service.terminate()
-    service.wait(30.0)
+    trial = Trial(daemons, client, state_dir, snapshot_script(script))
+    trial.start()
+    yield trial
+    assert trial.service is not None
+    trial.service.terminate()
+    trial.service.wait(30.0)
     for status_file in state_dir.glob("jobs/*/i*/supervisors/*/status.json"):
         status = SupervisorFolder(status_file.parent).read_status()
         if status is not None and status.supervisor is not None:
@@ -158,7 +189,7 @@ def trial(daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.timeout(600)
 def test_a_training_grows_loses_a_worker_grows_again_and_makes_room(trial):
     short = trial.submit("short", 2, max_workers=1, scaling_curve={1: 8.0})
-    job = trial.submit("long", 45, scaling_curve={1: 6.0, 2: 9.0}, logical_workers=4)
+    job = trial.submit("long", 35, scaling_curve={1: 6.0, 2: 9.0}, logical_workers=4)
     trial.wait(lambda: trial.client.status(job).step > 3, "it trains beside the other")
     trial.ends(short, 2)
     (grown,) = trial.wait(lambda: trial.events(job, "rescaled"), "it grows in place")
@@ -167,7 +198,7 @@ def test_a_training_grows_loses_a_worker_grows_again_and_makes_room(trial):
 
     step = trial.client.status(job).step
     trial.wait(lambda: trial.client.status(job).step > step + 5, "both train")
-    trial.kill_worker(job, "g000002-r001")
+    trial.worker(job, "g000002-r001").trainer.kill()
     (lost,) = trial.wait(lambda: trial.events(job, "worker_lost"), "the death is seen")
     assert lost.reason.endswith("died (signal 9): 1 worker goes on from memory")
     trial.wait(lambda: len(trial.events(job, "rescaled")) >= 2, "the other goes on")
@@ -176,4 +207,30 @@ def test_a_training_grows_loses_a_worker_grows_again_and_makes_room(trial):
     other = trial.submit("other", 2, max_workers=1, scaling_curve={1: 8.0}, deadline_at=time.time() + 200)
     trial.wait(lambda: len(trial.events(job, "rescaled")) >= 4, "it makes room")
     trial.ends(other, 2)
+    trial.ends(job, 35)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_whoever_is_killed_or_hangs_the_others_go_on(trial):
+    job = trial.submit("only", 45, scaling_curve={1: 6.0, 2: 9.0}, max_workers=2)
+    trial.wait(lambda: trial.client.status(job).step > 20, "it trains with both")
+    changes = 0
+    for rank, part in ((1, "trainer"), (0, "trainer"), (1, "agent"), (1, "hangs"), (0, "service too")):
+        worker = trial.worker(job, trial.members(job)[rank])
+        if part == "hangs":
+            os.kill(worker.trainer.pid, signal.SIGSTOP)
+        elif part == "agent":
+            worker.agent.kill()
+        else:
+            worker.trainer.kill()
+        if part == "service too":
+            trial.service.kill()
+            trial.service.wait()
+            trial.start()
+        trial.changed(job, 1, changes + 1)
+        trial.changed(job, 2, changes + 2)
+        changes += 2
     trial.ends(job, 45)
+    assert len(trial.events(job, "worker_lost")) == 5, trial.story()
+    assert "held the others up for" in trial.story()

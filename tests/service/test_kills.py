@@ -334,18 +334,19 @@ def test_changes_in_place_survive_a_service_that_is_killed_again_and_again(make_
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_one_change_in_place_survives_a_kill_at_each_single_point(make_lives):
-    """A job grows when another ends, loses a worker, goes on and grows again: killed at each point of that."""
+@pytest.mark.parametrize("first", [1, *(pytest.param(first, marks=pytest.mark.soak) for first in range(2, 7))])
+def test_one_change_in_place_survives_a_kill_at_each_single_point(make_lives, first):
+    """A job grows when another ends, loses a worker, goes on and grows again: killed at each sixth point of that."""
 
     def tasks() -> list[Task]:
         first = {"steps": 60, "best_effort": True, "scaling_curve": {1: 10.0}, "max_workers": 1, "fake": IN_PLACE}
         grows = {"steps": 500, "best_effort": True, "scaling_curve": {1: 10.0, 2: 18.0}, "fake": IN_PLACE}
         return [Task(0.0, first), Task(0.0, grows, worker_dies_at_s=20.0)]
 
-    crash_at = 0
+    crash_at = first - 6
     done = False
     while not done:
-        crash_at += 1
+        crash_at += 6
         lives = make_lives(tasks(), nodes=(1, 2), pace_s=1.0)
         done = lives.live(crash_at)
         if not done:
