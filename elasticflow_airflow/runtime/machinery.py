@@ -5,8 +5,9 @@ May import torch and the standard library only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from elasticflow_airflow.runtime.checkpoint import Registered
 from elasticflow_airflow.runtime.group import WorkerGroup
+from elasticflow_airflow.runtime.measuring import NoiseScale
 from elasticflow_airflow.runtime.reduction import GradientReducer
 from elasticflow_airflow.runtime.running_statistics import RunningStatistics
 
@@ -27,6 +29,8 @@ class Sums:
 
     losses: dict[int, float]
     """By logical worker: its part of the mean loss."""
+    squares: dict[int, float] = field(default_factory=dict)
+    """By logical worker: the squared norm of its gradients, in a step that is measured; else 0, or missing."""
     present: list[bool]
     """By parameter: whether anybody has a gradient for it."""
     counts: list[int]
@@ -46,15 +50,26 @@ class Machinery:
         self.statistics = RunningStatistics(registered.model)
         self.group = WorkerGroup()
         self._scaler: Any = registered.others.get("scaler")
+        self.noise = NoiseScale()
+        """Of the gradients, from the steps that were measured."""
+        self.measures = False
+        """Whether the steps that begin from now on are measured; the same on all workers, or it is in vain."""
         self._losses: dict[int, Tensor | None] = {}
+        self._samples = 0
 
     def scale(self, loss: Tensor) -> Any:
         """Scale a loss as the registered gradient scaler says, if there is one."""
         return loss if self._scaler is None or not hasattr(self._scaler, "scale") else self._scaler.scale(loss)
 
-    def begin(self, leaves: int) -> None:
-        """Open a step, or another attempt at it, with this many logical workers of this process."""
-        self._losses = {}
+    def begin(self, leaves: int, samples: int = 0) -> None:
+        """Open a step, or another attempt at it, with this many logical workers of this process.
+
+        ``samples`` is the size of the global batch; without it gradients are not measured.
+        """
+        self._losses, self._samples = {}, samples
+        # Shares that are not equal say nothing: an epoch's last batch.
+        equal = self.logical_workers > 1 and samples > 0 and samples % self.logical_workers == 0
+        self.reducer.norms.begin(enabled=self.measures and equal)
         self.reducer.begin(self.group, leaves)
 
     def total(self, measured: Mapping[int, Sequence[float]]) -> list[float]:
@@ -79,6 +94,7 @@ class Machinery:
         self.reducer.finish()
         return Sums(
             losses={logical: 0.0 if loss is None else float(loss) for logical, loss in self._losses.items()},
+            squares=dict(zip(self._losses, self.reducer.norms.leaves(), strict=False)),
             present=present,
             counts=self.statistics.counts,
             statistics=self.statistics.merge(self.group, self.logical_workers),
@@ -88,6 +104,18 @@ class Machinery:
         """Give the parameters their gradients, and the model its merged statistics."""
         self.reducer.install(sums.present)
         self.statistics.install(sums.statistics, sums.counts)
+        if self.reducer.norms.enabled:
+            self._measure(sums)
+
+    def _measure(self, sums: Sums) -> None:
+        """Learn from the norms of all leaves and of their sum; a worker that just joined may not have taken its own."""
+        squares = [sums.squares.get(logical, 0.0) for logical in range(self.logical_workers)]
+        total = self.reducer.norms.total(p.grad for p in self.reducer.parameters)
+        scale = float(self._scaler.get_scale()) if hasattr(self._scaler, "get_scale") else 1.0
+        if all(0.0 < square < math.inf for square in (*squares, total)) and scale > 0:
+            # A leaf is its share's part of the global mean: one of so many equal parts.
+            whole = (self.logical_workers / scale) ** 2
+            self.noise.add([square * whole for square in squares], total / scale**2, big_batch=self._samples)
 
     def abandon(self) -> None:
         """Forget an attempt: the model is as at the beginning of the step."""
@@ -96,13 +124,14 @@ class Machinery:
 
 
 def to_row(sums: Sums, flags: list[float], logical_workers: int) -> Tensor:
-    """One worker's word at the commit: flags, losses, counters and presence bits, as float64."""
+    """One worker's word at the commit: flags, losses, norms, counters and presence bits, as float64."""
     losses = [sums.losses.get(logical, 0.0) for logical in range(logical_workers)]
+    squares = [sums.squares.get(logical, 0.0) for logical in range(logical_workers)]
     bits = [
         float(sum(1 << i for i, here in enumerate(sums.present[start : start + _BITS]) if here))
         for start in range(0, len(sums.present), _BITS)
     ]
-    return torch.tensor([*flags, *losses, *map(float, sums.counts), *bits], dtype=torch.float64)
+    return torch.tensor([*flags, *losses, *squares, *map(float, sums.counts), *bits], dtype=torch.float64)
 
 
 def from_rows(rows: Tensor, own: Sums, flags: int, logical_workers: int) -> tuple[Sums, list[list[float]]]:
@@ -111,13 +140,22 @@ def from_rows(rows: Tensor, own: Sums, flags: int, logical_workers: int) -> tupl
     # Each logical worker has one owner; the others say zero.
     leaves = [sum(row[flags + i] for row in table) for i in range(logical_workers)]
     first = flags + logical_workers
+    squares = [sum(row[first + i] for row in table) for i in range(logical_workers)]
+    first += logical_workers
     counts = [int(max(row[first + i] for row in table)) for i in range(len(own.counts))]
     first += len(own.counts)
     words = [0] * (len(table[0]) - first)
     for row in table:
         words = [word | int(value) for word, value in zip(words, row[first:], strict=True)]
     present = [bool(words[i // _BITS] >> (i % _BITS) & 1) for i in range(len(own.present))]
-    sums = replace(own, losses=dict(enumerate(leaves)), present=present, counts=counts, loss=_tree_sum(leaves))
+    sums = replace(
+        own,
+        losses=dict(enumerate(leaves)),
+        squares=dict(enumerate(squares)),
+        present=present,
+        counts=counts,
+        loss=_tree_sum(leaves),
+    )
     return sums, [row[:flags] for row in table]
 
 

@@ -158,7 +158,14 @@ class ReportKind(StrEnum):
     that adopted the generation while it trained adds from_generation, pause_s (how long training stood still for it),
     state_bytes and recovered (whether a worker had died)."""
     PROGRESS = "progress"
-    """``step`` steps are done in all. [loss, window_steps, window_s, epoch]: speed = window_steps / window_s."""
+    """``step`` steps are done in all. [loss, window_steps, window_s, epoch]: speed = window_steps / window_s.
+
+    Of the time since the last one, from rank 0: samples (used by all workers), samples_per_s, and where this worker's
+    own time went: data_s, compute_s, reduce_s, wait_s, pause_s, save_s, other_s (runtime.measuring.Activity); further
+    memory_bytes and device_memory_bytes (most so far), and noise_scale (of the gradients, in samples)."""
+    WORKER = "worker"
+    """One worker's own measurements, from every rank, less often than PROGRESS. window_steps, samples (its own), data_s
+    ... other_s and memory_bytes as there. Says nothing of progress; windows do not reach over a change of workers."""
     CHECKPOINT = "checkpoint"
     """A complete candidate at ``step``. path (relative to the checkpoint folder), digest, size_bytes, write_s."""
     STOPPED = "stopped"

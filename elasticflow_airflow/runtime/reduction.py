@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from elasticflow_airflow.runtime.group import WorkerGroup, sum_in_tree
+from elasticflow_airflow.runtime.measuring import GradientNorms
 
 BUCKET_BYTES = 25 << 20
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
@@ -69,6 +70,8 @@ class GradientReducer:
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, tree: bool) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
+        self.norms = GradientNorms()
+        """Of the leaves of this process, in a step that is measured."""
         self._tree = tree
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
@@ -102,6 +105,8 @@ class GradientReducer:
         """All backward passes of one logical worker are done; the gradients in ``.grad`` are its leaf."""
         now = self._now
         now.done += 1
+        # Nothing has been added to it yet; the last leaf stays whole until ``install``.
+        self.norms.leaf(p.grad for p in self.parameters)
         if now.done == now.leaves and now.group.size > 1:
             return  # the last leaf is merged bucket by bucket
         gradients: Gradients = [p.grad for p in self.parameters]

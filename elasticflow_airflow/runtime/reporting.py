@@ -16,6 +16,8 @@ from elasticflow_airflow.runtime.protocol import Report, ReportKind, append_repo
 
 PROGRESS_INTERVAL_S = 0.5
 ALONE_INTERVAL_S = 5.0
+WORKER_EVERY = 10
+"""A worker reports its own measurements so many times less often than rank 0 the progress of all."""
 
 
 class Reporter(Protocol):
@@ -73,7 +75,7 @@ class ConsoleReporter:
 
     def say(self, kind: ReportKind, rank: int, step: int, /, **data: Any) -> None:
         """Print one line, from rank 0 only, except for failures."""
-        if rank != 0 and kind is not ReportKind.FAILED:
+        if (rank != 0 and kind is not ReportKind.FAILED) or kind is ReportKind.WORKER:
             return
         details = " ".join(f"{key}={_short(value)}" for key, value in plain(data).items() if value is not None)
         stream = sys.stderr if kind in (ReportKind.FAILED, ReportKind.WARNING) else sys.stdout

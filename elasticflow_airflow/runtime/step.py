@@ -103,7 +103,7 @@ class Step:
         while outcome is None:
             batch = self._owner.batch_of_step(batch)
             sums: Sums | None = None
-            machinery.begin(len(batch.shares))
+            machinery.begin(len(batch.shares), batch.global_samples)
             if measure is not None:
                 try:
                     measured = {share.ticket.logical: measure(share.content) for share in batch.shares}
