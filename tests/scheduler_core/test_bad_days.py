@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core import decisions as de
 from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, RescaleCosts, ScalingCurve
+from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, Placement, RescaleCosts, ScalingCurve, Slot
 
 QUICK = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 LONG = settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
@@ -32,7 +32,9 @@ arrivals = st.lists(
 troubles = st.lists(
     st.tuples(
         st.floats(0.0, 600.0),
-        st.sampled_from(["node_lost", "node_back", "busy", "drain", "gang_lost", "park", "unpark", "wake"]),
+        st.sampled_from(
+            ["node_lost", "node_back", "busy", "drain", "gang_lost", "workers_lost", "park", "unpark", "wake"]
+        ),
         st.integers(0, 9),
     ),
     max_size=12,
@@ -69,6 +71,9 @@ def _live_through(world: ModuleType, sizes: list[int], jobs: list, trouble: list
                 play.at(when + 150.0, ev.NodeJoined(Node(node_id=node_id, slots=size)))
             case "gang_lost":
                 play.at(when, ev.GangLost(f"j{number}"))
+            case "workers_lost":
+                dead = tuple(Slot(f"n{i}", number % 4) for i in range(len(sizes)))
+                play.at(when, ev.GangReformed(f"j{number}", Placement(dead)))
             case "park":
                 play.at(when, ev.JobParked(f"j{number}"))
                 play.at(when + 70.0, ev.JobUnparked(f"j{number}"))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core import decisions as de
 from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.values import Job, Node, Slot
+from elasticflow_airflow.scheduler_core.values import Job, Node, Placement, Slot
 
 EPS_S = 1e-3
 
@@ -106,8 +106,6 @@ class World:
             case ("started", job_id, version):
                 run = self.runs[job_id]
                 if run.version == version and run.ended_s is None:
-                    from elasticflow_airflow.scheduler_core.values import Placement
-
                     self.tell(ev.GangStarted(job_id, Placement(run.slots)))
             case ("report", job_id, version):
                 run = self.runs[job_id]
@@ -138,6 +136,11 @@ class World:
                     run.slots = ()
                     run.version += 1
                     self.tell(event)
+            case ev.GangReformed(job_id, placement):
+                run = self.runs.get(job_id)
+                living = () if run is None else tuple(slot for slot in run.slots if slot not in placement.slots)
+                if run and run.ended_s is None and 0 < len(living) < len(run.slots) and run.ready_s <= self.now:
+                    self._lose_workers(run, living[: 1 << (len(living).bit_length() - 1)])
             case ev.JobAmended(job_id):
                 if job_id in self.runs and self.runs[job_id].ended_s is None:
                     self.tell(event)
@@ -217,6 +220,17 @@ class World:
             self.at(end, ("end", run.job.job_id, run.version), 0)
             if self.reports:
                 self.at((run.ready_s + end) / 2, ("report", run.job.job_id, run.version))
+
+    def _lose_workers(self, run: Run, living: tuple[Slot, ...]) -> None:
+        """Some of its workers are gone, and the others make steps from now on."""
+        run.advance(self.now)
+        run.slots, run.ready_s, run.starting = living, self.now, False
+        run.version += 1
+        if run.profiling:
+            self.at(self.now + 20.0, ("measured", run.job.job_id, run.version))
+        if (end := run.ends_s()) is not None:
+            self.at(end, ("end", run.job.job_id, run.version), 0)
+        self.tell(ev.GangReformed(run.job.job_id, Placement(living)))
 
     def check_slots(self) -> None:
         """No slot twice, none that is busy or gone."""
