@@ -694,7 +694,6 @@ class Session:
         )
         self._speed.leave_out()
         self._meter.restart()
-        self._meter.restart()
 
     def _check_same_parameters(self, theirs: int) -> None:
         """A joiner that trains other parameters than the others would wait for sums that never come."""
