@@ -1,0 +1,90 @@
+"""What a Trainer may not use when it trains elastically, said before training starts, with what to do instead.
+
+May import torch, transformers and the standard library only; knows nothing of sessions.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+
+from elasticflow_airflow.runtime.protocol import SESSION_ENV
+
+_OURS = ("get_train_dataloader", "_get_train_sampler", "_inner_training_loop", "_run_epoch", "get_batch_samples")
+"""Methods of the Trainer in whose place ours come: another override would be lost without a word."""
+
+
+def refuse_unsupported(trainer: Any, *, ours: type) -> None:
+    """Raise TypeError or ValueError for what would not train, or not the same with every number of workers.
+
+    ``ours`` is the class with our part, whether the trainer has it yet or not.
+    """
+    args = trainer.args
+    _refuse_parallelism(trainer)
+    _refuse_dataset(trainer.train_dataset)
+    if args.train_sampling_strategy not in ("random", "sequential"):
+        raise ValueError(
+            f"train_sampling_strategy={args.train_sampling_strategy!r}: which samples make a batch must follow from "
+            "seed, epoch and step alone: use 'random' or 'sequential'"
+        )
+    if args.dataloader_drop_last:
+        raise ValueError(
+            "dataloader_drop_last=True: every sample of an epoch is used exactly once, its short last batch included; "
+            "leave it out"
+        )
+    if args.auto_find_batch_size:
+        raise ValueError(
+            "auto_find_batch_size=True: the batch is part of the result, and the same for every number of workers; "
+            "leave it out. Memory is bounded by per_device_train_batch_size alone: lower it until it fits"
+        )
+    if args.enable_jit_checkpoint:
+        raise ValueError("enable_jit_checkpoint=True: the session saves on SIGTERM already; leave it out")
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if "lomo" in optimizer or "layerwise" in optimizer:
+        raise ValueError(
+            f"optim={optimizer!r} applies gradients during the backward pass, before they are summed over the workers: "
+            "choose another optimizer"
+        )
+    for name in _OURS:
+        cls = next(c for c in type(trainer).__mro__ if c is not ours and name in vars(c))
+        if cls is not Trainer:
+            raise TypeError(
+                f"{cls.__name__} overrides {name}(), which is ElasticCallback's to define: put what it does into the "
+                "dataset, the collator, compute_loss() or training_step()"
+            )
+
+
+def _refuse_parallelism(trainer: Any) -> None:
+    args = trainer.args
+    if trainer.is_deepspeed_enabled or args.deepspeed:
+        raise ValueError(
+            "deepspeed: the whole model must be in each worker, and DeepSpeed shares it out; leave deepspeed= out"
+        )
+    if trainer.is_fsdp_enabled or args.fsdp:
+        raise ValueError("fsdp: the whole model must be in each worker, and FSDP shares it out; leave fsdp= out")
+    if args.parallelism_config is not None or trainer.is_model_parallel:
+        raise ValueError(
+            "the model is spread over several devices: elastic workers have one device each, with the whole model; "
+            "leave parallelism_config= and device_map= out"
+        )
+    if args.n_gpu > 1:
+        if SESSION_ENV not in os.environ and "LOCAL_RANK" not in os.environ:
+            raise ValueError(
+                f"this process sees {args.n_gpu} GPUs, and a worker uses one: start it with CUDA_VISIBLE_DEVICES=0, or "
+                f"with torchrun --nproc-per-node={args.n_gpu}"
+            )
+        args._n_gpu = 1  # the others are there for peer-to-peer copies, or are other workers'
+
+
+def _refuse_dataset(dataset: Any) -> None:
+    if dataset is None:
+        return  # evaluates only; the Trainer itself says so when it comes to train
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"train_dataset is a {type(dataset).__name__}, which has no length or cannot be indexed: nobody could say "
+            "which of its samples were used when workers come and go. Give a map-style dataset, with __len__ and "
+            "__getitem__ (for Hugging Face datasets: load it without streaming=True)"
+        )

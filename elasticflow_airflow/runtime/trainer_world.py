@@ -1,0 +1,63 @@
+"""Keeps accelerate, and through it the Trainer, from forming a world of its own: each process thinks it trains alone.
+
+What remains is the rank, by which the Trainer decides who prints and who writes files. May import torch, accelerate and
+the standard library only; knows nothing of sessions.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.state import PartialState  # type: ignore[import-untyped]  # without stubs
+
+_NAMES = (
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "PMI_SIZE",
+    "OMPI_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+)
+"""Where accelerate looks for a world."""
+
+
+def hide_world() -> None:
+    """Let every ``PartialState`` made from now on be that of a process alone. Does nothing the second time."""
+    if hasattr(PartialState.__init__, "__wrapped__"):
+        return
+    original = PartialState.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        fresh = not PartialState._shared_state
+        local_rank = os.environ.get("LOCAL_RANK")
+        with _without_world():
+            original(self, *args, **kwargs)
+        if fresh:
+            if self.device.type == "cuda" and local_rank is not None:
+                # One process a device: the workers of a bare torchrun share the visible ones.
+                PartialState._shared_state["device"] = torch.device("cuda", int(local_rank))
+            set_rank(int(os.environ.get("RANK", "0")))
+
+    PartialState.__init__ = init
+
+
+def set_rank(rank: int) -> None:
+    """Tell accelerate, and with it ``TrainingArguments``, this process's rank of now."""
+    state = PartialState._shared_state
+    if state:
+        state["process_index"] = state["local_process_index"] = rank
+
+
+@contextmanager
+def _without_world() -> Iterator[None]:
+    hidden = {name: os.environ.pop(name) for name in _NAMES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
