@@ -15,15 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from elasticflow_airflow.engines.fake_change import advance_job, base_of, begin, interrupt
+from elasticflow_airflow.engines.fake_change import advance_job, base_of, begin, die, give_up, hang, staying_of
 from elasticflow_airflow.engines.fake_gang import (
     CheckpointWriter,
     FakeBehaviour,
     FakeGang,
-    gang_from_json,
-    gang_to_json,
     write_fake_checkpoint,
 )
+from elasticflow_airflow.engines.fake_json import gang_from_json, gang_to_json
 from elasticflow_airflow.engines.port import (
     EngineError,
     EngineNode,
@@ -202,25 +201,24 @@ class FakeEngine:
         self._call("read_log", job_id, "before")
         with self.world.lock:
             self.world.advance()
-            gang = next(
-                (
-                    g
-                    for g in self.world.of(job_id)
-                    if g.spec.incarnation == incarnation
-                    and g.started
-                    and worker_id in [g.worker_id(rank) for rank in range(g.workers)]
-                ),
-                None,
-            )
-            if gang is None:
+            homes = [
+                gang
+                for gang in self.world.of(job_id)
+                if gang.spec.incarnation == incarnation
+                and gang.started
+                and worker_id in [gang.worker_id(rank) for rank in range(gang.workers)]
+            ]
+            if not homes:
                 raise KeyError(f"job {job_id} (incarnation {incarnation}) has no worker {worker_id!r}")
             text = "".join(
                 f"{report.kind} step={report.step} {json.dumps(dict(report.data))}\n"
+                for gang in homes
                 for report in gang.reports
                 if report.worker_id == worker_id
             ).encode()
             data = text[offset : offset + limit]
-            at_end = gang.phase == "ended" and offset + len(data) >= len(text)
+            lives = any(gang.worker_id(rank) == worker_id for gang in homes for rank in gang.living())
+            at_end = not lives and offset + len(data) >= len(text)
         self._call("read_log", job_id, "after")
         return LogChunk(data, min(offset, len(text)), min(offset, len(text)) + len(data), at_end)
 
@@ -233,13 +231,28 @@ class FakeEngine:
         """One worker of the gang that trains dies by itself, and the gang with it, unless it can go on in place."""
         with self.world.lock:
             gang = self._running(job_id)
-            if gang.phase == "handing":
-                interrupt(self.world.of(job_id), gang, rank, exit_code)
-            others = [r for r in range(gang.workers) if r != rank and gang.worker_id(r) not in gang.dead]
-            if exit_code < 0 and gang.behaviour.in_place and gang.phase in ("running", "broken") and others:
-                gang.break_down(rank, exit_code)
-            else:
+            gangs, worker_id = self.world.of(job_id), gang.worker_id(rank)
+            if not die(gangs, worker_id, exit_code):
                 gang.end(GangOutcome.FAILED, exit_code, f"rank {rank}: {message}", rank)
+            self.world.save()
+
+    def kill_worker(self, job_id: str, worker: str | int) -> None:
+        """A worker (its id, or its rank in the gang that trains) is killed. KeyError when no such worker lives."""
+        with self.world.lock:
+            gang = self._running(job_id)
+            names = [gang.worker_id(rank) for rank in range(gang.workers)]
+            worker_id = names[worker] if isinstance(worker, int) else worker
+            if worker_id in names and worker_id not in gang.dead:
+                self.fail_worker(job_id, names.index(worker_id))
+            else:
+                die(self.world.of(job_id), worker_id, -9)
+            self.world.save()
+
+    def hang_worker(self, job_id: str, rank: int) -> None:
+        """A worker of the gang that trains does nothing any more, until a plan gives it up and it is killed."""
+        with self.world.lock:
+            gang = self._running(job_id)
+            hang(self.world.of(job_id), gang, rank)
             self.world.save()
 
     def fail_joiner(self, job_id: str, exit_code: int = -9) -> None:
@@ -250,7 +263,7 @@ class FakeEngine:
                 if gang.phase == "joining":
                     born = f"g{gang.spec.generation:06d}-"
                     joiner = next(name for name in reversed(gang.members) if name.startswith(born))
-                    gang.dead[joiner] = exit_code
+                    die([gang], joiner, exit_code)
                     self.world.save()
                     return
         raise KeyError(f"job {job_id} has no worker that is joining")
@@ -276,7 +289,7 @@ class FakeEngine:
             self.world.advance()
             del self.world.nodes[node_id]
             for gang in self.world.gangs.values():
-                if gang.started and any(slot.node_id == node_id for slot in gang.spec.placement):
+                if any(gang.spec.placement[rank].node_id == node_id for rank in gang.living()):
                     gang.end(GangOutcome.LOST, -9, f"node {node_id} is gone")
             self.world.save()
 
@@ -351,24 +364,24 @@ class FakeEngine:
         spec, base = change.spec, base_of(gangs)
         if base is None:
             raise EngineError(f"job {spec.job_id}: no gang is there that could go on in place; apply it by restart")
-        for gang in gangs:
-            if gang.phase in ("joining", "switching"):
-                gang.leave(self.world.clock(), spec.grace_s)
-            if gang.phase == "handing":
-                gang.phase = "running"
-        base = base_of(gangs) or base
-        stays = [slot for rank, slot in enumerate(base.spec.placement) if base.worker_id(rank) not in spec.lost]
-        self._check_slots(replace(spec, placement=tuple(slot for slot in spec.placement if slot not in stays)), base)
-        begin(change, base, self.world.clock())
+        staying = staying_of(base, spec.lost)
+        if not staying:
+            raise EngineError(f"job {spec.job_id}: no worker is left that could go on in place; apply it by restart")
+        given_up = [gang for gang in gangs if gang.phase in ("joining", "switching")]
+        joining = tuple(slot for slot in spec.placement if slot not in staying)
+        self._check_slots(replace(spec, placement=joining), base, *given_up)
+        give_up(gangs, self.world.clock())
+        begin(change, base, gangs, self.world.clock())
 
-    def _check_slots(self, spec: GangSpec, base: FakeGang | None = None) -> None:
+    def _check_slots(self, spec: GangSpec, *but: FakeGang) -> None:
+        """Raise EngineError when a slot is held, by others or by gangs of ours that are not among ``but``."""
         for slot in spec.placement:
             holder = self.world.nodes[slot.node_id].busy.get(slot.index)
             if holder is not None:
                 raise EngineError(f"slot {slot.node_id}:{slot.index} is held by {holder}")
         for gang in self.world.gangs.values():
-            taken = set(gang.spec.placement) & set(spec.placement)
-            if taken and gang is not base and gang.started and gang.phase != "ended":
+            taken = {gang.spec.placement[rank] for rank in gang.living()} & set(spec.placement)
+            if taken and not any(gang is one for one in but):
                 slot = min(taken)
                 raise EngineError(f"slot {slot.node_id}:{slot.index} is held by job {gang.spec.job_id}")
 

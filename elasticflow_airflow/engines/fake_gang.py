@@ -19,11 +19,8 @@ from elasticflow_airflow.runtime.protocol import (
     Promotion,
     Report,
     ReportKind,
-    RescaleMode,
-    SessionConfig,
     candidate_name,
 )
-from elasticflow_airflow.scheduler_core.values import Slot
 
 MAX_REPORTS_AN_ADVANCE = 500
 """When a virtual clock jumps far, progress reports are thinned to about this many."""
@@ -71,6 +68,10 @@ class FakeBehaviour:
     state_bytes: int = 44_000_000
     plan_wait_s: float = 60.0
     """So long survivors of a dead worker wait for a new plan."""
+    joiner_dies: int = 0
+    """So many of the job's first joiners die as soon as they are up."""
+    never_switches: bool = False
+    """Changes in place are begun and never come about."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps_per_s", {int(k): float(v) for k, v in self.steps_per_s.items()})
@@ -130,7 +131,7 @@ class FakeGang:
     grace_s: float = 0.0
     lease_ends_s: float = math.inf
     outcome: GangOutcome | None = None
-    exit_codes: list[int] = field(default_factory=list)
+    exit_codes: list[int | None] = field(default_factory=list)
     failure: str | None = None
     failed_rank: int | None = None
     started: bool = False
@@ -142,6 +143,14 @@ class FakeGang:
     """In place: the generation whose workers go on."""
     dead: dict[str, int] = field(default_factory=dict)
     """Exit codes of workers that died while others live."""
+    hung: list[str] = field(default_factory=list)
+    """Workers that live and do nothing: nobody gets on until they are killed."""
+    doomed: list[str] = field(default_factory=list)
+    """Joiners that will die as soon as they are up."""
+    gone_on: list[str] = field(default_factory=list)
+    """Workers that train in a newer generation: they live on when this one has ended."""
+    recovers: bool = False
+    """The change that is under way is one without workers that died."""
 
     @property
     def workers(self) -> int:
@@ -169,7 +178,15 @@ class FakeGang:
         """Something that differs whenever anything has happened but the passing of time."""
         lease = self.lease_ends_s // _LEASE_GRAIN_S
         fence = self.spec.cleared_generation
-        return self.phase, len(self.reports), self.leave_s, lease, self.outcome, fence, tuple(self.dead)
+        harm = tuple(self.dead), tuple(self.hung)
+        return self.phase, len(self.reports), self.leave_s, lease, self.outcome, fence, harm
+
+    def living(self) -> list[int]:
+        """Ranks of the workers that are there, and in no newer generation."""
+        if not self.started or self.phase == "ended":
+            return []
+        gone = {*self.dead, *self.gone_on}
+        return [rank for rank in range(self.workers) if self.worker_id(rank) not in gone]
 
     def start(self, now_s: float) -> None:
         """Start the workers; the fence is the caller's affair."""
@@ -194,13 +211,24 @@ class FakeGang:
             return
         self.phase, self.outcome, self.failure, self.failed_rank = "ended", outcome, failure, rank
         codes = [exit_code if rank in (None, r) else -9 for r in range(self.workers)]
-        self.exit_codes = [self.dead.get(self.worker_id(r), code) for r, code in enumerate(codes)]
+        names = [self.worker_id(r) for r in range(self.workers)]
+        self.exit_codes = [
+            None if name in self.gone_on else self.dead.get(name, code) for name, code in zip(names, codes, strict=True)
+        ]
 
     def break_down(self, rank: int, exit_code: int) -> None:
         """One worker dies and the others wait for a plan without it."""
         self.dead[self.worker_id(rank)] = exit_code
-        if self.phase == "running":
-            self.step = float(self._shown_step())
+        if self.phase == "hanging" and set(self.hung) <= set(self.dead):  # the others are free again
+            self.behaviour = replace(self.behaviour, hang_at_step=None)
+            self.hung.clear()
+            self.phase = "running"
+        self.wait_for_plan()
+
+    def wait_for_plan(self) -> None:
+        """Stand still, if somebody is dead, where the last step was done."""
+        if self.phase == "running" and self.dead:
+            self.step = float(math.floor(self.step + 1e-9))
             self.phase, self.phase_ends_s = "broken", self.now_s + self.behaviour.plan_wait_s
 
     def advance(self, now_s: float, write: CheckpointWriter) -> None:
@@ -241,7 +269,7 @@ class FakeGang:
         if self.leave_s is not None and state is not GangState.ENDED:
             state = GangState.LEAVING
         living = [self.dead.get(self.worker_id(rank)) for rank in range(self.workers)]
-        codes: list[int] | list[int | None] = self.exit_codes or living
+        codes = self.exit_codes or living
         return GangObservation(
             job_id=self.spec.job_id,
             incarnation=self.spec.incarnation,
@@ -323,9 +351,11 @@ class FakeGang:
             self.end(GangOutcome.STOPPED, -9 if killed else 0)
         elif self.phase == "broken":
             message = f"no plan without {', '.join(self.dead)} came within {self.behaviour.plan_wait_s:g} s"
-            self._say(ReportKind.FAILED, 0, message=message)
+            self._say(ReportKind.FAILED, self.living()[0], message=message)
             self.end(GangOutcome.FAILED, 75, message)
         elif self.phase == "thinning":
+            for rank in self.living():
+                self._say(ReportKind.STOPPED, rank)
             self.end(GangOutcome.STOPPED, 0)
         else:
             self.end(GangOutcome.FINISHED, 0)
@@ -333,7 +363,7 @@ class FakeGang:
     def _begin_to_train(self) -> None:
         session = self.spec.session
         promotion = Promotion.read(session.checkpoint_dir)
-        micro = session.micro_batch_size or -(-session.global_batch_size // self.workers)
+        micro = self._micro_batch_size()
         limit = self.behaviour.out_of_memory_above
         if limit is not None and micro > limit:
             message = f"torch.OutOfMemoryError: a micro-batch of {micro} does not fit"
@@ -344,16 +374,8 @@ class FakeGang:
         self.step = float(promotion.step) if promotion else 0.0
         if self.behaviour.reports:
             for rank in range(self.workers):
-                self._say(
-                    ReportKind.STARTED,
-                    rank,
-                    resumed_from=promotion.path if promotion else None,
-                    init_from=session.init_from,
-                    samples=session.samples or self.behaviour.samples,
-                    steps=self.total_steps,
-                    micro_batch_size=micro,
-                    in_place=self.behaviour.in_place,
-                )
+                resumed_from = promotion.path if promotion else None
+                self.say_started(rank, resumed_from=resumed_from, init_from=session.init_from)
             self.begin_to_report()
 
     def begin_to_report(self) -> None:
@@ -363,8 +385,20 @@ class FakeGang:
         self.next_checkpoint_s = self.now_s + self.spec.session.checkpoint_interval_s
 
     def say_started(self, rank: int, **data: Any) -> None:
-        """Report that a worker is in this generation, with what it knows of the change."""
-        self._say(ReportKind.STARTED, rank, steps=self.total_steps, in_place=True, **data)
+        """Report that a worker is in this generation, with what it knows of where it comes from."""
+        self._say(
+            ReportKind.STARTED,
+            rank,
+            samples=self.spec.session.samples or self.behaviour.samples,
+            steps=self.total_steps,
+            micro_batch_size=self._micro_batch_size(),
+            in_place=self.behaviour.in_place,
+            **data,
+        )
+
+    def _micro_batch_size(self) -> int:
+        session = self.spec.session
+        return session.micro_batch_size or -(-session.global_batch_size // self.workers)
 
     def _reached(self, what: str, write: CheckpointWriter) -> None:
         if what == "fail":
@@ -433,30 +467,3 @@ class FakeGang:
                 data={key: value for key, value in data.items() if value is not None},
             )
         )
-
-
-def gang_to_json(gang: FakeGang) -> dict[str, Any]:
-    """Everything but the secrets, as JSON values (infinite times become null)."""
-    raw = asdict(replace(gang, reports=[]))
-    raw["spec"]["secret_env"] = {}
-    raw["reports"] = [report.to_line().decode() for report in gang.reports]
-    return {k: None if isinstance(v, float) and math.isinf(v) else v for k, v in raw.items()}
-
-
-def gang_from_json(raw: Mapping[str, Any]) -> FakeGang:
-    """Inverse of :func:`gang_to_json`."""
-    values = dict(raw)
-    for name in ("phase_ends_s", "next_report_s", "next_checkpoint_s", "lease_ends_s"):
-        values[name] = math.inf if values[name] is None else values[name]
-    spec = dict(values["spec"])
-    session = dict(spec["session"])
-    session["args"] = tuple(session["args"])
-    spec["session"] = SessionConfig(**session)
-    spec["placement"] = tuple(Slot(*slot) for slot in spec["placement"])
-    spec["mode"] = RescaleMode(spec["mode"])
-    spec["lost"] = tuple(spec.get("lost", ()))
-    values["spec"] = GangSpec(**spec)
-    values["behaviour"] = FakeBehaviour(**values["behaviour"])
-    values["outcome"] = GangOutcome(values["outcome"]) if values["outcome"] else None
-    values["reports"] = [Report.from_line(line.encode()) for line in values["reports"]]
-    return FakeGang(**values)
