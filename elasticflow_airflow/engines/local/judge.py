@@ -86,20 +86,32 @@ def judge_ended(gang: GangRecord, statuses: Mapping[str, Status | None], lost: l
         nodes = ", ".join(lost)
         return Verdict(GangState.ENDED, GangOutcome.LOST, f"the supervisor on {nodes} died, and its workers with it")
     if any(status.failed for status in known):
-        worker_id, worker = culprit(known, heard)
-        text = describe_failure(gang, worker_id, worker.rank, worker.exit_code, heard)
-        return Verdict(GangState.ENDED, GangOutcome.FAILED, text, worker.rank)
+        return _judge_failed(gang, known, heard)
     unstarted = next((status.failure for status in known if status.failure is not None), None)
     if unstarted is not None:
         return Verdict(GangState.ENDED, GangOutcome.FAILED, unstarted)
     if heard.finished:
         return Verdict(GangState.ENDED, GangOutcome.FINISHED)
-    if told:
-        return Verdict(GangState.ENDED, GangOutcome.STOPPED)
+    if told or (gang.in_place and not heard.started):
+        return Verdict(GangState.ENDED, GangOutcome.STOPPED)  # the latter: a change that did not come about
+    if any(_died(worker) for status in known for worker in status.workers.values()):
+        return _judge_failed(gang, known, heard)  # None is left of those that a death does not end.
     if gang.plain or not heard.started:
         return Verdict(GangState.ENDED, GangOutcome.FINISHED)
     text = "the script ended with status 0 before its session reported that it is finished"
     return Verdict(GangState.ENDED, GangOutcome.FAILED, _with_tail(text, gang, gang.worker_id(0)), None)
+
+
+def _judge_failed(gang: GangRecord, statuses: Iterable[Status], heard: Heard) -> Verdict:
+    worker_id, worker = culprit(statuses, heard)
+    # A supervisor knows the rank with which a worker was born; in this generation it may have another.
+    rank = gang.worker_ids.index(worker_id) if worker_id in gang.worker_ids else worker.rank
+    text = describe_failure(gang, worker_id, rank, worker.exit_code, heard)
+    return Verdict(GangState.ENDED, GangOutcome.FAILED, text, rank)
+
+
+def _died(worker: WorkerStatus) -> bool:
+    return worker.ended and not worker.signalled and (worker.exit_code is None or worker.exit_code < 0)
 
 
 def culprit(statuses: Iterable[Status], heard: Heard) -> tuple[str, WorkerStatus]:
