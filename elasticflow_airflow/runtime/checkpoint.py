@@ -28,7 +28,7 @@ from elasticflow_airflow.runtime.manifest import (
 )
 from elasticflow_airflow.runtime.snapshot import DTYPES, Content, blobs_of, bytes_of, content_of
 from elasticflow_airflow.runtime.state import unflatten
-from elasticflow_airflow.runtime.storage import LocalStore
+from elasticflow_airflow.runtime.storage import LocalStore, is_remote, open_store
 from elasticflow_airflow.runtime.writer import SUFFIX, FilePlan, Order, write_checkpoint
 
 MODEL = "model"
@@ -99,14 +99,19 @@ def load(registered: Registered, info: CandidateInfo, *, logical_workers: int | 
             raise CheckpointError(f"checkpoint {info.path} does not fit {name}: {error}") from error
 
 
-def load_weights(model: nn.Module, folder: Path) -> CandidateInfo:
-    """Load only the weights of a checkpoint folder into a model, after checking every byte of it.
+def load_weights(model: nn.Module, folder: str | Path) -> CandidateInfo:
+    """Load only the weights of a checkpoint (a folder or URL) into a model, after checking every byte of it.
 
     Weights of another precision are converted. Raises CheckpointError when it is missing or damaged, or does not fit
     the model.
     """
-    info = verify_candidate(folder)
-    _load_weights(model, folder, same_dtypes=False)
+    where, *name = str(folder).rstrip("/").rsplit("/", 2)
+    if is_remote(folder):
+        with open_store(where).fetch("/".join(name)) as info:
+            _load_weights(model, info.path, same_dtypes=False)
+        return info
+    info = verify_candidate(Path(folder))
+    _load_weights(model, info.path, same_dtypes=False)
     return info
 
 

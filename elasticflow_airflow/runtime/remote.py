@@ -125,13 +125,17 @@ class RemoteStore:
 
     def open_for_writing(self, name: str) -> Any:
         """Open an object; what was there stays until the new one is complete, where the store can do so."""
-        self._fs.makedirs(os.path.dirname(f"{self._root}/{name}"), exist_ok=True)
-        return self._fs.open(f"{self._root}/{name}", "wb")
+        try:
+            return self._fs.open(f"{self._root}/{name}", "wb")
+        except FileNotFoundError:
+            # A file system, with folders. Not done beforehand: it would make buckets of misspelt names.
+            self._fs.makedirs(os.path.dirname(f"{self._root}/{name}"), exist_ok=True)
+            return self._fs.open(f"{self._root}/{name}", "wb")
 
     def replace(self, name: str, data: bytes) -> None:
         """Write a small object whole."""
-        self._fs.makedirs(os.path.dirname(f"{self._root}/{name}"), exist_ok=True)
-        self._fs.pipe_file(f"{self._root}/{name}", data)
+        with self.open_for_writing(name) as stream:
+            stream.write(data)
 
     def read(self, name: str) -> bytes | None:
         """Read a small object; None where there is none."""
