@@ -1,0 +1,323 @@
+"""Lightning trains elastically: the same bits with any number of workers, and while they come, go and die."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.gang import Gang
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+from elasticflow_airflow.runtime.manifest import promote, verify_candidate
+from elasticflow_airflow.runtime.protocol import ReportKind, RescaleMode
+
+pl = pytest.importorskip("lightning.pytorch", reason="PyTorch Lightning is not installed: pip install lightning")
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tests/support/train_lightning.py"
+EPOCHS, STEPS_PER_EPOCH, SAMPLES = 10, 6, 90
+
+
+def make_gang(root: Path, step_s: float = 1.0, **env: str) -> Gang:
+    """Steps are slow, so that a joiner comes in time, until somebody hurries."""
+    env = {"TEST_STEP_S": str(step_s), "TEST_ROOT": str(root / "lightning"), **env}
+    (root / "lightning").mkdir(parents=True)
+    return Gang(root, SCRIPT, env, epochs=EPOCHS, global_batch_size=16, logical_workers=8)
+
+
+@pytest.fixture
+def gang(tmp_path: Path) -> Iterator[Callable[..., Gang]]:
+    made: list[Gang] = []
+
+    def make(**options: Any) -> Gang:
+        made.append(make_gang(tmp_path / f"gang{len(made)}", **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.__exit__()
+
+
+def hurry(run: Gang) -> None:
+    (run.folder.parent / "lightning/hurry").touch()
+
+
+def lines(run: Gang, word: str) -> list[list[str]]:
+    return [line.split()[1:] for line in run.output() if line.startswith(word + " ")]
+
+
+def outcome(run: Gang) -> tuple[str, dict[str, str], dict[int, tuple[str, ...]]]:
+    """Weights and best score; the metrics of each epoch; epoch, batch, loss and logged loss of each step.
+
+    The same wherever they were printed.
+    """
+    ends = {" ".join(words) for words in lines(run, "WEIGHTS")}
+    assert len(ends) == 1, run.story()
+    epochs: dict[str, set[str]] = {}
+    for line in run.output():
+        if line.startswith("EPOCH;"):
+            _, epoch, values = line.split(";", 2)
+            epochs.setdefault(epoch, set()).add(values)
+    steps: dict[int, set[tuple[str, ...]]] = {}
+    for number, done, *rest in lines(run, "STEP"):
+        assert number == done, "Lightning's count of steps and the session's"
+        steps.setdefault(int(number), set()).add(tuple(rest[:4]))
+    assert all(len(found) == 1 for found in [*epochs.values(), *steps.values()]), (epochs, steps)
+    return ends.pop(), {k: v.pop() for k, v in epochs.items()}, {k: v.pop() for k, v in sorted(steps.items())}
+
+
+def used_once(run: Gang) -> None:
+    """Every sample of every epoch was seen exactly once, by one worker."""
+    by_epoch: dict[str, list[int]] = {}
+    for _, _, epoch, _, _, _, *ids in lines(run, "STEP"):
+        by_epoch.setdefault(epoch, []).extend(int(i) for part in ids for i in part.split(","))
+    assert sorted(map(int, by_epoch)) == list(range(EPOCHS))
+    for epoch, ids in by_epoch.items():
+        assert sorted(ids) == list(range(SAMPLES)), f"epoch {epoch}"
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One worker that nobody disturbs."""
+    with make_gang(tmp_path_factory.mktemp("undisturbed"), step_s=0) as one:
+        one.plan("alone")
+        assert one.finish() == {"alone": 0}, one.story()
+        used_once(one)
+        return outcome(one)
+
+
+def test_one_two_one_while_it_trains(gang, expected):
+    run = gang()
+    run.plan("a")
+    run.wait(lambda: run.step() > 2, "progress")
+    run.plan("a", "b")
+    run.wait_until_begun()
+    began = max(report.step for report in run.reports(ReportKind.STARTED, 2))
+    run.wait(lambda: run.step() > began + 2, "progress together")
+    run.plan("b")
+    run.wait_until_begun()
+    hurry(run)
+    assert run.finish() == {"a": 0, "b": 0}, run.story()
+    found = outcome(run)
+    assert found[0] == expected[0]
+    assert found[2] == expected[2]
+    assert found[1] == expected[1]
+    used_once(run)
+    switched = [r for r in run.reports(ReportKind.STARTED) if "from_generation" in r.data]
+    assert [(r.worker_id, r.generation) for r in switched] == [("a", 2), ("b", 2), ("b", 3)]
+    (finished,) = run.reports(ReportKind.FINISHED)
+    assert set(finished.data["metrics"]) == {"loss", "loss_step", "loss_epoch", "right", "val_loss"}
+    # Who is rank 0 at the end goes on with the first one's checkpoints.
+    (best,) = {words[0] for words in lines(run, "BEST")}
+    assert Path(best).is_file()
+    folder = Path(best).parent
+    assert len(list(folder.glob("epoch=*.ckpt"))) == 1
+    assert torch.load(folder / "last.ckpt", weights_only=False)["global_step"] == EPOCHS * STEPS_PER_EPOCH
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("workers", [2, 4])
+def test_any_number_of_workers_trains_the_same_bits(gang, expected, workers):
+    run = gang(step_s=0)
+    run.plan(*(f"w{i}" for i in range(workers)))
+    assert set(run.finish().values()) == {0}, run.story()
+    assert outcome(run) == expected
+    used_once(run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_mixed_precision_and_the_other_name(gang):
+    """bfloat16, and the package called pytorch_lightning."""
+    results = []
+    for workers in (["a"], ["b", "c"]):
+        run = gang(step_s=0, TEST_PRECISION="bf16-mixed", TEST_LIGHTNING="pytorch_lightning")
+        run.plan(*workers)
+        assert set(run.finish().values()) == {0}, run.story()
+        results.append(outcome(run))
+    assert results[0] == results[1]
+
+
+@pytest.mark.slow
+def test_a_worker_is_killed_and_the_other_goes_on(gang, expected):
+    run = gang(step_s=0.2)
+    run.plan("a", "b")
+    run.wait(lambda: run.step() > 8, "progress")
+    run.kill("a")
+    run.wait(lambda: run.processes["a"].poll() is not None, "its death")
+    run.plan("b", lost=["a"])
+    run.wait_until_begun()
+    assert run.finish() == {"a": -9, "b": 0}, run.story()
+    assert outcome(run)[0] == expected[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_stop_save_and_restart_in_the_middle_of_an_epoch(gang, expected):
+    run = gang(step_s=0.2)
+    run.plan("a", "b")
+    run.wait(lambda: run.step() > 8, "progress")
+    run.plan(mode=RescaleMode.RESTART)
+    assert run.finish() == {"a": 0, "b": 0}, run.story()
+    (saved,) = run.reports(ReportKind.CHECKPOINT)
+    promote(run.folder / "checkpoints", verify_candidate(run.folder / "checkpoints" / saved.data["path"]))
+    run.plan("c", mode=RescaleMode.RESTART)
+    assert run.finish() == {"a": 0, "b": 0, "c": 0}, run.story()
+    assert outcome(run) == expected
+    used_once(run)
+
+
+class Small(pl.LightningModule):
+    """A regression; a test takes one thing from it, or adds one."""
+
+    optimizers_wanted = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(4, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.model(inputs), targets)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(self.optimizers_wanted)]
+
+
+def dataset() -> TensorDataset:
+    inputs = torch.randn(20, 4, generator=torch.Generator().manual_seed(5))
+    return TensorDataset(inputs, inputs[:, :2] * 2)
+
+
+@pytest.fixture
+def fit(session_globals: None) -> Callable[..., Any]:
+    """Fit, here and alone; keyword arguments go to the Trainer."""
+    from elasticflow_airflow.runtime.lightning import ElasticStrategy
+
+    def run(module: Any = None, loader: Any = None, ckpt_path: str | None = None, **options: Any) -> Any:
+        strategy = ElasticStrategy()
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        settings = {"max_epochs": 2, "accelerator": "cpu", "enable_checkpointing": False, **quiet, **options}
+        module = module or Small()
+        trainer = pl.Trainer(strategy=strategy, **settings)
+        trainer.fit(module, loader or DataLoader(dataset(), batch_size=4, shuffle=True), ckpt_path=ckpt_path)
+        return trainer
+
+    return run
+
+
+def changed(**changes: Any) -> Any:
+    return type("Changed", (Small,), changes)()
+
+
+def manual() -> Any:
+    module = Small()
+    module.automatic_optimization = False
+    return module
+
+
+REFUSED = {
+    "manual optimization": lambda fit: fit(manual()),
+    "several optimizers": lambda fit: fit(changed(optimizers_wanted=2)),
+    "no optimizer": lambda fit: fit(changed(configure_optimizers=lambda self: None)),
+    "LBFGS": lambda fit: fit(changed(configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters()))),
+    r"backward\(\) of its own": lambda fit: fit(changed(backward=lambda self, loss: loss.backward())),
+    "accumulate_grad_batches=2": lambda fit: fit(accumulate_grad_batches=2),
+    "num_nodes=2": lambda fit: fit(num_nodes=2),
+    "devices=2": lambda fit: fit(devices=2),
+    "limit_train_batches": lambda fit: fit(limit_train_batches=3),
+    "fast_dev_run": lambda fit: fit(fast_dev_run=True),
+    "WeightAveraging": lambda fit: fit(callbacks=[pl.callbacks.StochasticWeightAveraging(swa_lrs=0.1)]),
+    "FSDPPrecision": lambda fit: fit(plugins=[pl.plugins.FSDPPrecision("bf16-true")]),
+    "DeepSpeedPrecision": lambda fit: fit(plugins=[pl.plugins.DeepSpeedPrecision("32-true")]),
+    "drop_last": lambda fit: fit(loader=DataLoader(dataset(), batch_size=4, drop_last=True)),
+    "WeightedRandomSampler": lambda fit: fit(
+        loader=DataLoader(dataset(), batch_size=4, sampler=WeightedRandomSampler([1.0] * 20, 20))
+    ),
+    "how long to train": lambda fit: fit(max_epochs=-1),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_elastic_is_refused_before_training(fit, message, capsys):
+    with pytest.raises(ValueError, match=message):
+        REFUSED[message](fit)
+    assert "elasticflow: started" not in capsys.readouterr().out
+
+
+def test_a_second_start_finds_that_all_is_done_and_a_longer_one_goes_on(fit, capsys, monkeypatch):
+    assert fit().global_step == 10
+    first = capsys.readouterr().out
+    assert "elasticflow: finished step=10" in first
+    trainer = fit()
+    assert trainer.strategy.session.steps_done == 10
+    second = capsys.readouterr().out
+    assert "resumed_from=g000000/step-000000000010" in second
+    assert "window_steps" not in second
+    longer = fit(max_epochs=3)
+    assert (longer.global_step, longer.current_epoch, longer.strategy.session.steps_done) == (15, 3, 15)
+
+
+def test_lightnings_own_checkpoints_hold_weights_not_the_place_in_training(fit, tmp_path):
+    trainer = fit()
+    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    assert torch.load(tmp_path / "own.ckpt", weights_only=False)["global_step"] == 10
+    with pytest.raises(ValueError, match=r"fit\(ckpt_path=...\)"):
+        fit(ckpt_path=str(tmp_path / "own.ckpt"))
+
+
+def test_a_metric_object_in_the_training_step_is_refused(fit):
+    from torchmetrics import MeanMetric
+
+    class Metered(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = MeanMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.mean(loss)
+            self.log("mean", self.mean)
+            return loss
+
+    with pytest.raises(TypeError, match="of this worker's samples only"):
+        fit(Metered())
+
+
+def test_the_user_hooks_see_each_share_and_the_sum(fit):
+    seen: dict[str, list[Any]] = {"shares": [], "gradients": [], "before": []}
+
+    class Hooked(Small):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            seen["shares"].append(len(batch[0]))
+            return batch
+
+        def on_after_backward(self) -> None:
+            seen["gradients"].append(float(self.model.weight.grad.norm()))
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            seen["before"].append(float(self.model.weight.grad.norm()))
+
+    fit(Hooked(), max_steps=3, max_epochs=None)
+    assert seen["shares"] == [1] * 12  # batches of 4 in 4 logical workers
+    assert len(seen["gradients"]) == 3
+    assert min(seen["gradients"]) > 0
+    assert seen["gradients"] == seen["before"]
+
+
+def test_the_example_learns_alone_and_resumes(tmp_path):
+    command = [sys.executable, str(ROOT / "docs/examples/train_lightning.py")]
+    options: dict[str, Any] = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 240}
+    done = subprocess.run(command, **options, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    (finished,) = [line for line in done.stdout.splitlines() if "elasticflow: finished step=114" in line]
+    accuracy = float(finished.split("'validation_accuracy': ")[1].split(",")[0].rstrip("}").split("}")[0])
+    assert accuracy > 0.9
