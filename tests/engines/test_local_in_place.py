@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from elasticflow_airflow.engines.local import engine
+from elasticflow_airflow.engines.local.folder import SupervisorFolder
 from elasticflow_airflow.engines.port import EngineError, GangOutcome, GangSpec, GangState
 from elasticflow_airflow.runtime.protocol import Membership, ReportKind, RescaleMode
 from elasticflow_airflow.scheduler_core.values import Slot
@@ -171,3 +173,65 @@ def test_nothing_to_go_on_from(local_bench, job):
     with pytest.raises(EngineError, match="no gang of this incarnation runs that could be changed in place"):
         local_bench.engine.apply(job(2, A))
     assert local_bench.engine.observe() == ()
+
+
+@pytest.mark.slow
+def test_the_supervisor_of_a_joiner_dies_and_nobody_else(local_bench, job):
+    bench = local_bench
+    bench.engine.apply(job(1, A))
+    bench.wait_state(1, GangState.RUNNING)
+    bench.engine.apply(job(2, A, C))
+    folder = SupervisorFolder.of(bench.spec().incarnation_dir, 2, "local1")
+    bench.wait(lambda _: folder.read_status() is not None, "its supervisor is there")
+    folder.read_status().supervisor.kill()
+    gangs = bench.wait(lambda gangs: gangs[2].workers[1].exit_code == -9, "its worker counts as dead")
+    assert (gangs[1].state, gangs[2].state) == (GangState.RUNNING, GangState.STARTING)
+    assert gangs[2].workers[0].exit_code is None
+    switched(bench, job(3, A, lost=("g000002-r001",)))
+    assert bench.look()[2].state is GangState.ENDED
+    bench.engine.stop("job", 10.0, "enough")
+    bench.wait(lambda gangs: all(gang.state is GangState.ENDED for gang in gangs.values()), "all leave")
+    assert bench.left_behind() == []
+
+
+@pytest.mark.slow
+def test_a_slot_that_is_held_leaves_the_gang_as_it_is(local_bench, job, monkeypatch):
+    bench = local_bench
+    monkeypatch.setattr(engine, "WARM_LIMIT_S", 0.0)
+    bench.engine.apply(job(1, A))
+    bench.wait_state(1, GangState.RUNNING)
+    bench.hold_slot(1)
+    for _ in range(3):
+        with pytest.raises(EngineError, match="held by job other"):
+            bench.engine.apply(job(2, A, B))
+        gangs = bench.look()
+        assert (gangs[1].state, gangs[2].state) == (GangState.RUNNING, GangState.PENDING)
+    bench.others[0].stop("other", 0.1, "makes room")
+    bench.wait(lambda _: not bench.engine.inventory()[0].busy, "the slot is free")
+    switched(bench, job(2, A, B))
+    bench.engine.stop("job", 10.0, "enough")
+    bench.wait(lambda gangs: all(gang.state is GangState.ENDED for gang in gangs.values()), "all leave")
+
+
+@pytest.mark.slow
+def test_who_turned_round_is_not_asked_again(local_bench, job):
+    bench = local_bench
+    bench.engine.apply(job(1, A))
+    bench.wait_state(1, GangState.RUNNING)
+    bench.engine.apply(job(2, A, B))
+    bench.wait(lambda gangs: gangs[2].workers[1].pid is not None, "the joiner's process")
+    bench.engine.apply(job(3, A))
+    again = job(4, A, B)
+
+    def free() -> bool:
+        try:
+            bench.engine.apply(again)
+        except EngineError:
+            return False  # its slot is held still
+        return True
+
+    bench.wait(lambda _: free(), "the one that turned round has gone")
+    assert [w.worker_id for w in bench.look()[4].workers] == ["g000001-r000", "g000004-r001"]
+    switched(bench, again)
+    bench.engine.stop("job", 10.0, "enough")
+    bench.wait(lambda gangs: all(gang.state is GangState.ENDED for gang in gangs.values()), "all leave")

@@ -165,7 +165,7 @@ class LocalEngine:
             # After the look: a new object has only then heard who trains, and lets them until others are warm.
             for job in list(self._jobs.values()):
                 for gang in job.gangs.values():
-                    if not gang.started and not gang.dropped:
+                    if not gang.started and not gang.dropped and not gang.in_place:
                         self._tell_earlier(job, gang)
             return tuple(found)
 
@@ -265,18 +265,21 @@ class LocalEngine:
         if not before or self._observer.has_ended(job, before[-1]):
             raise EngineError(f"job {spec.job_id}: no gang of this incarnation runs that could be changed in place")
         chain = [g for g in before if g.chain == before[-1].chain and not self._observer.has_ended(job, g)]
+        trains = next((g for g in reversed(chain) if g.adopted or not g.in_place), chain[0])
+        # Who came to join and was not in the newest plan has turned round, though it may not be gone yet.
+        may_stay = {*trains.worker_ids, *chain[-1].worker_ids}
         living: dict[Slot, str] = {}
         lost: set[str] = set()
         for earlier in chain:
             for worker in self._observer.workers_of(earlier):
                 if worker.exit_code is not None or worker.worker_id in spec.lost:
                     lost.add(worker.worker_id)
-                else:
+                elif worker.worker_id in may_stay:
                     living[worker.slot] = worker.worker_id
-        trains = next((g for g in reversed(chain) if g.adopted or not g.in_place), chain[0])
         if not set(trains.worker_ids) - lost:
             raise EngineError(f"job {spec.job_id}: no worker is left that could go on in place")
         gang.chain = chain[-1].chain
+        gang.capable = True
         gang.ids = tuple(
             living.get(slot, f"g{gang.generation:06d}-r{rank:03d}") for rank, slot in enumerate(spec.placement)
         )

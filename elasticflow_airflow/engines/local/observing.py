@@ -151,6 +151,8 @@ class Observer:
                 return None
             if not self.elapsed(job, gang, f"start {node_id}", START_LIMIT_S):
                 return None
+        if gang.in_place and len(waiting) < len(gang.folders):
+            return None  # Those who train have lost nothing.
         if len(waiting) < len(gang.folders):
             gang.order(Order(0.0, f"no supervisor came up on {waiting[0]}", kill=True))
             return None

@@ -103,7 +103,8 @@ class GangRecord:
     def from_json(cls, raw: Mapping[str, Any]) -> GangRecord:
         """Inverse of ``asdict``."""
         slots = tuple(Slot(*slot) for slot in raw["placement"])
-        return cls(**{**raw, "placement": slots, "ids": tuple(raw["ids"]), "lost": tuple(raw["lost"])})
+        # Records of a version that knew no changes in place have no ids.
+        return cls(**{**raw, "placement": slots, "ids": tuple(raw.get("ids", ())), "lost": tuple(raw.get("lost", ()))})
 
 
 @dataclass(slots=True, kw_only=True)

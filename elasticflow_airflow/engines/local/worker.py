@@ -47,7 +47,7 @@ class Worker:
             Path(spec.incarnation_dir) / "logs", worker.worker_id, spec.log_segment_bytes, spec.log_segments
         )
         self.output: int | None = None
-        self._reports = report_path(Path(spec.incarnation_dir), spec.generation, worker.worker_id)
+        self._reports = report_path(Path(spec.incarnation_dir), spec.generation, worker.worker_id).parent
         self._has_session = self._can_change_in_place = False
 
     def open_output(self) -> int:
@@ -107,7 +107,9 @@ class Worker:
     def has_session(self) -> bool:
         """Whether the script said that it has a session: it then leaves by the plan, without a signal."""
         if not self._has_session:
-            started = [report for report, _ in read_reports(self._reports) if report.kind is ReportKind.STARTED]
+            # A joiner says so in the generation in which it joins, which may be a later one than it was started for.
+            files = sorted(self._reports.glob(f"g*-{self.worker_id}.jsonl"))
+            started = [r for file in files for r, _ in read_reports(file) if r.kind is ReportKind.STARTED]
             self._has_session = bool(started)
             self._can_change_in_place = any(report.data.get("in_place") for report in started)
         return self._has_session
