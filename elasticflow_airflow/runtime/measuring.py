@@ -187,6 +187,11 @@ class Meter:
         """Begin the window of WORKER anew: what was before is not comparable."""
         self.worker()
 
+    def begin(self) -> None:
+        """Training begins: what was before was getting ready."""
+        self.progress()
+        self.restart()
+
     def _memory(self) -> dict[str, float]:
         found: dict[str, float] = {"memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MEMORY_UNIT}
         if self._device.type == "cuda":

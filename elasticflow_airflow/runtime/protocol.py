@@ -105,7 +105,9 @@ class SessionConfig:
     choose; after an out-of-memory it is halved by the service. ``logical_workers`` (a power of two that divides
     ``global_batch_size``; None: the session chooses) never changes in the life of a job; ``consistency`` is
     "consistent" (the result does not depend on the number of workers) or "fast". ``init_from`` is the folder of a
-    checkpoint whose *weights* start this incarnation. ``progress_regex`` and ``progress_file`` are for plain scripts.
+    checkpoint whose *weights* start this incarnation. ``target_loss`` ends the training early, once the smoothed loss
+    (runtime.target) is there; with it neither length need be set. ``progress_regex`` and ``progress_file`` are for
+    plain scripts.
     """
 
     job_id: str
@@ -129,6 +131,7 @@ class SessionConfig:
     keep_checkpoints: int = 2
     progress_regex: str | None = None
     progress_file: str | None = None
+    target_loss: float | None = None
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -162,7 +165,9 @@ class ReportKind(StrEnum):
 
     Of the time since the last one, from rank 0: samples (used by all workers), samples_per_s, and where this worker's
     own time went: data_s, compute_s, reduce_s, wait_s, pause_s, save_s, other_s (runtime.measuring.Activity); further
-    memory_bytes and device_memory_bytes (most so far), and noise_scale (of the gradients, in samples)."""
+    memory_bytes and device_memory_bytes (most so far), and noise_scale (of the gradients, in samples). With a target:
+    target_loss, smoothed_loss, and now and then loss_curve {width, losses} (means over ``width`` steps each, from the
+    beginning) with steps_left and steps_left_error, in steps, as far as they can be predicted."""
     WORKER = "worker"
     """One worker's own measurements, from every rank, less often than PROGRESS. window_steps, samples (its own), data_s
     ... other_s and memory_bytes as there. Says nothing of progress; windows do not reach over a change of workers."""
@@ -171,7 +176,8 @@ class ReportKind(StrEnum):
     STOPPED = "stopped"
     """Left as the plan asked at ``step``: after saving, or, in place, with the state in good hands."""
     FINISHED = "finished"
-    """All steps are done and saved. [metrics, loss]; ``path`` of the final candidate checkpoint."""
+    """All steps are done, or the target is reached, and saved. [metrics, loss]; ``path`` of the final candidate
+    checkpoint. With a target: target_reached, smoothed_loss, loss_curve."""
     OUT_OF_MEMORY = "out_of_memory"
     """The device's memory did not suffice. micro_batch_size, message."""
     FAILED = "failed"

@@ -19,6 +19,8 @@ ALONE_INTERVAL_S = 5.0
 WORKER_EVERY = 10
 """A worker reports its own measurements so many times less often than rank 0 the progress of all."""
 
+_FOR_MACHINES = frozenset({"loss_curve"})
+
 
 class Reporter(Protocol):
     """Where reports go."""
@@ -77,7 +79,8 @@ class ConsoleReporter:
         """Print one line, from rank 0 only, except for failures."""
         if (rank != 0 and kind is not ReportKind.FAILED) or kind is ReportKind.WORKER:
             return
-        details = " ".join(f"{key}={_short(value)}" for key, value in plain(data).items() if value is not None)
+        told = {key: value for key, value in plain(data).items() if value is not None and key not in _FOR_MACHINES}
+        details = " ".join(f"{key}={_short(value)}" for key, value in told.items())
         stream = sys.stderr if kind in (ReportKind.FAILED, ReportKind.WARNING) else sys.stdout
         stream.write(f"elasticflow: {kind} step={step} {details}".rstrip() + "\n")
         stream.flush()

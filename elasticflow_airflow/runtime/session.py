@@ -50,6 +50,7 @@ from elasticflow_airflow.runtime.reporting import WORKER_EVERY, Speedometer
 from elasticflow_airflow.runtime.resume import agree_on_checkpoint
 from elasticflow_airflow.runtime.saving import Saver
 from elasticflow_airflow.runtime.step import Step
+from elasticflow_airflow.runtime.target import LossTrack, Outlook
 
 REHEARSALS = 4
 """Steps that a joiner makes on its own before it joins: its first ones are several times slower."""
@@ -81,6 +82,7 @@ class Session:
         allow_nonfinite_loss: bool = False,
         logical_workers: int | None = None,
         consistency: str | None = None,
+        target_loss: float | None = None,
     ) -> None:
         config = context.config
         if not context.managed:
@@ -91,6 +93,8 @@ class Session:
             config = replace(config, steps=steps, epochs=epochs)
         if config.micro_batch_size is None:
             config = replace(config, micro_batch_size=micro_batch_size)
+        if config.target_loss is None:
+            config = replace(config, target_loss=target_loss)
         if config.init_from is None and init_from is not None:
             config = replace(config, init_from=str(init_from))
         if checkpoint_interval_s is not None and not context.managed:
@@ -123,6 +127,8 @@ class Session:
         self._resumed_from: CandidateInfo | None = None
         self._initialised_from: str | None = None
         self._loss: float | None = None
+        self._track = LossTrack(config.target_loss)
+        self._outlook = Outlook(self._track)
         self._scalars: dict[str, float] = {}
         self._saver = Saver(
             context.checkpoints,
@@ -351,6 +357,9 @@ class Session:
         path = self._save(wait=True)
         self._finished = True
         data = {"metrics": dict(metrics or {}), "loss": self._loss, "path": path}
+        if self._track.target is not None:
+            data |= {"target_reached": self._track.reached, "smoothed_loss": self._track.smoothed}
+            data |= {"loss_curve": self._track.curve}
         try:
             self._group.wait_for_all()
         except GroupBroken as error:
@@ -454,6 +463,7 @@ class Session:
         if self._machinery is not None:
             self._norms.step_done(self._machinery.reducer.norms.seconds)
         self._loss = loss
+        self._track.add(loss)
         if self._place is not None:
             self._place.watcher.step = self._step
         if self.is_main and self._registered is not None:
@@ -491,7 +501,7 @@ class Session:
 
     def _all_done(self) -> bool:
         total = self._total_or_none()
-        return total is not None and self._step >= total
+        return self._track.reached or (total is not None and self._step >= total)
 
     def _restore(self, registered: Registered) -> None:
         found = agree_on_checkpoint(self._group, self._context.checkpoints, self.config.incarnation, self._warn)
@@ -500,6 +510,7 @@ class Session:
                 registered, found, logical_workers=self.config.logical_workers if self._consistent else None
             )
             self._step, self._resumed_from, self._loss = found.step, found, found.metadata.get("loss")
+            self._track.restore(found.metadata.get("loss_track"))
             bootstrap.current_step = self._step
             return
         if self.config.init_from is not None:
@@ -513,9 +524,10 @@ class Session:
         self._started = True
         samples = self._loader.plan.samples if self._loader else None
         total = self._total_or_none()
-        if total is None:
+        if total is None and self.config.target_loss is None:
             raise ValueError(
-                "nobody has said how long to train: call session.epochs(n), or give steps= or epochs= to runtime.init()"
+                "nobody has said how long to train: call session.epochs(n), or give steps=, epochs= or target_loss= to"
+                " runtime.init()"
             )
         if self._is_rehearsing:
             self._step = self._guess_step()
@@ -528,6 +540,7 @@ class Session:
             steps=total,
         )
         self._speed.leave_out()
+        self._meter.begin()
         self._saver.restart_clock()
 
     def _check_same_data(self) -> None:
@@ -666,7 +679,14 @@ class Session:
         counts = self._committed.counts if self._committed is not None else []
         trained = 0 if self._registered is None else len(_trained_parameters(self._registered.model))
         loss = _finite_or_none(self._loss)
-        return {"step": self._step, "loss": loss, "present": f"{bits:x}", "counts": counts, "trained": trained}
+        return {
+            "step": self._step,
+            "loss": loss,
+            "present": f"{bits:x}",
+            "counts": counts,
+            "trained": trained,
+            "track": self._track.state(),
+        }
 
     def _adopted(self, adoption: Adoption) -> None:
         """The group has changed: everything that names generation, rank or size follows."""
@@ -676,6 +696,7 @@ class Session:
         if adoption.took_over is not None:
             self._check_same_parameters(int(adoption.took_over["trained"]))
             self._step, self._loss = int(adoption.took_over["step"]), adoption.took_over["loss"]
+            self._track.restore(adoption.took_over["track"])
             bootstrap.current_step = self._step
             self._saver.restart_clock()
         os.environ[GENERATION_ENV], os.environ["RANK"] = str(adoption.generation), str(self.rank)
@@ -739,6 +760,7 @@ class Session:
             "epoch": epoch,
             "step_in_epoch": step_in_epoch,
             "loss": _finite_or_none(self._loss),
+            "loss_track": self._track.state(),
             "logical_workers": self._logical if self._consistent else None,
             **(asdict(self._loader.plan) if self._loader else {}),
         }
@@ -777,7 +799,8 @@ class Session:
         if not steps:
             return
         own = {"window_steps": steps, "window_s": seconds, "epoch": self.epoch}
-        data: dict[str, Any] = own | {"loss": self._loss} | self._scalars | own | self._measurements(seconds)
+        data: dict[str, Any] = own | {"loss": self._loss} | self._scalars | own
+        data |= self._measurements(seconds) | self._outlook_of_target()
         if self._allow_nonfinite_loss:
             # A reader of the reports would end the training over it.
             data["loss"] = _finite_or_none(data["loss"])
@@ -787,6 +810,13 @@ class Session:
         found: dict[str, Any] = self._meter.progress()
         found["samples_per_s"] = found["samples"] / seconds if seconds > 0 else None
         found["noise_scale"] = None if self._machinery is None else self._machinery.noise.value
+        return found
+
+    def _outlook_of_target(self) -> dict[str, Any]:
+        found = self._outlook.look() if self.is_main else {}
+        total = self._total_or_none()
+        if total is not None and "steps_left" in found:
+            found["steps_left"] = min(found["steps_left"], total - self._step)
         return found
 
     def _report_worker(self) -> None:
@@ -829,6 +859,7 @@ def init(
     allow_nonfinite_loss: bool = False,
     logical_workers: int | None = None,
     consistency: str | None = None,
+    target_loss: float | None = None,
 ) -> Session:
     """Join the training: alone, under torchrun, or under the service; the same call.
 
@@ -839,7 +870,9 @@ def init(
     "consistent" (the default: the result does not depend on the number of workers, bit for bit) or "fast".
     ``logical_workers``, a power of two that divides the global batch (8, if it can be), is into how many shares each
     batch is cut in consistent mode: at least as many as there will ever be workers, and always the same for the same
-    result. Under the service what was submitted wins over all of them. Raises ValueError for lengths that contradict
+    result. ``target_loss`` ends the training as soon as the smoothed loss is there
+    (:class:`~elasticflow_airflow.runtime.target.LossTrack`), or at ``steps`` or ``epochs`` if those come first.
+    Under the service what was submitted wins over all of them. Raises ValueError for lengths that contradict
     each other.
     """
     if epochs is not None and steps is not None:
@@ -854,6 +887,7 @@ def init(
         allow_nonfinite_loss=allow_nonfinite_loss,
         logical_workers=logical_workers,
         consistency=consistency,
+        target_loss=target_loss,
     )
 
 
