@@ -17,7 +17,7 @@ def world(make_world):
 
 def submit(world, **given):
     fake = {**FAKE, **given.pop("fake", {})}
-    return world.submit(**{"steps": 1500, "scaling_curve": CURVE, "fake": fake, **given})
+    return world.submit(**{"steps": 1000, "scaling_curve": CURVE, "fake": fake, **given})
 
 
 def reasons(world, job, kind):
@@ -50,7 +50,7 @@ def test_a_job_grows_while_it_trains(world):
         r"rescaled in place from 2 to 4 workers at step \d+: training paused \d+ ms \([\d.]+ MB of state\)", said
     )
     done = world.ended(job)
-    assert (done.state, done.result.steps, done.result.rescales) == ("succeeded", 1500, 1)
+    assert (done.state, done.result.steps, done.result.rescales) == ("succeeded", 1000, 1)
     assert not world.events(job, "restarting")
     generations = world.generations(job)
     assert [g.mode for g in generations] == ["restart", "in_place"]
@@ -71,7 +71,7 @@ def test_a_job_shrinks_in_place_and_the_next_one_waits_for_its_slots(world):
 
 
 def test_slots_are_held_by_one_job_only_while_workers_change(world):
-    jobs = [submit(world, task=f"t{n}", within=900, steps=300 * 2**n) for n in range(3)]
+    jobs = [submit(world, task=f"t{n}", within=900, steps=200 * 2**n) for n in range(3)]
 
     def over() -> bool:
         holders: dict[object, str] = {}
@@ -97,7 +97,7 @@ def test_slot_seconds_are_counted_once_while_two_generations_hold_the_same_slots
 
 
 def test_a_job_is_measured_in_place(world):
-    job = submit(world, scaling_curve=None, within=900, steps=2000)
+    job = submit(world, scaling_curve=None, within=900, steps=1200)
     done = world.ended(job)
     assert done.result.met
     measured = {e.data["workers"]: e.data["steps_per_s"] for e in world.events(job, "measured")}

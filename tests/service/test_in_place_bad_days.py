@@ -11,7 +11,7 @@ from elasticflow_airflow.runtime.protocol import heartbeat_path, write_json_atom
 from elasticflow_airflow.service.rescaling import break_circles
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
-FAKE = {"in_place": True, "startup_s": 2.0, "join_s": 5.0, "report_interval_s": 0.2}
+FAKE = {"in_place": True, "startup_s": 2.0, "join_s": 5.0}
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def world(make_world):
 
 def submit(world, **given):
     fake = {**FAKE, **given.pop("fake", {})}
-    return world.submit(**{"steps": 1500, "scaling_curve": CURVE, "fake": fake, **given})
+    return world.submit(**{"steps": 900, "scaling_curve": CURVE, "fake": fake, **given})
 
 
 def reasons(world, job, kind):
@@ -80,7 +80,7 @@ def test_a_worker_dies_and_the_others_go_on_from_memory_and_grow_again(world):
     )
     world.until(lambda: world.status(job).workers == 4, "it grows again")
     done = world.ended(job)
-    assert (done.state, done.result.steps) == ("succeeded", 1500)
+    assert (done.state, done.result.steps) == ("succeeded", 900)
     assert never_went_back(world, job)
     assert world.row(job).restarts == 0
 
@@ -91,7 +91,7 @@ def test_the_scheduler_hears_of_the_survivors(world):
     world.until(lambda: world.events(job, "rescaled"), "they go on")
     assert [e.kind for e in world.events(job)][-1] in ("rescaled", "resized")
     (state,) = world.reconciler._scheduler.states()
-    assert state.remaining_steps <= 1500 - world.status(job).step + 20
+    assert state.remaining_steps <= 900 - world.status(job).step + 20
     assert state.placement.workers == world.generations(job)[-1].workers
     assert world.ended(job).result.met
 
@@ -116,7 +116,7 @@ def test_two_of_four_die_one_after_the_other(world):
 
 def test_too_many_deaths_within_a_while_are_a_restart(make_world):
     world = make_world(checkpoint_interval_s=3.0, grace_s=5.0, max_recoveries=2)
-    job = runs_with(world, 2, max_workers=2, steps=4000)
+    job = runs_with(world, 2, max_workers=2, steps=1200)
     for _ in range(3):
         world.run(15)
         assert world.status(job).workers == 2, "it has grown again"
@@ -129,9 +129,9 @@ def test_too_many_deaths_within_a_while_are_a_restart(make_world):
 
 
 def test_deaths_that_are_long_ago_do_not_count(make_world):
-    world = make_world(checkpoint_interval_s=3.0, max_recoveries=1, recovery_window_s=20.0)
-    job = runs_with(world, 2, max_workers=2, steps=4000)
-    for _ in range(4):
+    world = make_world(checkpoint_interval_s=10.0, max_recoveries=1, recovery_window_s=20.0)
+    job = runs_with(world, 2, max_workers=2, steps=1600)
+    for _ in range(3):
         world.run(25)
         world.engine.fail_worker(job.job.job_id, rank=1)
         world.step(0.5)
@@ -145,7 +145,7 @@ def test_all_die_and_the_last_checkpoint_counts(world):
     for rank in (0, 1):
         world.engine.fail_worker(job.job.job_id, rank=rank)
     done = world.ended(job)
-    assert (done.state, done.result.steps) == ("succeeded", 1500)
+    assert (done.state, done.result.steps) == ("succeeded", 900)
     assert len(world.events(job, "restarting")) == 1
 
 
@@ -182,7 +182,7 @@ def test_a_worker_dies_while_others_are_about_to_join(world):
 
 
 def test_a_worker_dies_while_the_size_is_measured(world):
-    job = submit(world, scaling_curve=None, within=900, steps=2000)
+    job = submit(world, scaling_curve=None, within=900, steps=1200)
     world.until(lambda: world.generations(job)[-1].workers == 2 and world.status(job).workers == 2, "2 are measured")
     world.engine.fail_worker(job.job.job_id, rank=1)
     done = world.ended(job)
@@ -296,7 +296,7 @@ def test_a_change_that_the_engine_refuses_is_made_by_a_restart(world):
 
 
 def test_a_size_that_nobody_can_join_for_is_not_measured(world):
-    job = submit(world, scaling_curve=None, within=900, steps=2000)
+    job = submit(world, scaling_curve=None, within=900, steps=500)
     world.until(lambda: world.generations(job)[-1].workers == 2, "2 are to be measured")
     joining(world, job)
     world.engine.fail_joiner(job.job.job_id, 1)
@@ -314,7 +314,7 @@ def test_of_jobs_that_wait_for_each_other_in_a_circle_one_makes_room(make_world)
     from elasticflow_airflow.service.books import Books
 
     world = make_world(slots=2, checkpoint_interval_s=10.0)
-    jobs = [submit(world, task=name, max_workers=1, steps=900) for name in ("a", "b")]
+    jobs = [submit(world, task=name, max_workers=1, steps=300) for name in ("a", "b")]
     world.until(lambda: all(world.status(job).step > 20 for job in jobs), "both train")
     homes = [world.status(job).slots for job in jobs]
     with world.store.write() as tx:  # What no plan has made so far: they change places.

@@ -44,7 +44,7 @@ def test_the_number_of_shares_is_chosen_once(make_world, given, chosen):
 )
 def test_there_are_never_more_workers_than_shares(make_world, given, most):
     world = make_world(nodes=1, slots=8)
-    job = world.submit(within=900, steps=800, scaling_curve=CURVE, **given)
+    job = world.submit(within=900, steps=100 * most, scaling_curve=CURVE, **given)
     assert world.ended(job).state == "succeeded"
     assert max(g.workers for g in world.generations(job)) == most
 
