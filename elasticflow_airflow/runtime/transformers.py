@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
 
 from elasticflow_airflow.runtime.context import detect
@@ -74,6 +75,8 @@ class _Run:
     divides: bool = False
     """Whether the loss is divided by the items of the global batch already."""
     evaluation: dict[str, float] = field(default_factory=dict)
+    saved_at: int | None = None
+    """The step after which the Trainer last saved a checkpoint of its own."""
 
     def backward(self, loss: Any, **_options: Any) -> None:
         """In place of ``accelerator.backward``."""
@@ -328,6 +331,8 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
         self.state.is_local_process_zero = self.state.is_world_process_zero = session.is_main
         if not self._run.began or not (became or ceased):
             return
+        if became and self._run.saved_at == self.state.global_step:
+            self._complete_save()
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, ProgressCallback):
                 bar: Any = callback
@@ -351,7 +356,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, and attach the numbers to the session's next report."""
         super().log(logs, start_time)
-        if self._elastic is not None:
+        if self._elastic is not None and not self._elastic.session.is_warming_up:
             numbers = {
                 k: float(v) for k, v in logs.items() if isinstance(v, int | float) and k not in ("loss", "epoch")
             }
@@ -359,6 +364,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Let the first worker save the Trainer's own checkpoint; the others remember the same of it."""
+        self._run.saved_at = self.state.global_step
         if self.args.should_save:
             super()._save_checkpoint(model, trial)
             return
@@ -366,6 +372,12 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
         if self.state.best_global_step and self.state.best_global_step == self.state.global_step:
             folder = f"checkpoint-{self.state.best_global_step}"
             self.state.best_model_checkpoint = str(Path(self._get_output_dir(trial)) / folder)
+
+    def _complete_save(self) -> None:
+        """Save what the first worker died over, from the same state: no step was applied since."""
+        folder = Path(self._get_output_dir(None)) / f"checkpoint-{self.state.global_step}"
+        if not (folder / TRAINER_STATE_NAME).exists():  # what is written last
+            super()._save_checkpoint(self.model, None)
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
         """End the training: the session's final checkpoint holds the best model where that was asked for."""
