@@ -663,6 +663,8 @@ class Session:
             adoption = self._place.recover(self._registered, self._facts(), pending)
         except Dismissed:
             self._leave_at_once()
+        # What was agreed on with the dead is agreed on anew: not all may have heard of it.
+        self._leaving = self._saving = False
         self._adopted(adoption)
         return adoption
 
@@ -799,8 +801,9 @@ class Session:
         if not steps:
             return
         own = {"window_steps": steps, "window_s": seconds, "epoch": self.epoch}
-        data: dict[str, Any] = own | {"loss": self._loss} | self._scalars | own
-        data |= self._measurements(seconds) | self._outlook_of_target()
+        data: dict[str, Any] = (
+            own | {"loss": self._loss} | self._scalars | own | self._measurements(seconds) | self._outlook_of_target()
+        )
         if self._allow_nonfinite_loss:
             # A reader of the reports would end the training over it.
             data["loss"] = _finite_or_none(data["loss"])
