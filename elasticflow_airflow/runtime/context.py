@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticflow_airflow.runtime.manifest import newest_generation
 from elasticflow_airflow.runtime.protocol import (
     GENERATION_ENV,
     SESSION_ENV,
@@ -17,6 +16,7 @@ from elasticflow_airflow.runtime.protocol import (
     membership_path,
 )
 from elasticflow_airflow.runtime.reporting import ConsoleReporter, FileReporter, Reporter
+from elasticflow_airflow.runtime.storage import is_remote, open_store
 
 CHECKPOINT_DIR_ENV = "ELASTICFLOW_CHECKPOINT_DIR"
 """Environment variable: where a session that runs alone keeps its checkpoints."""
@@ -31,7 +31,8 @@ class Context:
     managed: bool
     worker_id: str
     generation: int
-    checkpoints: Path
+    checkpoints: Path | str
+    """Folder, or fsspec URL."""
     reporter: Reporter
     _plan_stamp: tuple[int, int] | None = None
     _told_to_leave: bool = False
@@ -70,14 +71,17 @@ def detect(checkpoint_dir: Path | str | None = None) -> Context:
             checkpoints=config.checkpoint_dir,
             reporter=FileReporter(Path(config.incarnation_dir), generation, worker_id),
         )
-    folder = Path(checkpoint_dir or os.environ.get(CHECKPOINT_DIR_ENV) or DEFAULT_CHECKPOINT_DIR).absolute()
-    config = SessionConfig(job_id="alone", incarnation=0, incarnation_dir=str(folder.parent), code_dir=os.getcwd())
+    where = checkpoint_dir or os.environ.get(CHECKPOINT_DIR_ENV) or DEFAULT_CHECKPOINT_DIR
+    checkpoints = str(where) if is_remote(where) else Path(where).absolute()
+    here = str(checkpoints.parent) if isinstance(checkpoints, Path) else os.getcwd()
+    config = SessionConfig(job_id="alone", incarnation=0, incarnation_dir=here, code_dir=os.getcwd())
+    newest = open_store(checkpoints).newest_generation()
     return Context(
         config=config,
         managed=False,
         worker_id=f"rank-{os.environ.get('RANK', '0')}",
         # Each run alone is a generation: it never overwrites what one before has left.
-        generation=0 if (newest := newest_generation(folder)) is None else newest + 1,
-        checkpoints=folder,
+        generation=0 if newest is None else newest + 1,
+        checkpoints=checkpoints,
         reporter=ConsoleReporter(),
     )

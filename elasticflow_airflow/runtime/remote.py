@@ -97,6 +97,10 @@ class RemoteStore:
                     self._fs.get_file(f"{self._root}/{name}/{file}", str(folder / file))
             yield manifest.verify_candidate(folder)
 
+    def newest_generation(self) -> int | None:
+        """See Store. What has no manifest does not count here either: it may be written over."""
+        return max((int(name[1:].split("/")[0]) for name in self.candidates()), default=None)
+
     def promote(self, info: CandidateInfo) -> None:
         """See Store."""
         promotion = Promotion(path=info.name, generation=info.generation, step=info.step, digest=info.digest)

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from elasticflow_airflow.runtime.group import WorkerGroup
-from elasticflow_airflow.runtime.manifest import CandidateInfo, CheckpointError, promoted, verify_candidate
+from elasticflow_airflow.runtime.manifest import CandidateInfo, CheckpointError
+from elasticflow_airflow.runtime.storage import open_store
 
 
+@contextmanager
 def agree_on_checkpoint(
-    group: WorkerGroup, checkpoints: Path, incarnation: int, warn: Callable[[str], None]
-) -> CandidateInfo | None:
-    """Return the verified checkpoint to resume from, the same on every worker; None: start afresh.
+    group: WorkerGroup, checkpoints: str | Path, incarnation: int, warn: Callable[[str], None]
+) -> Iterator[CandidateInfo | None]:
+    """Find the verified checkpoint to resume from, the same on every worker; None: start afresh.
 
-    Rank 0 chooses: a promotion between two workers' looks must not make them start from different steps. Raises
+    It can be read at its ``path`` while the context lasts, wherever ``checkpoints``, a folder or a URL, is. Rank 0
+    chooses: a promotion between two workers' looks must not make them start from different steps. Raises
     CheckpointError where another worker finds the chosen one damaged.
     """
-    found = _of_incarnation(checkpoints, incarnation, warn) if group.rank == 0 else None
-    chosen = [str(found.path.relative_to(checkpoints)), found.digest] if found else None
-    chosen = group.exchange_values(chosen)[0]
-    if group.rank == 0 or chosen is None:
-        return found
-    path, digest = chosen
-    found = verify_candidate(checkpoints / path)
-    if found.digest != digest:
-        raise CheckpointError(f"checkpoint {found.path} is not the one that rank 0 reads (digest differs)")
-    return found
+    store = open_store(checkpoints)
+    with ExitStack() as stack:
+        found = None
+        if group.rank == 0:
+            found = _of_incarnation(stack.enter_context(store.promoted(warn)), incarnation, warn)
+        chosen = group.exchange_values([found.name, found.digest] if found else None)[0]
+        if group.rank != 0 and chosen is not None:
+            name, digest = chosen
+            found = stack.enter_context(store.fetch(name))
+            if found.digest != digest:
+                raise CheckpointError(f"checkpoint {found.path} is not the one that rank 0 reads (digest differs)")
+        yield found
 
 
-def _of_incarnation(checkpoints: Path, incarnation: int, warn: Callable[[str], None]) -> CandidateInfo | None:
-    found = promoted(checkpoints, warn)
+def _of_incarnation(found: CandidateInfo | None, incarnation: int, warn: Callable[[str], None]) -> CandidateInfo | None:
     if found is not None and found.incarnation != incarnation:
         warn(
             f"checkpoint {found.path} belongs to incarnation {found.incarnation}, this is {incarnation}: "

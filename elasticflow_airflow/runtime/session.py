@@ -504,17 +504,18 @@ class Session:
         return self._track.reached or (total is not None and self._step >= total)
 
     def _restore(self, registered: Registered) -> None:
-        found = agree_on_checkpoint(self._group, self._context.checkpoints, self.config.incarnation, self._warn)
-        if found is not None:
-            checkpoint.load(
-                registered, found, logical_workers=self.config.logical_workers if self._consistent else None
-            )
-            self._step, self._resumed_from, self._loss = found.step, found, found.metadata.get("loss")
-            self._track.restore(found.metadata.get("loss_track"))
-            bootstrap.current_step = self._step
-            return
+        checkpoints, incarnation = self._context.checkpoints, self.config.incarnation
+        with agree_on_checkpoint(self._group, checkpoints, incarnation, self._warn) as found:
+            if found is not None:
+                checkpoint.load(
+                    registered, found, logical_workers=self.config.logical_workers if self._consistent else None
+                )
+                self._step, self._resumed_from, self._loss = found.step, found, found.metadata.get("loss")
+                self._track.restore(found.metadata.get("loss_track"))
+                bootstrap.current_step = self._step
+                return
         if self.config.init_from is not None:
-            checkpoint.load_weights(registered.model, Path(self.config.init_from))
+            checkpoint.load_weights(registered.model, self.config.init_from)
             self._initialised_from = self.config.init_from
         broadcast_model(registered.model, self._group)
 
@@ -867,8 +868,8 @@ def init(
     """Join the training: alone, under torchrun, or under the service; the same call.
 
     ``epochs`` or ``steps`` is the script's own length, ``micro_batch_size`` the most samples in one forward pass,
-    ``init_from`` the folder of a checkpoint whose weights to start from, ``checkpoint_dir`` where to keep
-    checkpoints (``ELASTICFLOW_CHECKPOINT_DIR``, else ``./elasticflow-checkpoints``),
+    ``init_from`` the folder or URL of a checkpoint whose weights to start from, ``checkpoint_dir`` where to keep
+    checkpoints: a folder or an fsspec URL (``ELASTICFLOW_CHECKPOINT_DIR``, else ``./elasticflow-checkpoints``),
     ``checkpoint_interval_s`` how often to save (as often as pays off; 0: after every step). ``consistency`` is
     "consistent" (the default: the result does not depend on the number of workers, bit for bit) or "fast".
     ``logical_workers``, a power of two that divides the global batch (8, if it can be), is into how many shares each

@@ -77,6 +77,10 @@ class Store(Protocol):
         """Verify one, and have it in a folder while the context lasts. Raises CheckpointError."""
         ...
 
+    def newest_generation(self) -> int | None:
+        """Return the highest generation that has left anything here, or None."""
+        ...
+
     def promote(self, info: CandidateInfo) -> None:
         """Make one the one that counts."""
         ...
@@ -156,6 +160,10 @@ class LocalStore:
     def fetch(self, name: str) -> Iterator[CandidateInfo]:
         """See Store."""
         yield manifest.verify_candidate(self.folder / name)
+
+    def newest_generation(self) -> int | None:
+        """See Store."""
+        return manifest.newest_generation(self.folder)
 
     def promote(self, info: CandidateInfo) -> None:
         """See Store."""

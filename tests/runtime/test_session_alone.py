@@ -553,3 +553,20 @@ def test_parameters_that_are_frozen_and_freed_on_the_way(training):
     run.run(before_step=free_in_the_middle)
     assert frozen == [True, True, True, False]
     assert last.requires_grad
+
+
+@pytest.mark.parametrize("where", ["file://{folder}/there", "memory://{folder}/there"])
+def test_checkpoints_at_a_url(training, tmp_path, where):
+    pytest.importorskip("fsspec", reason="needs fsspec")
+    where = where.format(folder=tmp_path)
+    whole = training(epochs=2, checkpoint_dir=tmp_path / "undisturbed").run()
+    run = training(epochs=2, checkpoint_dir=where)
+    with pytest.raises(SystemExit):
+        run.run(before_step=lambda done: os.kill(os.getpid(), signal.SIGTERM) if done == 2 else None)
+    again = training(epochs=2, checkpoint_dir=where)
+    assert again.session.steps_done == 3
+    again.run().session.finish()
+    assert torch.equal(again.parameters(), whole.parameters())
+    third = training(epochs=2, checkpoint_dir=tmp_path / "next", init_from=f"{where}/g000001/step-000000000008")
+    assert torch.equal(third.parameters(), whole.parameters())
+    assert third.session.steps_done == 0
