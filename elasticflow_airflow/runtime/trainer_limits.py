@@ -57,14 +57,18 @@ def refuse_unsupported(trainer: Any, *, ours: type) -> None:
             )
 
 
+def refuse_sharding(args: Any) -> None:
+    """Raise ValueError for arguments that would spread the model over the workers."""
+    for name in ("deepspeed", "fsdp"):
+        if getattr(args, name, None):
+            raise ValueError(
+                f"{name}=: elastic workers have the whole model each, and this shares it out; leave it out"
+            )
+
+
 def _refuse_parallelism(trainer: Any) -> None:
     args = trainer.args
-    if trainer.is_deepspeed_enabled or args.deepspeed:
-        raise ValueError(
-            "deepspeed: the whole model must be in each worker, and DeepSpeed shares it out; leave deepspeed= out"
-        )
-    if trainer.is_fsdp_enabled or args.fsdp:
-        raise ValueError("fsdp: the whole model must be in each worker, and FSDP shares it out; leave fsdp= out")
+    refuse_sharding(args)
     if args.parallelism_config is not None or trainer.is_model_parallel:
         raise ValueError(
             "the model is spread over several devices: elastic workers have one device each, with the whole model; "

@@ -25,7 +25,7 @@ from elasticflow_airflow.runtime.context import detect
 from elasticflow_airflow.runtime.data import Batch, ElasticLoader, mix_seed
 from elasticflow_airflow.runtime.session import Session
 from elasticflow_airflow.runtime.step import Step
-from elasticflow_airflow.runtime.trainer_limits import refuse_unsupported
+from elasticflow_airflow.runtime.trainer_limits import refuse_sharding, refuse_unsupported
 from elasticflow_airflow.runtime.trainer_loss import divides_by_items, item_count
 from elasticflow_airflow.runtime.trainer_progress import TrainerProgress
 from elasticflow_airflow.runtime.trainer_world import hide_world, set_rank
@@ -446,6 +446,7 @@ class ElasticTrainer(ElasticMixin, Trainer):  # type: ignore[misc]  # transforme
     """``Trainer`` with :class:`ElasticCallback`'s part in it, to derive classes from. ``elastic``: its options."""
 
     def __init__(self, *args: Any, elastic: ElasticOptions | None = None, **kwargs: Any) -> None:
+        refuse_sharding(kwargs["args"] if "args" in kwargs else args[1] if len(args) > 1 else None)
         super().__init__(*args, **kwargs)
         _make_elastic(self, elastic or ElasticOptions())
 
