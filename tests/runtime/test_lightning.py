@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +18,7 @@ from support.gang import Gang
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
+from elasticflow_airflow.runtime import lightning_limits as limits
 from elasticflow_airflow.runtime.manifest import promote, verify_candidate
 from elasticflow_airflow.runtime.protocol import ReportKind, RescaleMode
 
@@ -202,8 +206,14 @@ def fit(session_globals: None) -> Callable[..., Any]:
     """Fit, here and alone; keyword arguments go to the Trainer."""
     from elasticflow_airflow.runtime.lightning import ElasticStrategy
 
-    def run(module: Any = None, loader: Any = None, ckpt_path: str | None = None, **options: Any) -> Any:
-        strategy = ElasticStrategy()
+    def run(
+        module: Any = None,
+        loader: Any = None,
+        ckpt_path: str | None = None,
+        logical_workers: int | None = None,
+        **options: Any,
+    ) -> Any:
+        strategy = ElasticStrategy(logical_workers=logical_workers)
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         settings = {"max_epochs": 2, "accelerator": "cpu", "enable_checkpointing": False, **quiet, **options}
         module = module or Small()
@@ -313,7 +323,109 @@ def test_the_user_hooks_see_each_share_and_the_sum(fit):
     assert seen["gradients"] == seen["before"]
 
 
-def test_the_example_learns_alone_and_resumes(tmp_path):
+class Hooks(pl.Callback):
+    """Writes down what Lightning calls, in which order, and where it says that it is."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        for name in (
+            "on_train_start",
+            "on_train_epoch_start",
+            "on_train_batch_start",
+            "on_before_backward",
+            "on_after_backward",
+            "on_before_optimizer_step",
+            "on_train_batch_end",
+            "on_validation_end",
+            "on_train_epoch_end",
+            "on_train_end",
+        ):
+            setattr(self, name, self._writer(name))
+
+    def _writer(self, name: str) -> Callable[..., None]:
+        def write(trainer: Any, *_: Any) -> None:
+            rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+            self.calls.append((name, trainer.current_epoch, trainer.global_step, rates))
+
+        return write
+
+
+def logged(**changes: Any) -> Any:
+    def training_step(self: Any, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = Small.training_step(self, batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self: Any, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", Small.training_step(self, batch, batch_idx))
+
+    def configure_optimizers(self: Any) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    torch.manual_seed(3)
+    steps = {"training_step": training_step, "validation_step": validation_step}
+    return changed(**steps, configure_optimizers=configure_optimizers, **changes)
+
+
+def weights(module: Any) -> list[float]:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()]).tolist()
+
+
+def test_one_logical_worker_is_what_lightning_does_without_us(fit):
+    results = []
+    for elastic in (True, False):
+        module, hooks = logged(val_dataloader=lambda self: DataLoader(dataset(), batch_size=5)), Hooks()
+        options: dict[str, Any] = {"callbacks": [hooks], "max_epochs": 3, "gradient_clip_val": 0.5}
+        loader = DataLoader(dataset(), batch_size=6)
+        if elastic:
+            trainer = fit(module, loader, logical_workers=1, **options)
+        else:
+            trainer = pl.Trainer(
+                accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, **options
+            )
+            trainer.fit(module, loader)
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        results.append((hooks.calls, weights(module), metrics, trainer.global_step, trainer.current_epoch))
+    ours, theirs = results
+    assert ours == theirs
+
+
+def test_sigterm_saves_at_the_next_step_and_the_next_start_goes_on(fit, tmp_path, monkeypatch):
+    class Terminate(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 7:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    for name in ("undisturbed", "stopped"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "undisturbed")
+    undisturbed = fit(logged())
+    monkeypatch.chdir(tmp_path / "stopped")
+    with pytest.raises(SystemExit) as left:
+        fit(logged(), callbacks=[Terminate()])
+    assert left.value.code == 0
+    module = logged()
+    trainer = fit(module)
+    assert weights(module) == weights(undisturbed.lightning_module)
+    assert trainer.callback_metrics == undisturbed.callback_metrics  # the epoch's mean, too
+
+
+def test_the_page_is_true(session_globals, monkeypatch, capsys):
+    page = (ROOT / "docs/how-to/lightning.md").read_text()
+    (snippet,) = re.findall(r"^```python\n(import lightning.*?)^```", page, re.DOTALL | re.MULTILINE)
+    scope: dict[str, Any] = {}
+    exec(snippet, scope)
+    assert scope["trainer"].global_step == 21
+    assert "elasticflow: finished step=21 metrics={'loss'" in capsys.readouterr().out
+    assert len(re.findall(r"# \d$", snippet, re.MULTILINE)) == 2
+    for name in limits._CALLBACKS:
+        assert f"`{name}`" in page
+    for name in inspect.signature(scope["ElasticStrategy"]).parameters:
+        assert f"`{name}`" in page
+
+
+def test_the_example_learns_alone(tmp_path):
     command = [sys.executable, str(ROOT / "docs/examples/train_lightning.py")]
     options: dict[str, Any] = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 240}
     done = subprocess.run(command, **options, env={**os.environ, "OMP_NUM_THREADS": "1"})
