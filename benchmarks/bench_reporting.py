@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from elasticflow_airflow import runtime
-from elasticflow_airflow.runtime import measuring, reduction, session as session_module, target
+from elasticflow_airflow.runtime import measuring, target
 from elasticflow_airflow.runtime.machinery import Machinery
 from elasticflow_airflow.runtime.reporting import FileReporter
 from elasticflow_airflow.runtime.session import Session

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elasticflow_airflow.runtime.checkpoint import load_weights
     from elasticflow_airflow.runtime.manifest import CheckpointError
-    from elasticflow_airflow.runtime.session import NonFiniteLoss, Session, init
+    from elasticflow_airflow.runtime.session import Session, init
+    from elasticflow_airflow.runtime.session_core import NonFiniteLoss
 
 __all__ = ["CheckpointError", "NonFiniteLoss", "Session", "init", "load_weights"]
 
 _HOMES = {
     "CheckpointError": "manifest",
-    "NonFiniteLoss": "session",
+    "NonFiniteLoss": "session_core",
     "Session": "session",
     "init": "session",
     "load_weights": "checkpoint",

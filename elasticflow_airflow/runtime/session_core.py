@@ -1,0 +1,455 @@
+"""What every session has: its state, where it stands, checkpoints and reports. See session.py for the public face.
+
+May import torch and the standard library only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import math
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elasticflow_airflow.runtime import bootstrap, checkpoint
+from elasticflow_airflow.runtime.checkpoint import Registered
+from elasticflow_airflow.runtime.checkpointer import Saved
+from elasticflow_airflow.runtime.context import Context
+from elasticflow_airflow.runtime.data import ElasticLoader, mix_seed
+from elasticflow_airflow.runtime.group import WorkerGroup
+from elasticflow_airflow.runtime.interval import SaveInterval
+from elasticflow_airflow.runtime.machinery import Machinery, Sums
+from elasticflow_airflow.runtime.manifest import CandidateInfo, CheckpointError
+from elasticflow_airflow.runtime.measuring import Meter, NormSchedule
+from elasticflow_airflow.runtime.membership import Dismissed, Place
+from elasticflow_airflow.runtime.protocol import Membership, ReportKind, heartbeats_path
+from elasticflow_airflow.runtime.reduction import broadcast_model
+from elasticflow_airflow.runtime.reporting import Speedometer
+from elasticflow_airflow.runtime.resume import agree_on_checkpoint
+from elasticflow_airflow.runtime.saving import Saver
+from elasticflow_airflow.runtime.target import LossTrack, Outlook
+
+
+class Leaving(SystemExit):
+    """Ends the script with status 0 after the state was saved; ``except Exception`` does not catch it."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+class NonFiniteLoss(FloatingPointError):  # noqa: N818  (it is named for what it is)
+    """The loss, or a weight, is NaN or infinite: what would be trained from here on is worth nothing."""
+
+
+class SessionCore:
+    """State of one worker's training run, and what it says and saves of it."""
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        micro_batch_size: int | None = None,
+        init_from: str | Path | None = None,
+        checkpoint_interval_s: float | None = None,
+        allow_nonfinite_loss: bool = False,
+        logical_workers: int | None = None,
+        consistency: str | None = None,
+        target_loss: float | None = None,
+    ) -> None:
+        config = context.config
+        if not context.managed:
+            config = replace(config, logical_workers=logical_workers, consistency=consistency or config.consistency)
+        if config.consistency not in ("consistent", "fast"):
+            raise ValueError(f"consistency={config.consistency!r}: it is 'consistent' or 'fast'")
+        if config.steps is None and config.epochs is None:
+            config = replace(config, steps=steps, epochs=epochs)
+        if config.micro_batch_size is None:
+            config = replace(config, micro_batch_size=micro_batch_size)
+        if config.target_loss is None:
+            config = replace(config, target_loss=target_loss)
+        if config.init_from is None and init_from is not None:
+            config = replace(config, init_from=str(init_from))
+        if checkpoint_interval_s is not None and not context.managed:
+            config = replace(config, checkpoint_interval_s=checkpoint_interval_s)
+        self.config = config
+        self.device = _pick_device()
+        self._context = context
+        self._allow_nonfinite_loss = allow_nonfinite_loss
+        self._consistent = config.consistency == "consistent"
+        self._lone_group = WorkerGroup()
+        self._place = self._find_place()
+        if self._place is None:
+            size = int(os.environ.get("WORLD_SIZE", "1"))
+            self._lone_group = WorkerGroup.of_torchrun(self.device, int(os.environ.get("RANK", "0")), size)
+        self._disbanded = False
+        self._rehearsals = 0
+        self._just_joined = False
+        self._committed: Sums | None = None
+        self._logical: int | None = None
+        self._machinery: Machinery | None = None
+        torch.manual_seed(mix_seed(config.seed, 0x1717))
+        self._terminated = False
+        self._pid = os.getpid()
+        self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._registered: Registered | None = None
+        self._loader: ElasticLoader | None = None
+        self._script_epochs: int | None = None
+        self._step = 0
+        self._started = self._leaving = self._saving = self._finished = False
+        self._resumed_from: CandidateInfo | None = None
+        self._initialised_from: str | None = None
+        self._loss: float | None = None
+        self._track = LossTrack(config.target_loss)
+        self._outlook = Outlook(self._track)
+        self._scalars: dict[str, float] = {}
+        self._saver = Saver(
+            context.checkpoints,
+            incarnation=config.incarnation,
+            promotes=not context.managed,
+            keep=config.keep_checkpoints,
+            interval=config.checkpoint_interval_s
+            if context.managed or checkpoint_interval_s is not None
+            else SaveInterval(),
+        )
+        self._speed = Speedometer(context.reporter.interval_s)
+        self._meter, self._norms, self._measures = Meter(self.device), NormSchedule(), False
+        bootstrap.session_initialised = True
+        atexit.register(self._at_exit)
+
+    def _find_place(self) -> Place | None:
+        """This worker's place in the plan; None where there is no plan: alone, or under a bare torchrun."""
+        if not self._context.managed:
+            return None
+        plan = Membership.read(Path(self.config.incarnation_dir))
+        if plan is None:
+            return None
+        place = Place(Path(self.config.incarnation_dir), self._context.worker_id, self.device, plan)
+        if plan.rank_of(self._context.worker_id) is None:
+            raise Leaving
+        try:
+            place.begin()
+        except Dismissed:
+            place.close()
+            raise Leaving from None
+        return place
+
+    @property
+    def _group(self) -> WorkerGroup:
+        return self._lone_group if self._place is None else self._place.group
+
+    @property
+    def _is_rehearsing(self) -> bool:
+        return self._place is not None and not self._place.joined
+
+    @property
+    def rank(self) -> int:
+        """Rank of this worker now; it may change at a step boundary. After ``finish`` it stays."""
+        return self._group.rank if self._place is None else self._place.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers now; it may change at a step boundary."""
+        return self._group.size if self._place is None else self._place.size
+
+    @property
+    def logical_workers(self) -> int:
+        """Into how many shares each global batch is cut; each share is one worker's at a time. See ``init``."""
+        if self._logical is None:
+            raise ValueError("the number of logical workers is known once session.dataloader() was called")
+        return self._logical if self._consistent else self.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the worker that prints and saves; never one that only warms up to join."""
+        return self.rank == 0 and not self._is_rehearsing
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether this worker only rehearses, to join others that train: nothing that it does now counts."""
+        return self._is_rehearsing
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps done in all, over every generation."""
+        return self._step
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next step, from 0."""
+        return self._position()[0]
+
+    @property
+    def total_steps(self) -> int:
+        """Length of the training in steps. Raises ValueError while nobody has said it."""
+        total = self._total_or_none()
+        if total is None:
+            raise ValueError(
+                "the length of the training is not known yet: give epochs= or steps= to runtime.init(), and call "
+                "session.dataloader() before asking for total_steps"
+            )
+        return total
+
+    def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # A process that the script has forked: it has no step boundary to leave at.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        self._terminated = True
+
+    def _position(self) -> tuple[int, int]:
+        per_epoch = self._loader.plan.steps_per_epoch if self._loader else max(1, self._step + 1)
+        return divmod(self._step, per_epoch)
+
+    def _epoch_of(self, step: int) -> int:
+        return 0 if self._loader is None else step // self._loader.plan.steps_per_epoch
+
+    def _total_or_none(self) -> int | None:
+        if self.config.steps is not None:
+            return self.config.steps
+        epochs = self.config.epochs or self._script_epochs
+        if epochs is None or self._loader is None:
+            return None
+        return epochs * self._loader.plan.steps_per_epoch
+
+    def _all_done(self) -> bool:
+        total = self._total_or_none()
+        return self._track.reached or (total is not None and self._step >= total)
+
+    def _restore(self, registered: Registered) -> None:
+        checkpoints, incarnation = self._context.checkpoints, self.config.incarnation
+        with agree_on_checkpoint(self._group, checkpoints, incarnation, self._warn) as found:
+            if found is not None:
+                checkpoint.load(
+                    registered, found, logical_workers=self.config.logical_workers if self._consistent else None
+                )
+                self._step, self._resumed_from, self._loss = found.step, found, found.metadata.get("loss")
+                self._track.restore(found.metadata.get("loss_track"))
+                bootstrap.current_step = self._step
+                return
+        if self.config.init_from is not None:
+            checkpoint.load_weights(registered.model, self.config.init_from)
+            self._initialised_from = self.config.init_from
+        broadcast_model(registered.model, self._group)
+
+    def _start(self) -> None:
+        if self._started:
+            return
+        self._started = True
+        samples = self._loader.plan.samples if self._loader else None
+        total = self._total_or_none()
+        if total is None and self.config.target_loss is None:
+            raise ValueError(
+                "nobody has said how long to train: call session.epochs(n), or give steps=, epochs= or target_loss= to"
+                " runtime.init()"
+            )
+        if self._is_rehearsing:
+            self._step = self._guess_step()
+            return
+        self._check_same_data()
+        self._say_started(
+            resumed_from=None if self._resumed_from is None else self._resumed_from.name,
+            init_from=self._initialised_from,
+            samples=samples,
+            steps=total,
+        )
+        self._speed.leave_out()
+        self._meter.begin()
+        self._saver.restart_clock()
+
+    def _check_same_data(self) -> None:
+        if self._resumed_from is None or self._loader is None:
+            return
+        same_batch = self._resumed_from.metadata.get("global_batch_size") == self._loader.plan.global_batch_size
+        try:
+            # With another batch, of which it warns, it is another training anyway.
+            checkpoint.refuse_other_size(self._resumed_from, self._logical if self._consistent and same_batch else None)
+        except CheckpointError as error:
+            self._say(ReportKind.FAILED, message=str(error), kind="bad_checkpoint")
+            raise
+        changes = self._loader.plan.changes_since(self._resumed_from.metadata)
+        if changes:
+            self._warn(
+                f"the checkpoint was written with other data settings ({changes}): training goes on at step "
+                f"{self._step}, but samples of this epoch may be used twice or not at all"
+            )
+
+    def _say_started(self, **data: Any) -> None:
+        micro = self.config.micro_batch_size
+        if micro is None and self._loader is not None:
+            micro = -(-self._loader.plan.global_batch_size // self.logical_workers)
+        logical = self._logical if self._consistent else None
+        in_place = self._place is not None
+        self._say(ReportKind.STARTED, micro_batch_size=micro, logical_workers=logical, in_place=in_place, **data)
+
+    def _disband(self) -> None:
+        if self._loader is not None:
+            self._loader.close()
+        if self._disbanded:
+            return
+        self._disbanded = True
+        self._saver.close()
+        if self._place is not None:
+            # A thread that is blocked with somebody who is gone would abort an interpreter that ends by itself.
+            bootstrap.leave_abruptly = not self._place.close()
+        else:
+            self._lone_group.close()
+            bootstrap.leave_abruptly = not self._lone_group.join(1.0)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def _guess_step(self) -> int:
+        """Where the others are, from their heartbeats: a rehearsal in the right epoch spares another."""
+        steps = [0]
+        for path in heartbeats_path(Path(self.config.incarnation_dir)).glob("*.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                steps.append(int(json.loads(path.read_text())["step"]))
+        return max(steps)
+
+    def _diverged(self, what: str) -> NoReturn:
+        message = (
+            f"{what}: nothing after it would be worth keeping. Lower the learning rate, clip gradients or look at the "
+            "batch; checkpoints from before stay valid."
+        )
+        self._say(ReportKind.FAILED, message=message, kind="nan_loss")
+        raise NonFiniteLoss(message)
+
+    def _save(self, *, wait: bool) -> str | None:
+        """Save a checkpoint (rank 0 only; every worker has the same state), and return its name if it waited for it.
+
+        Without ``wait`` only a copy is made now; a later boundary tells when it is on disk.
+        """
+        self._saver.restart_clock()
+        if not self.is_main or self._registered is None:
+            return None
+        if not self._allow_nonfinite_loss and not _all_finite(self._registered.model):
+            # A finite loss with gradients that are not: found here, or the checkpoint would be spoilt.
+            self._diverged(f"the model has weights that are no numbers after step {self._step}")
+        registered = self._registered
+        epoch, step_in_epoch = self._position()
+        metadata = {
+            "epoch": epoch,
+            "step_in_epoch": step_in_epoch,
+            "loss": finite_or_none(self._loss),
+            "loss_track": self._track.state(),
+            "logical_workers": self._logical if self._consistent else None,
+            **(asdict(self._loader.plan) if self._loader else {}),
+        }
+
+        def save() -> list[Saved]:
+            saved = self._saver.save(
+                registered, generation=self._context.generation, step=self._step, metadata=metadata, wait=wait
+            )
+            return [] if saved is None else [saved]
+
+        saved = self._tell_saved(save)
+        return saved[0].name if saved else None
+
+    def _tell_saved(self, done: Callable[[], list[Saved]]) -> list[Saved]:
+        """Report what has come to disk, or that it could not."""
+        try:
+            saved = done()
+        except CheckpointError as error:
+            self._say(ReportKind.FAILED, message=str(error), kind="checkpoint_not_written")
+            raise
+        for one in saved:
+            self._context.reporter.say(
+                ReportKind.CHECKPOINT,
+                self.rank,
+                one.step,
+                path=one.name,
+                digest=one.digest,
+                size_bytes=one.size_bytes,
+                write_s=one.write_s,
+                stall_s=one.stall_s,
+            )
+        return saved
+
+    def _progress(self) -> None:
+        steps, seconds = self._speed.take()
+        if not steps:
+            return
+        own = {"window_steps": steps, "window_s": seconds, "epoch": self.epoch}
+        data: dict[str, Any] = (
+            own | {"loss": self._loss} | self._scalars | own | self._measurements(seconds) | self._outlook_of_target()
+        )
+        if self._allow_nonfinite_loss:
+            # A reader of the reports would end the training over it.
+            data["loss"] = finite_or_none(data["loss"])
+        self._say_if_main(ReportKind.PROGRESS, **data)
+
+    def _measurements(self, seconds: float) -> dict[str, Any]:
+        found: dict[str, Any] = self._meter.progress()
+        found["samples_per_s"] = found["samples"] / seconds if seconds > 0 else None
+        found["noise_scale"] = None if self._machinery is None else self._machinery.noise.value
+        return found
+
+    def _outlook_of_target(self) -> dict[str, Any]:
+        found = self._outlook.look() if self.is_main else {}
+        total = self._total_or_none()
+        if total is not None and "steps_left" in found:
+            found["steps_left"] = min(found["steps_left"], total - self._step)
+        return found
+
+    def _report_worker(self) -> None:
+        """What this worker, of whatever rank, has measured of itself."""
+        found = self._meter.worker()
+        if found is not None:
+            self._say(ReportKind.WORKER, **found)
+
+    def _at_exit(self) -> None:
+        """At the end of a process that is not finished: the steps since the last report; no thread stays behind."""
+        if os.getpid() != self._pid:
+            return
+        is_under_way = self._started and not self._finished and not self._is_rehearsing
+        if is_under_way and not self._disbanded:
+            with contextlib.suppress(CheckpointError):  # It was told.
+                self._tell_saved(self._saver.flush)
+        if self._context.managed and is_under_way and Path(self.config.incarnation_dir).is_dir():
+            self._progress()
+        self._disband()
+
+    def _warn(self, message: str) -> None:
+        self._say_if_main(ReportKind.WARNING, message=message)
+
+    def _say(self, what: ReportKind, /, **data: Any) -> None:
+        self._context.reporter.say(what, self.rank, self._step, **data)
+
+    def _say_if_main(self, what: ReportKind, /, **data: Any) -> None:
+        if self.is_main:
+            self._say(what, **data)
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that gradients are computed for."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _pick_device() -> torch.device:
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def _all_finite(model: nn.Module) -> bool:
+    """Whether no weight is NaN or infinite. Eight times faster than ``isfinite().all()``, which makes a mask."""
+    weights = [p.detach() for p in model.parameters() if p.is_floating_point() and p.numel()]
+    return all(bool(bound.isfinite()) for weight in weights for bound in torch.aminmax(weight))
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """Return a value that JSON can hold, or None."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,275 @@
+"""The steps of a session: what all workers agree on at their end, and how workers change between them.
+
+May import torch and the standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from elasticflow_airflow.runtime import bootstrap
+from elasticflow_airflow.runtime.data import Batch
+from elasticflow_airflow.runtime.group import GroupBroken
+from elasticflow_airflow.runtime.logical import owned_by
+from elasticflow_airflow.runtime.machinery import Sums, from_rows, to_row
+from elasticflow_airflow.runtime.measuring import Activity
+from elasticflow_airflow.runtime.membership import Adoption, Dismissed
+from elasticflow_airflow.runtime.protocol import GENERATION_ENV, ReportKind
+from elasticflow_airflow.runtime.reporting import WORKER_EVERY
+from elasticflow_airflow.runtime.session_core import Leaving, SessionCore, finite_or_none, trained_parameters
+
+REHEARSALS = 4
+"""Steps that a joiner makes on its own before it joins: its first ones are several times slower."""
+
+
+class SessionSteps(SessionCore):
+    """Commits steps, and lets workers come, go and die between and within them."""
+
+    def step_failed(self, error: BaseException, micro_batch_size: int) -> None:
+        """Report an out-of-memory with the micro-batch that was too large."""
+        if bootstrap.is_out_of_memory(error):
+            self._say(ReportKind.OUT_OF_MEMORY, micro_batch_size=micro_batch_size, message=str(error)[:500])
+
+    def phase(self, name: str) -> None:
+        """Note what this worker is doing, for its heartbeat."""
+        if name == "reduce":
+            self._meter.reducing()
+        if self._place is not None:
+            self._place.watcher.phase = name
+
+    def batch_of_step(self, batch: Batch) -> Batch:
+        """This worker's part of the step's batch; fetched again where the worker's place has changed since."""
+        self.phase("compute")
+        batch = self._fitting(batch)
+        self._meter.step_begins(batch.global_samples, sum(share.samples for share in batch.shares))
+        return batch
+
+    def _fitting(self, batch: Batch) -> Batch:
+        assert self._loader is not None  # the batch came from it
+        position, owned = self._position(), owned_by(self.rank, self.world_size, self.logical_workers)
+        if (batch.epoch, batch.step_in_epoch) == position:
+            if [share.ticket.logical for share in batch.shares] == list(owned):
+                return batch
+        elif not self._just_joined and not self._is_rehearsing:
+            raise RuntimeError(
+                f"batch {batch.step_in_epoch} of epoch {batch.epoch} came to the step for batch {position[1]} of "
+                f"epoch {position[0]}: every batch of the loader needs exactly one session.step(), in order"
+            )
+        return self._loader.batch(*position)
+
+    def commit(self, sums: Sums) -> Sums:
+        """Tell all workers that the gradients are summed, and agree on what happens at the next boundary.
+
+        Who gets the answer knows that everybody has the whole sums: should it alone hear of it, the others can still
+        follow. Raises GroupBroken.
+        """
+        self._meter.reduced()
+        if self._is_rehearsing:
+            return replace(sums, loss=sum(sums.losses.values()))
+        if self._place is not None:
+            self._place.watcher.look()
+        leaving = self._terminated or (self._place is not None and self._place.told_to_stop)
+        saving = self.is_main and self._saver.is_due
+        switching = 0 if self._place is None else self._place.ready_for(self._epoch_of(self._step + 1))
+        flags = [float(leaving), float(saving), float(switching), float(self.is_main and self._norms.due)]
+        rows = self._group.exchange(to_row(sums, flags, self.logical_workers))
+        sums, votes = from_rows(rows, sums, len(flags), self.logical_workers)
+        self._leaving, self._saving = any(vote[0] for vote in votes), any(vote[1] for vote in votes)
+        if self._place is not None:
+            self._place.agree([int(vote[2]) for vote in votes])
+        self._measures = any(vote[3] for vote in votes)
+        self._committed = sums
+        self._meter.enter(Activity.COMPUTE)
+        return sums
+
+    def recover(self, error: GroupBroken, sums: Sums | None) -> Sums | None:
+        """Go on without those that are gone, from the states in memory; see Step. Raises GroupBroken without a plan."""
+        if self._place is None or self._is_rehearsing:
+            raise error
+        assert self._machinery is not None
+        assert self._registered is not None
+        self._say(ReportKind.WARNING, message=f"{error}: waiting for the plan without it")
+        self._machinery.statistics.reset()
+        pending = None if sums is None else self._step + 1
+        adoption = self._recover(pending)
+        self._meter.enter(Activity.COMPUTE)
+        if sums is None or adoption.committed is None:
+            return None
+        facts = adoption.committed
+        present = [bool(int(facts["present"], 16) >> i & 1) for i in range(len(sums.present))]
+        return replace(sums, loss=float(facts["loss"]), present=present, counts=list(facts["counts"]))
+
+    def step_done(self, loss: float) -> None:
+        """Count a step; ``loss`` is the mean over the global batch."""
+        self._meter.enter(Activity.OTHER)
+        if self._is_rehearsing:
+            self._rehearsals += 1
+            assert self._loader is not None  # a batch came from it
+            self._loader.jump()
+            return
+        self._just_joined = False
+        self._step += 1
+        bootstrap.current_step = self._step
+        self._speed.step_done()
+        self._meter.step_done()
+        if self._machinery is not None:
+            self._norms.step_done(self._machinery.reducer.norms.seconds)
+        self._loss = loss
+        self._track.add(loss)
+        if self._place is not None:
+            self._place.watcher.step = self._step
+        if self.is_main and self._registered is not None:
+            self._saver.step_done(self._registered)
+        if not math.isfinite(loss) and not self._allow_nonfinite_loss:
+            self._diverged(f"the loss is {loss} at step {self._step}")
+        if self._speed.due:
+            self._progress()
+        if self._meter.worker_is_due(WORKER_EVERY * self._context.reporter.interval_s):
+            self._report_worker()
+
+    def _boundary(self) -> None:
+        if self._is_rehearsing:
+            if self._rehearsals >= REHEARSALS:
+                self._join()
+            elif self._place is not None and self._place.told_to_stop:
+                self._leave_at_once()
+            return
+        if self._leaving:
+            self._leave()
+        self._tell_saved(self._saver.poll)
+        if self._saving:
+            self._meter.enter(Activity.SAVE)
+            self._save(wait=False)
+            self._saving = False
+            self._speed.leave_out()
+        if self._place is not None and self._place.switch_is_due:
+            self._switch()
+
+    def _leave(self) -> None:
+        self._progress()
+        self._save(wait=True)
+        # Everybody waits for the save: the service takes who is gone for one that needs no time any more.
+        with contextlib.suppress(GroupBroken):
+            self._group.wait_for_all()
+        self._say_if_main(ReportKind.STOPPED)
+        self._disband()
+        raise Leaving
+
+    def _leave_at_once(self) -> NoReturn:
+        """Leave without saving: others have the state, or this worker never had it."""
+        if not self._is_rehearsing:
+            self._progress()
+            self._say(ReportKind.STOPPED)
+        self._disband()
+        raise Leaving
+
+    def _join(self) -> None:
+        """A joiner's way in: wait for the others at a boundary and take their state over."""
+        assert self._place is not None
+        assert self._registered is not None
+        assert self._loader is not None
+        try:
+            adoption = self._place.join(self._registered, self.epoch)
+        except Dismissed:
+            self._leave_at_once()
+        if adoption is None:
+            # The others are in another epoch: so that the script's own loops follow, another rehearsal there.
+            self._step = self._place.epoch_of_others(self.epoch) * self._loader.plan.steps_per_epoch
+            return
+        self._loader.jump()
+        self._just_joined = True
+        self._adopted(adoption)
+
+    def _switch(self) -> None:
+        assert self._place is not None
+        assert self._registered is not None
+        self.phase("switch")
+        self._meter.enter(Activity.PAUSE)
+        try:
+            adoption = self._place.switch(self._registered, self._facts())
+        except GroupBroken as error:
+            self._say(ReportKind.WARNING, message=f"{error}: waiting for the next plan")
+            adoption = self._recover(None)
+            return
+        except Dismissed:
+            self._leave_at_once()
+        self._adopted(adoption)
+
+    def _recover(self, pending: int | None) -> Adoption:
+        assert self._place is not None
+        assert self._registered is not None
+        self.phase("wait")
+        self._meter.enter(Activity.PAUSE)
+        try:
+            adoption = self._place.recover(self._registered, self._facts(), pending)
+        except Dismissed:
+            self._leave_at_once()
+        # What was agreed on with the dead is agreed on anew: not all may have heard of it.
+        self._leaving = self._saving = False
+        self._adopted(adoption)
+        return adoption
+
+    def _finish_for_the_dead(self, error: GroupBroken, data: dict[str, Any]) -> None:
+        """A worker died while all were finishing: who is rank 0 now saves."""
+        self._say(ReportKind.WARNING, message=f"{error}: waiting for the plan without it")
+        self._recover(None)
+        data["path"] = self._save(wait=True)
+
+    def _facts(self) -> dict[str, Any]:
+        """What a member that joins, or is a step behind, must know beside the state."""
+        present = self._committed.present if self._committed is not None else []
+        bits = sum(1 << i for i, here in enumerate(present) if here)
+        counts = self._committed.counts if self._committed is not None else []
+        trained = 0 if self._registered is None else len(trained_parameters(self._registered.model))
+        loss = finite_or_none(self._loss)
+        return {
+            "step": self._step,
+            "loss": loss,
+            "present": f"{bits:x}",
+            "counts": counts,
+            "trained": trained,
+            "track": self._track.state(),
+        }
+
+    def _adopted(self, adoption: Adoption) -> None:
+        """The group has changed: everything that names generation, rank or size follows."""
+        self._progress()
+        # What is being written belongs to the generation that ends now: nobody would look at it any more.
+        self._saver.drop()
+        if adoption.took_over is not None:
+            self._check_same_parameters(int(adoption.took_over["trained"]))
+            self._step, self._loss = int(adoption.took_over["step"]), adoption.took_over["loss"]
+            self._track.restore(adoption.took_over["track"])
+            bootstrap.current_step = self._step
+            self._saver.restart_clock()
+        os.environ[GENERATION_ENV], os.environ["RANK"] = str(adoption.generation), str(self.rank)
+        self._context.generation = adoption.generation
+        self._context.reporter.adopt(adoption.generation)
+        if self._machinery is not None:
+            self._machinery.group = self._group
+            self._machinery.logical_workers = self.logical_workers
+        self._say_started(
+            from_generation=adoption.from_generation,
+            pause_s=adoption.pause_s,
+            state_bytes=adoption.state_bytes,
+            recovered=adoption.recovered,
+            samples=self._loader.plan.samples if self._loader else None,
+            steps=self._total_or_none(),
+        )
+        self._speed.leave_out()
+        self._meter.restart()
+
+    def _check_same_parameters(self, theirs: int) -> None:
+        """A joiner that trains other parameters than the others would wait for sums that never come."""
+        assert self._registered is not None  # it has just taken the state over
+        own = len(trained_parameters(self._registered.model))
+        if own != theirs:
+            raise RuntimeError(
+                f"the workers that train have {theirs} parameters that require gradients, this one has {own}: let what"
+                " is frozen follow from session.epoch or session.steps_done in every step, not from what a loop did"
+                " before this worker joined"
+            )
