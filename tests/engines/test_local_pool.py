@@ -172,7 +172,7 @@ def test_what_an_import_may_read_decides_who_shares(tmp_path: Path, monkeypatch:
     pool = WarmPool(("wandb.sdk",), tmp_path)
     started: list[dict[str, str]] = []
     monkeypatch.setattr(pool, "_start", lambda _, env: started.append(dict(env)) or _Never())
-    base = {"HOME": "/home/me", "EXPERIMENT": "1", "CUDA_VISIBLE_DEVICES": "0"}
+    base = {"HOME": "/me", "EXPERIMENT": "1", "CUDA_VISIBLE_DEVICES": "0"}
     pool.warm("/bin/python", base)
     pool.warm("/bin/python", base | {"EXPERIMENT": "2", "CUDA_VISIBLE_DEVICES": "1", "HF_TOKEN": "secret"})
     assert len(started) == 1

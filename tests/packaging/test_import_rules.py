@@ -35,6 +35,13 @@ FORBIDDEN = {
     "runtime": {"airflow", "sqlalchemy", "pydantic", "structlog", "httpx", f"{PACKAGE}.service", f"{PACKAGE}.client"},
 }
 STANDARD_AND = {"scheduler_core": {"numpy", PACKAGE}, "runtime": {"numpy", "torch", PACKAGE}}
+OPTIONAL = {
+    "remote": {"fsspec"},
+    "transformers": {"transformers"},
+    "trainer": {"transformers", "accelerate"},
+    "lightning": {"lightning", "pytorch_lightning"},
+}
+"""What modules of that name, or that begin with it, import besides: they are for those alone who use that."""
 
 
 def imports_of(file: Path) -> set[str]:
@@ -65,7 +72,8 @@ def test_a_folder_does_not_know_what_it_may_not_know(folder: str) -> None:
 def test_a_folder_needs_little(folder: str) -> None:
     for file in files_of(folder):
         outside = {name.split(".")[0] for name in imports_of(file)} - set(sys.stdlib_module_names)
-        assert outside <= STANDARD_AND[folder], f"{file} imports {outside - STANDARD_AND[folder]}"
+        more = outside - STANDARD_AND[folder] - OPTIONAL.get(file.stem.split("_")[0], set())
+        assert not more, f"{file} imports {more}"
 
 
 def test_imports_between_folders_make_no_circle() -> None:
