@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
@@ -31,6 +32,12 @@ from elasticflow_airflow.runtime.trainer_progress import TrainerProgress
 from elasticflow_airflow.runtime.trainer_world import hide_world, set_rank
 
 __all__ = ["ElasticCallback", "ElasticOptions", "ElasticTrainer"]
+
+if not hasattr(Trainer, "_run_epoch"):
+    raise ImportError(
+        f"ElasticCallback needs a Trainer that trains epoch by epoch (transformers 5; tried with 5.23), and this is "
+        f"transformers {transformers.__version__}: pip install -U transformers"
+    )
 
 # Before a script makes its TrainingArguments: they would set up a world.
 hide_world()
