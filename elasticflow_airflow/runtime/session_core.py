@@ -258,6 +258,7 @@ class SessionCore:
             self._step = self._guess_step()
             return
         self._check_same_data()
+        self._warn_of_single_samples()
         self._say_started(
             resumed_from=None if self._resumed_from is None else self._resumed_from.name,
             init_from=self._initialised_from,
@@ -283,6 +284,22 @@ class SessionCore:
             self._warn(
                 f"the checkpoint was written with other data settings ({changes}): training goes on at step "
                 f"{self._step}, but samples of this epoch may be used twice or not at all"
+            )
+
+    def _warn_of_single_samples(self) -> None:
+        """BatchNorm over shares of one sample: torch refuses, or its statistics are worth nothing."""
+        if self._registered is None or self._loader is None:
+            return
+        if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self._registered.model.modules()):
+            return
+        plan, micro = self._loader.plan, self.config.micro_batch_size
+        sizes = [len(plan.global_batch(range(plan.samples), step)) for step in (0, plan.steps_per_epoch - 1)]
+        least = min(max(1, size // self.logical_workers) for size in sizes)
+        if least == 1 or micro == 1:
+            self._warn(
+                f"BatchNorm sees single samples: each of {self.logical_workers} logical workers has its own share of a "
+                f"batch (of {sizes[0]} samples, {sizes[1]} at the end of an epoch). Give fewer logical_workers=, or "
+                "another global batch size, so that every share has two samples or more"
             )
 
     def _say_started(self, **data: Any) -> None:

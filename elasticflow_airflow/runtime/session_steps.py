@@ -30,7 +30,12 @@ class SessionSteps(SessionCore):
     """Commits steps, and lets workers come, go and die between and within them."""
 
     def step_failed(self, error: BaseException, micro_batch_size: int) -> None:
-        """Report an out-of-memory with the micro-batch that was too large."""
+        """Report an out-of-memory with the micro-batch that was too large; explain what torch does not."""
+        if "more than 1 value per channel" in str(error):
+            error.add_note(
+                "BatchNorm got a share of one sample. Give fewer logical_workers= to runtime.init(), or a global batch "
+                "size that leaves two samples or more to each logical worker, in the last batch of an epoch, too."
+            )
         if bootstrap.is_out_of_memory(error):
             self._say(ReportKind.OUT_OF_MEMORY, micro_batch_size=micro_batch_size, message=str(error)[:500])
 

@@ -570,3 +570,22 @@ def test_checkpoints_at_a_url(training, tmp_path, where):
     third = training(epochs=2, checkpoint_dir=tmp_path / "next", init_from=f"{where}/g000001/step-000000000008")
     assert torch.equal(third.parameters(), whole.parameters())
     assert third.session.steps_done == 0
+
+
+def test_batchnorm_over_single_samples_is_foretold_and_explained(session_globals, capsys):
+    session = runtime.init(steps=4, logical_workers=2)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.register(model=model, optimizer=optimizer)
+    loader = session.dataloader(regression(), global_batch_size=6)  # the last batch of an epoch has two samples
+    with pytest.raises(ValueError, match="more than 1 value") as failure:
+        for _ in session.epochs():
+            for batch in loader:
+                with session.step() as step:
+                    for inputs, targets in step.split(batch):
+                        step.backward((model(inputs) - targets).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert session.steps_done == 3
+    assert "BatchNorm sees single samples: each of 2 logical workers" in capsys.readouterr().err
+    assert "Give fewer logical_workers=" in failure.value.__notes__[0]
