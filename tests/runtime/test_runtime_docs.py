@@ -36,7 +36,7 @@ def test_the_example_runs_alone(session_globals, tmp_path, capsys):
         [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
     )
     assert "elasticflow: started step=0 micro_batch_size=4 logical_workers=8" in done.stdout
-    accuracy = re.search(r"elasticflow: finished step=114 metrics={'accuracy_of_last_batch': ([\d.]+)}", done.stdout)
+    accuracy = re.search(r"elasticflow: finished step=114 metrics={'accuracy': ([\d.]+)}", done.stdout)
     assert accuracy is not None
     assert float(accuracy[1]) > 0.9
     promotion = Promotion.read(tmp_path / "elasticflow-checkpoints")
