@@ -22,6 +22,7 @@ from elasticflow_airflow.runtime.protocol import (
     candidate_name,
 )
 
+FIRST_SAVE_S = 60.0
 MAX_REPORTS_AN_ADVANCE = 500
 """When a virtual clock jumps far, progress reports are thinned to about this many."""
 
@@ -205,6 +206,12 @@ class FakeGang:
         elif self.phase != "ended" and self.leave_s is None:
             self.leave_s, self.grace_s = now_s, grace_s
 
+    @property
+    def _save_interval_s(self) -> float:
+        """What a real session begins with where nobody has said it."""
+        chosen_s = self.spec.session.checkpoint_interval_s
+        return FIRST_SAVE_S if chosen_s is None else chosen_s
+
     def end(self, outcome: GangOutcome, exit_code: int, failure: str | None = None, rank: int | None = None) -> None:
         """End all processes now."""
         if self.phase == "ended":
@@ -233,7 +240,7 @@ class FakeGang:
 
     def advance(self, now_s: float, write: CheckpointWriter) -> None:
         """Carry the model to ``now_s``; a clock that goes backwards changes nothing."""
-        session_interval = self.spec.session.checkpoint_interval_s
+        session_interval = self._save_interval_s
         stretch = max(1.0, (now_s - self.now_s) / (MAX_REPORTS_AN_ADVANCE * self.behaviour.report_interval_s))
         while self.phase not in ("pending", "ended"):
             at_s, what = self._next_event()
@@ -382,7 +389,7 @@ class FakeGang:
         """Say something about the training from now on, and save now and then."""
         self.reported_step, self.reported_s = self._shown_step(), self.now_s
         self.next_report_s = self.now_s + self.behaviour.report_interval_s
-        self.next_checkpoint_s = self.now_s + self.spec.session.checkpoint_interval_s
+        self.next_checkpoint_s = self.now_s + self._save_interval_s
 
     def say_started(self, rank: int, **data: Any) -> None:
         """Report that a worker is in this generation, with what it knows of where it comes from."""

@@ -127,7 +127,10 @@ class SessionConfig:
     consistency: str = "consistent"
     init_from: str | None = None
     seed: int = 0
-    checkpoint_interval_s: float = 60.0
+    checkpoint_interval_s: float | None = None
+    """None: as often as pays off; see runtime/interval.py."""
+    failures: int = 0
+    """How often this job has gone on from a checkpoint because workers failed."""
     keep_checkpoints: int = 2
     progress_regex: str | None = None
     progress_file: str | None = None

@@ -119,9 +119,9 @@ class SessionCore:
             incarnation=config.incarnation,
             promotes=not context.managed,
             keep=config.keep_checkpoints,
-            interval=config.checkpoint_interval_s
-            if context.managed or checkpoint_interval_s is not None
-            else SaveInterval(),
+            interval=SaveInterval(failures=config.failures)
+            if config.checkpoint_interval_s is None
+            else config.checkpoint_interval_s,
         )
         self._speed = Speedometer(context.reporter.interval_s)
         self._meter, self._norms, self._measures = Meter(self.device), NormSchedule(), False

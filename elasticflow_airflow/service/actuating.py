@@ -168,6 +168,7 @@ class Actuator:
             init_from=row.init_from_path,
             seed=int(row.equality_key[:8], 16) & ((1 << _SEED_BITS) - 1),
             checkpoint_interval_s=self.settings.checkpoint_interval_s,
+            failures=row.restarts,
             keep_checkpoints=self.settings.keep_checkpoints,
             progress_regex=submission["progress_regex"],
             progress_file=submission["progress_file"],

@@ -79,7 +79,8 @@ class ServiceSettings(BaseSettings):
 
     grace_s: float = Field(default=60.0, gt=0)
     """How long workers that are told to leave may take to save, before SIGTERM, and again before SIGKILL."""
-    checkpoint_interval_s: float = Field(default=60.0, gt=0)
+    checkpoint_interval_s: float | None = Field(default=None, gt=0)
+    """None: as often as pays off, from what a save costs and how often the job has failed."""
     keep_checkpoints: int = Field(default=2, ge=1)
     max_restarts: int = Field(default=2, ge=0)
     """After failures of a worker, with progress in between."""

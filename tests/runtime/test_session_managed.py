@@ -371,3 +371,17 @@ def test_a_write_that_fails_in_the_background_ends_the_training(service, trainin
         run.run()
     (failed,) = service.reports(1, kind=ReportKind.FAILED)
     assert failed.data["kind"] == "checkpoint_not_written"
+
+
+def test_where_nobody_says_how_often_it_saves_as_often_as_pays_off(service, training, monkeypatch):
+    chosen = []
+    for failures in (0, 9):
+        service.configure(checkpoint_interval_s=None, failures=failures)
+        service.start(1 + len(chosen))
+        saver = training().run().session._saver
+        first_s = saver.interval_s
+        saver._interval.saved(stall_s=1.0, write_s=1.0)
+        chosen.append((first_s, saver.interval_s))
+    (first_s, quiet_s), (_, failing_s) = chosen
+    assert first_s == 60.0
+    assert failing_s < quiet_s / 2

@@ -84,6 +84,8 @@ def test_a_failing_script_is_restarted_while_it_progresses_and_then_fails_with_i
     assert "no such column: label" in done.failure
     assert len(world.generations(job)) == 2, "the second try came no further than the first"
     assert "restart 1 of 2" in restarts(world, job)[0]
+    spec = world.reconciler._actuator.spec_of(world.row(job), world.generations(job)[-1])
+    assert spec.session.failures == 1, "who fails often saves often"
 
 
 def test_a_script_that_fails_at_once_is_not_tried_again(world):
