@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import threading
 from pathlib import Path
 
 import torch
@@ -36,21 +37,11 @@ def my_batches(samples: int, epoch: int, first: int) -> list[list[int]]:
     return [batch[dist.get_rank() :: dist.get_world_size()] for batch in batches[first:]]
 
 
-class StopSign:
-    """Whether SIGTERM came, to any of the workers: they must all stop after the same step."""
-
-    def __init__(self) -> None:
-        self._came = False
-        signal.signal(signal.SIGTERM, self._take)
-
-    def _take(self, *_: object) -> None:
-        self._came = True
-
-    def seen_by_anybody(self, device: torch.device) -> bool:
-        """Ask all workers; every worker must ask after every step."""
-        came = torch.tensor(float(self._came), device=device)
-        dist.all_reduce(came, op=dist.ReduceOp.MAX)
-        return bool(came)
+def came_to_anybody(came: bool, device: torch.device) -> bool:
+    """Whether SIGTERM came to any of the workers. All must ask after every step, to stop after the same one."""
+    votes = torch.tensor(float(came), device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+    return bool(votes)
 
 
 def save(file: Path, **state: object) -> None:
@@ -68,7 +59,8 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=50, help="steps")
     arguments = parser.parse_args()
 
-    stop = StopSign()
+    sigterm = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: sigterm.set())
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -100,7 +92,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             done += 1
-            stopping = stop.seen_by_anybody(device)
+            stopping = came_to_anybody(sigterm.is_set(), device)
             if is_first:
                 print(f"step {done} loss {loss.item():.4f}", flush=True)  # noqa: T201  (this is how progress is told)
                 if stopping or done % arguments.save_every == 0:
