@@ -51,24 +51,9 @@ def save(file: Path, **state: object) -> None:
     new.replace(file)
 
 
-def main() -> None:
-    """Train."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True, help="where checkpoints are, for all workers")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--save-every", type=int, default=50, help="steps")
-    arguments = parser.parse_args()
-
-    sigterm = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: sigterm.set())
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+def train(arguments: argparse.Namespace, device: torch.device, sigterm: threading.Event) -> None:
+    """Go on from the last checkpoint, to the end or until SIGTERM."""
     is_first = dist.get_rank() == 0
-
     torch.manual_seed(SEED)
     dataset = patterns()
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(device))
@@ -106,6 +91,26 @@ def main() -> None:
         with torch.no_grad():
             right = model.module(inputs.to(device)).argmax(1).cpu() == labels
         print(f"finished with accuracy {right.float().mean():.3f}", flush=True)  # noqa: T201
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True, help="where checkpoints are, for all workers")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--save-every", type=int, default=50, help="steps")
+    arguments = parser.parse_args()
+
+    sigterm = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: sigterm.set())
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    train(arguments, device, sigterm)
+    # The model is gone by now: where DistributedDataParallel lets go of the group as the last, gloo may hang.
     dist.destroy_process_group()
 
 

@@ -275,6 +275,24 @@ def test_stops_early_with_the_best_model_and_a_second_start_knows_it(make, tmp_p
     assert weights(second) == weights(first)
 
 
+def test_a_checkpoint_of_the_trainers_is_where_to_start_until_there_is_one_of_the_sessions(
+    make, tmp_path, monkeypatch, capsys
+):
+    whole = make(save_strategy="steps", save_steps=5)
+    whole.train()
+    saved = str(tmp_path / "out/checkpoint-5")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    capsys.readouterr()
+    for resumed_from in ("", "resumed_from=g000000/step-000000000012"):
+        rest = make()
+        rest.train(resume_from_checkpoint=saved)
+        assert (weights(rest), rest.state.global_step) == (weights(whole), 12)
+        output = capsys.readouterr().out
+        assert resumed_from in output
+        assert ("started step=5 " in output) == (not resumed_from)
+
+
 # -- the example --------------------------------------------------------------------------------------------------
 
 
