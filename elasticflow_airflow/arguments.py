@@ -6,13 +6,14 @@ output of another task) is looked at only once it is rendered.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
 from elasticflow_airflow.deadlines import DAG_RUN, DeadlineError, check_deadline
-from elasticflow_airflow.wire import share_problem
+from elasticflow_airflow.wire import share_problem, target_problem
 
 ON_REJECT: Final = ("fail", "best_effort", "wait", "renegotiate")
 ON_PAST_DEADLINE: Final = ("auto", "fail", "best_effort")
@@ -64,6 +65,9 @@ def check_arguments(
     env: Any,
     secret_env: Any,
     script_args: Any,
+    target_loss: Any = None,
+    progress_regex: Any = None,
+    progress_file: Any = None,
 ) -> None:
     """Refuse at DAG parse what can be known then. Raises ArgumentError or DeadlineError."""
     if (script is None) == (module is None):
@@ -71,6 +75,7 @@ def check_arguments(
     if isinstance(script_args, str) and not is_late(script_args):
         raise ArgumentError(f"script_args={script_args!r} is one string: give a list, one element per argument")
     _check_length(steps, epochs, samples, global_batch_size)
+    _check_target(target_loss, steps, epochs, progress_regex, progress_file)
     _check_deadlines(deadline, deadline_of, downstream_reserve, best_effort, latest_deadline, on_reject)
     for name, given, choices in (
         ("on_reject", on_reject, ON_REJECT),
@@ -100,6 +105,23 @@ def count(name: str, value: Any, given: Any) -> int | None:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         rendered = f" (rendered from {given!r})" if is_late(given) else ""
         raise ArgumentError(f"{name}={value!r}{rendered} must be a whole number of at least 1")
+    return number
+
+
+def target(value: Any, given: Any) -> float | None:
+    """Read a rendered target loss. Raises ArgumentError for anything but a finite number."""
+    if given is None:
+        return None
+    present("target_loss", value, given)
+    try:
+        number = float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        rendered = f" (rendered from {given!r})" if is_late(given) else ""
+        raise ArgumentError(
+            f"target_loss={value!r}{rendered} must be a finite number: the smoothed loss at which training may end"
+        )
     return number
 
 
@@ -148,6 +170,17 @@ def _check_length(steps: Any, epochs: Any, samples: Any, global_batch_size: Any)
             count(name, number, number)
     if global_batch_size is None:
         raise ArgumentError("global_batch_size=None: give the number of samples of one optimizer step")
+
+
+def _check_target(target_loss: Any, steps: Any, epochs: Any, progress_regex: Any, progress_file: Any) -> None:
+    """Refuse a target that is no number, or that has no upper bound beside it."""
+    if target_loss is None:
+        return
+    number = 0.0 if is_late(target_loss) else target(target_loss, target_loss)
+    plain = progress_regex is not None or progress_file is not None
+    problem = target_problem(number, bounded=steps is not None or epochs is not None, plain=plain)
+    if problem is not None:
+        raise ArgumentError(problem if not is_late(target_loss) else problem.replace("target_loss=0", "target_loss="))
 
 
 def _check_deadlines(

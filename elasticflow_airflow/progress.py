@@ -55,6 +55,8 @@ def progress_line(status: JobStatus, timezone: tzinfo) -> str:
     parts = [f"step {status.step}{total}"]
     if status.loss is not None:
         parts.append(f"loss {status.loss:.4g}")
+    if status.expected_steps is not None and not status.state.terminal:
+        parts.append(f"loss {status.target_loss:g} expected at step {status.expected_steps}")
     parts.append(f"{status.workers} worker{'s' * (status.workers != 1)}")
     if status.steps_per_s is not None:
         parts.append(f"{status.steps_per_s:.3g} steps/s")

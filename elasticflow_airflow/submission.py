@@ -19,7 +19,7 @@ from airflow.sdk.execution_time import task_runner
 from airflow.sdk.log import mask_secret
 from pydantic import SecretStr, ValidationError
 
-from elasticflow_airflow.arguments import ArgumentError, count, present, rendered_texts, secret_reference
+from elasticflow_airflow.arguments import ArgumentError, count, present, rendered_texts, secret_reference, target
 from elasticflow_airflow.client import Snapshot, SnapshotError, snapshot_module, snapshot_script
 from elasticflow_airflow.deadlines import DAG_RUN, training_deadline
 from elasticflow_airflow.leases import LEASE_S, ORPHAN_S
@@ -60,6 +60,7 @@ class ElasticTask(Protocol):
     scaling_curve: Mapping[int, float] | None
     progress_regex: str | None
     progress_file: str | None
+    target_loss: Any
 
     def get_flat_relative_ids(self, *, upstream: bool = False) -> set[str]:
         """Return the ids of all tasks downstream."""
@@ -175,6 +176,7 @@ def prepare(
         "scaling_curve": None if task.scaling_curve is None else dict(task.scaling_curve),
         "progress_regex": task.progress_regex,
         "progress_file": task.progress_file,
+        "target_loss": target(task.target_loss, given["target_loss"]),
         "lease_s": lease_s,
         "orphan_s": orphan_s,
         "labels": {"try_number": str(facts.attempt), "dag_test": str(facts.is_dag_test).lower()},

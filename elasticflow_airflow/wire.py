@@ -113,6 +113,8 @@ class JobSubmission(Wire):
     scaling_curve: dict[int, float] | None = None
     progress_regex: str | None = None
     progress_file: str | None = None
+    target_loss: float | None = Field(default=None, allow_inf_nan=False)
+    """Training ends when its smoothed loss is there, and at its length at the latest."""
     secret_env: dict[str, SecretStr] = Field(default_factory=dict)
     lease_s: float = Field(default=600.0, gt=0)
     orphan_s: float = Field(default=3600.0, gt=0)
@@ -133,6 +135,13 @@ class JobSubmission(Wire):
                 raise ValueError(f"{name}={workers} is not a power of two")
         if self.max_workers is not None and self.max_workers < self.min_workers:
             raise ValueError(f"max_workers={self.max_workers} is less than min_workers={self.min_workers}")
+        problem = target_problem(
+            self.target_loss,
+            bounded=self.length.steps is not None or self.length.epochs is not None,
+            plain=self.progress_regex is not None or self.progress_file is not None,
+        )
+        if problem is not None:
+            raise ValueError(problem)
         return self
 
     @model_validator(mode="after")
@@ -145,8 +154,8 @@ class JobSubmission(Wire):
         return self
 
     def equality_key(self) -> str:
-        """Digest of what makes two submissions the same training (script, arguments, length, batch, init_from)."""
-        same = [
+        """Digest of what makes two submissions the same training (script, arguments, length, target, batch, init)."""
+        same: list[object] = [
             self.command.script,
             self.command.module,
             list(self.command.args),
@@ -154,7 +163,29 @@ class JobSubmission(Wire):
             self.global_batch_size,
             self.init_from,
         ]
+        if self.target_loss is not None:  # Without one the digest is what it was before there were targets.
+            same.append(self.target_loss)
         return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
+
+
+def target_problem(target_loss: float | None, *, bounded: bool, plain: bool) -> str | None:
+    """What is wrong with a loss to train to, and what to do about it; None when all is well.
+
+    ``bounded``: ``steps`` or ``epochs`` is given; ``plain``: the script's output is read, it does not use the session.
+    """
+    if target_loss is None:
+        return None
+    if not bounded:
+        return (
+            f"target_loss={target_loss:g} needs steps= or epochs= as well: the most that it may train, on which its"
+            " deadline is promised"
+        )
+    if plain:
+        return (
+            f"target_loss={target_loss:g} beside progress_regex= or progress_file=: only a script that uses the"
+            " session (runtime.init(), the Trainer, Lightning) can be ended by its loss"
+        )
+    return None
 
 
 def largest_share(global_batch_size: int, at_most: int) -> int:
@@ -275,6 +306,15 @@ class JobStatus(Wire):
     step: int = 0
     total_steps: int | None = None
     loss: float | None = None
+    target_loss: float | None = None
+    """Training ends when ``smoothed_loss`` is there, or after ``total_steps``."""
+    smoothed_loss: float | None = None
+    expected_steps: int | None = None
+    """The step, from the beginning, at which the target is expected; None: nobody can say."""
+    expected_steps_at_most: int | None = None
+    """... with one standard error: what allocation plans with. Promises stand on ``total_steps``."""
+    target_reached: bool | None = None
+    """None until the training has ended."""
     steps_per_s: float | None = None
     projected_finish_at: float | None = None
     slack_s: float | None = None

@@ -63,6 +63,8 @@ class ElasticTrainOperator(BaseOperator):
     (the interpreter; it needs torch only).
 
     How much: ``steps``, or ``epochs`` (default 1) of ``samples``; ``global_batch_size`` samples make a step.
+    ``target_loss`` ends the training early, once the smoothed loss is there; ``steps`` or ``epochs`` is then the most
+    that it trains, and what its deadline is promised on.
 
     By when: ``deadline`` (time of day in the DAG's time zone, timedelta after the run is due, datetime, or a
     template) of this training, or with ``deadline_of`` of a downstream task or ``"dag_run"``: the training must then
@@ -95,6 +97,7 @@ class ElasticTrainOperator(BaseOperator):
         "epochs",
         "samples",
         "global_batch_size",
+        "target_loss",
         "deadline",
         "latest_deadline",
         "init_from",
@@ -117,6 +120,7 @@ class ElasticTrainOperator(BaseOperator):
         epochs: int | str | None = None,
         samples: int | str | None = None,
         global_batch_size: int | str,
+        target_loss: float | str | None = None,
         deadline: str | time_of_day | timedelta | datetime | None = None,
         deadline_of: str | None = None,
         downstream_reserve: timedelta = timedelta(minutes=5),
@@ -150,6 +154,7 @@ class ElasticTrainOperator(BaseOperator):
         self.epochs = epochs
         self.samples = samples
         self.global_batch_size = global_batch_size
+        self.target_loss = target_loss
         self.deadline = deadline
         self.deadline_of = deadline_of
         self.downstream_reserve = downstream_reserve
@@ -199,6 +204,9 @@ class ElasticTrainOperator(BaseOperator):
             env=env,
             secret_env=secret_env,
             script_args=script_args,
+            target_loss=target_loss,
+            progress_regex=progress_regex,
+            progress_file=progress_file,
         )
 
     # --- Airflow calls these -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 Growth is ElasticFlow's Algorithm 2 (ASPLOS 2023, section 4.2) by marginal return, GPU-seconds saved per extra GPU, with
 the pause in it: a job grows only into slots that nobody has reserved, for as long as nobody has, and only if it pays.
+Where a prediction says that a job ends before what is booked for it, growth is weighed by that; what is booked stays.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from heapq import heappop, heappush
 
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.draft import Draft
-from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding, Work, course_of
+from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding, Work, course_of, likely_end
 
 _PIECES = 6
 """How many stretches of free slots a job without a promise is planned over; later ones are found when they come."""
@@ -181,12 +182,16 @@ def _option(draft: Draft, work: Work, config: SchedulerConfig) -> tuple[float, C
         course = _at_size(draft, work, target, mask, present)
         if course is None:
             continue
-        saved = present.finish_s - course.finish_s
-        if saved < (TOLERANCE_S if course.holdings[0].mask == work.mask else least):
+        before, after = likely_end(work, present, now), likely_end(work, course, now)
+        if course.holdings[0].mask == work.mask:  # to shrink would cost a pause, however near the end may be
+            pays = present.finish_s - course.finish_s >= TOLERANCE_S
+        else:
+            pays = before - after >= least
+        if not pays:
             continue
         rate = INFINITY
         if size:
-            spent = size * (present.finish_s - now) - target * (course.finish_s - now)
+            spent = size * (before - now) - target * (after - now)
             rate = spent / (target - size)
         if best is None or rate > best[0]:
             best = (rate, course)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.draft import Draft
 from elasticflow_airflow.scheduler_core.jobs import LiveJob
-from elasticflow_airflow.scheduler_core.work import INFINITY, Course, Holding, Work, course_of
+from elasticflow_airflow.scheduler_core.work import INFINITY, Course, Holding, Work, course_of, likely_end
 
 
 def unmeasured(job: LiveJob, size: int) -> bool:
@@ -30,7 +30,7 @@ def try_next_size(draft: Draft, job: LiveJob, work: Work, config: SchedulerConfi
     if target > most or target in job.failed_sizes or draft.mask_now(job.job_id) != work.mask:
         return None
     now = draft.now
-    if (present.finish_s - now) * config.explore_gain <= 2.0 * work.pause_s:
+    if (likely_end(work, present, now) - now) * config.explore_gain <= 2.0 * work.pause_s:
         return None
     back = now + work.pause_s + config.explore_window_s
     worst = present.promised_s + (back - now) + work.pause_s

@@ -49,6 +49,8 @@ class LiveJob:
     turn_until_s: float = 0.0
     """End of the turn that a best-effort job got because it had waited too long."""
     parked_from: Phase | None = None
+    expected: float | None = None
+    """Steps left by a prediction, at ``as_of_s``; None: there is none."""
     _work: Work | None = None
 
     @property
@@ -104,6 +106,7 @@ class LiveJob:
                 pause_s=costs.pause_s,
                 tail_s=costs.tail_s,
                 limit_s=limit,
+                expected=INFINITY if self.expected is None else self.expected,
             )
             if size:
                 object.__setattr__(work, "speed_now", work.speed(size))
@@ -113,7 +116,10 @@ class LiveJob:
     def settle(self, layout: Layout, config: SchedulerConfig, now: float) -> None:
         """Bring ``remaining`` forward to ``now`` along the curve."""
         if self.remaining is not None:
-            self.remaining = self.work(layout, config).left_at(now)
+            left = self.work(layout, config).left_at(now)
+            if self.expected is not None:
+                self.expected = max(0.0, self.expected - (self.remaining - left))
+            self.remaining = left
         self.as_of_s = now
         self._work = None
 
@@ -156,6 +162,7 @@ class LiveJob:
             parked_from=self.parked_from,
             failed_sizes=tuple(sorted(self.failed_sizes)),
             profile_until_s=self.profiling.until_s if self.profiling else None,
+            expected_steps=self.expected,
             reserved=tuple(
                 Reservation(h.start_s, h.end_s, layout.placement_of(h.mask, self.placement)) for h in holdings
             ),

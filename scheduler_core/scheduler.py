@@ -28,7 +28,7 @@ from elasticflow_airflow.scheduler_core.values import (
     Placement,
     ScalingCurve,
 )
-from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding
+from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding, likely_end
 
 
 class Scheduler(Decider):
@@ -46,9 +46,14 @@ class Scheduler(Decider):
         return tuple(job.state(self._board.layout) for job in self._board.jobs.values())
 
     def projected_finish_s(self, job_id: str) -> float | None:
-        """When the last step of a live job is expected, by its plan; None when that is not known."""
-        course = self._job(job_id).course
-        return None if course is None or course.finish_s == INFINITY else course.finish_s
+        """When the last step of a live job is expected, by its plan; None when that is not known.
+
+        Of a job whose length is predicted, by the prediction: earlier than what is booked for it.
+        """
+        job = self._job(job_id)
+        if job.course is None or job.course.finish_s == INFINITY:
+            return None
+        return likely_end(job.work(self._board.layout, self.config), job.course, job.as_of_s)
 
     def handle(self, event: ev.Event, now: float) -> list[Decision]:
         """Take in one event and say what follows from it. Events of jobs that are gone are ignored.
@@ -146,6 +151,7 @@ class Scheduler(Decider):
                 job.remaining = event.total_steps
         if event.remaining_steps is not None:
             job.remaining = max(0.0, event.remaining_steps)
+            job.expected = None if event.expected_steps is None else max(0.0, event.expected_steps)
             job.ever_started = job.ever_started or bool(job.mask)
         if event.steps_per_s is not None and event.steps_per_s > 0.0 and job.mask:
             self._learn_speed(job, event.steps_per_s)
@@ -336,6 +342,7 @@ def _job_of(state: JobState, mask: int) -> LiveJob:
         best_effort=state.best_effort,
         number=state.number,
         remaining=state.remaining_steps,
+        expected=state.expected_steps,
         as_of_s=state.as_of_s,
         waiting_since_s=state.waiting_since_s or state.as_of_s,
         placement=state.placement,

@@ -207,5 +207,7 @@ class JobState:
     """Sizes that profiling could not measure."""
     profile_until_s: float | None = None
     """Until when the size that is being profiled may take."""
+    expected_steps: float | None = None
+    """At ``as_of_s``: what a prediction says is left, if there is one; less than ``remaining_steps``."""
     reserved: tuple[Reservation, ...] = ()
     """The stored plan on its very slots: the proof of its promise. Without it a restore has to find a proof anew."""

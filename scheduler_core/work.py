@@ -6,7 +6,7 @@ The only place that says what a start, a change of slots and a tail cost; plans,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from elasticflow_airflow.scheduler_core.values import Plan, PlanSegment
@@ -29,7 +29,8 @@ class Work:
     """What is left of a job, how fast it goes at each size, what changing costs.
 
     ``remaining`` counts at ``since_s``, from when on the gang makes (or will make) steps at ``speed_now``;
-    ``starting`` says that ``since_s`` is the end of a start-up, which a change would make it pay again.
+    ``starting`` says that ``since_s`` is the end of a start-up, which a change would make it pay again. ``expected``
+    (at ``since_s``, too) is what a prediction says is left, if that is less: it weighs growth, and books nothing.
     """
 
     job_id: str
@@ -45,6 +46,7 @@ class Work:
     pause_s: float
     tail_s: float
     limit_s: float
+    expected: float = INFINITY
 
     def left_at(self, now: float) -> float:
         """Steps left at ``now`` if nothing has changed since ``since_s``."""
@@ -78,6 +80,14 @@ class Course(NamedTuple):
     holdings: tuple[Holding, ...]
     finish_s: float
     promised_s: float
+
+
+def likely_end(work: Work, course: Course, now: float) -> float:
+    """When the last step on a course is expected: its end, or by a prediction an earlier time."""
+    if work.expected >= work.remaining:
+        return course.finish_s
+    _, finish = legs_of(replace(work, remaining=work.expected), course.holdings, now)
+    return min(finish, course.finish_s)
 
 
 class Leg(NamedTuple):

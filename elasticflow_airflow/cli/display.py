@@ -53,6 +53,7 @@ def job_lines(job: JobStatus) -> list[str]:
             f"progress    step {job.step} of {job.total_steps or '?'}, loss {_number(job.loss)}, "
             f"{_number(job.steps_per_s)} steps/s on {job.workers} workers"
         ),
+        *([] if job.target_loss is None else [f"target      {_target(job, job.target_loss)}"]),
         f"slots       {', '.join(f'{node}:{index}' for node, index in job.slots) or '-'}",
         f"logs        {', '.join(job.log_names) or '-'}",
     ]
@@ -61,6 +62,19 @@ def job_lines(job: JobStatus) -> list[str]:
     if job.failure:
         lines.append(f"failure     {job.failure}")
     return lines
+
+
+def _target(job: JobStatus, loss: float) -> str:
+    """How a job stands to the loss that it trains to."""
+    now = f"loss {loss:g}, smoothed loss {_number(job.smoothed_loss)}"
+    if job.target_reached is not None:
+        return f"{now}: {'reached' if job.target_reached else 'not reached'}"
+    if job.expected_steps is None:
+        return f"{now}: not foreseeable yet, at most {job.total_steps or '?'} steps"
+    return (
+        f"{now}: expected at step {job.expected_steps}, with its error {job.expected_steps_at_most},"
+        f" at most {job.total_steps or '?'}"
+    )
 
 
 def event_line(event: Event) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from elasticflow_airflow.engines.fake_target import modelled_loss, reached_at, said_of_target
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangSpec, GangState, WorkerObservation
 from elasticflow_airflow.runtime.manifest import publish, writing
 from elasticflow_airflow.runtime.protocol import (
@@ -71,6 +72,10 @@ class FakeBehaviour:
     """So long survivors of a dead worker wait for a new plan."""
     joiner_dies: int = 0
     """So many of the job's first joiners die as soon as they are up."""
+    target_length: float = 1.0
+    """With a target loss: the modelled session's prediction, as a part of the steps that it will really take ..."""
+    target_error: float | None = 0.1
+    """... and its standard error, as a part of the prediction; None: it never predicts."""
     never_switches: bool = False
     """Changes in place are begun and never come about."""
 
@@ -168,6 +173,12 @@ class FakeGang:
         if session.epochs is None or samples is None:
             return None
         return session.epochs * -(-samples // session.global_batch_size)
+
+    @property
+    def last_step(self) -> int | None:
+        """Where it ends: after all steps, or when the modelled loss is at its target."""
+        total, target = self.total_steps, reached_at(self)
+        return total if target is None or (total is not None and total < target) else target
 
     def worker_id(self, rank: int) -> str:
         """Id of a worker, also the name of its log."""
@@ -318,7 +329,7 @@ class FakeGang:
                 "exit": self.behaviour.exit_at_step,
                 "hang": self.behaviour.hang_at_step,
                 "nan": self.behaviour.nan_loss_at_step,
-                "finish": self.total_steps,
+                "finish": self.last_step,
             }
             events += [
                 (self.now_s + max(0.0, mark - self.step) / speed, what)
@@ -332,8 +343,8 @@ class FakeGang:
             return
         if self.phase == "running":
             self.step += (now_s - self.now_s) * self.behaviour.speed(self.workers)
-            if self.total_steps is not None:
-                self.step = min(self.step, float(self.total_steps))
+            if self.last_step is not None:
+                self.step = min(self.step, float(self.last_step))
         self.now_s = now_s
 
     def _begin_to_leave(self) -> None:
@@ -422,11 +433,13 @@ class FakeGang:
         elif what == "hang":
             self.phase = "hanging"
         else:
-            self.step = float(self.total_steps or self.step)  # not a rounding error before it
+            self.step = float(self.last_step or self.step)  # not a rounding error before it
             if self.behaviour.reports:
                 self._progress()
                 path = self._checkpoint(write)
-                self._say(ReportKind.FINISHED, 0, path=path, loss=self._loss(), metrics={})
+                self._say(
+                    ReportKind.FINISHED, 0, path=path, loss=self._loss(), metrics={}, **said_of_target(self, ended=True)
+                )
             self.phase, self.phase_ends_s = "tail", self.now_s + self.behaviour.tail_s
 
     def _shown_step(self) -> int:
@@ -435,8 +448,7 @@ class FakeGang:
         return step - limit if limit is not None and step >= limit else step
 
     def _loss(self) -> float:
-        scale = self.behaviour.initial_loss - self.behaviour.final_loss
-        return self.behaviour.final_loss + scale / (1.0 + self.step / 20.0)
+        return modelled_loss(self.behaviour, self.step)
 
     def _progress(self) -> None:
         step = self._shown_step()
@@ -450,6 +462,7 @@ class FakeGang:
             window_steps=window_steps,
             window_s=window_s,
             samples=step * self.spec.session.global_batch_size,
+            **said_of_target(self),
         )
         self.reported_step, self.reported_s = step, self.now_s
 

@@ -172,6 +172,7 @@ class Actuator:
             keep_checkpoints=self.settings.keep_checkpoints,
             progress_regex=submission["progress_regex"],
             progress_file=submission["progress_file"],
+            target_loss=submission.get("target_loss"),
         )
         return GangSpec(
             job_id=row.job_id,

@@ -12,7 +12,7 @@ from elasticflow_airflow.engines.port import GangOutcome
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
-from elasticflow_airflow.service import history
+from elasticflow_airflow.service import history, outlook
 from elasticflow_airflow.service.books import Books, incarnation_dir
 from elasticflow_airflow.service.deciding import feed, when
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
@@ -204,7 +204,8 @@ def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
         )
         books.end(row, State.FAILED, reason, failure=reason)
         return
-    if finished is not None and total is not None and done < total:
+    early = outlook.reached(row)
+    if finished is not None and total is not None and done < total and not early:
         reason = f"the script says that it is finished after {done} of {total} steps"
         books.end(row, State.FAILED, reason, failure=reason)
         return
@@ -213,6 +214,8 @@ def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
         _restart_or_fail(books, row, generation, reason, progressed=True)
         return
     parts = [f"done: {done} steps"]
+    if early:
+        parts.append(f"target loss {row.target['loss']:g} reached")
     if row.loss is not None:
         parts.append(f"loss {row.loss:.4g}")
     if row.deadline_at is not None:
@@ -290,9 +293,8 @@ def _again(books: Books, row: IncarnationRow, reason: str) -> None:
     row.step = min(row.step, step) if row.promoted else row.step
     books.event("restarting", f"{reason}; goes on from step {step}", row, step=step)
     if books.knows(row.job_id):
-        total = row.total_steps
-        if total is not None and row.promoted:
-            feed(books, ev.JobProgressed(row.job_id, remaining_steps=float(max(0, total - step))))
+        if row.promoted:
+            outlook.tell(books, row, step=step)
         feed(books, ev.GangLost(row.job_id))
 
 

@@ -34,6 +34,7 @@ def remember(
             complete=False,
             costs={},
             total_steps=None,
+            loss_curve=None,
             runs=0,
             updated_at=now,
         )
@@ -42,5 +43,7 @@ def remember(
     past.costs = {**past.costs, **row.costs}
     past.complete = past.complete or complete
     past.total_steps = row.total_steps if row.total_steps is not None else past.total_steps
+    if success and (row.target or {}).get("curve"):
+        past.loss_curve = dict(row.target["curve"])
     past.runs = (past.runs or 0) + int(success)
     past.updated_at = now

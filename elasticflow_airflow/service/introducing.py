@@ -14,7 +14,7 @@ from typing import Any
 from elasticflow_airflow.runtime.manifest import CheckpointError, adopt
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.values import Job, OnReject
-from elasticflow_airflow.service import history
+from elasticflow_airflow.service import history, outlook
 from elasticflow_airflow.service.books import Books, incarnation_dir
 from elasticflow_airflow.service.codec import curve_from_json
 from elasticflow_airflow.service.deciding import feed, when
@@ -54,6 +54,7 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
         row.total_steps = past.total_steps
     speeds = _known_speeds(submission, past.speeds if past is not None and past.complete else None)
     _say_where_it_starts(books, row)
+    outlook.begin(books, row, None if past is None else past.loss_curve)
     most, least = _most_workers(row), int(submission["min_workers"])
     if most < least:
         reason = (
@@ -92,6 +93,8 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
         books.event("failed", reason, row)
         books.end(row, State.FAILED, reason, failure=reason)
         return
+    if row.target.get("at_most") is not None and books.knows(row.job_id) and not row.ending:
+        outlook.tell(books, row)
     if row.state == State.SUBMITTED and not row.ending:
         books.set_state(row, State.WAITING, row.verdict.get("reason") or "waits for slots")
 

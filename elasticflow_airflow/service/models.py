@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy import JSON, Boolean, Float, ForeignKey, ForeignKeyConstraint, Index, Integer, LargeBinary, String, Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-SCHEMA_HEAD = "0002"
+SCHEMA_HEAD = "0003"
 """Newest Alembic revision: a database that is already there needs no Alembic at start."""
 
 
@@ -93,6 +93,8 @@ class IncarnationRow(Base):
     """Chosen once, when the scheduler is asked about it; None in fast mode."""
     in_place: Mapped[dict[str, Any]] = mapped_column(default=dict)
     """How changes of its workers without a restart went: see ``rescaling.py``."""
+    target: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    """A loss to train to, and when it is expected: see ``outlook.py``; empty without one."""
     signature: Mapped[str] = mapped_column(Text, default="")
     step: Mapped[int] = mapped_column(Integer, default=0)
     total_steps: Mapped[int | None] = mapped_column(Integer, default=None)
@@ -242,5 +244,7 @@ class HistoryRow(Base):
     """The speeds are a whole scaling curve: profiling came to its end."""
     costs: Mapped[dict[str, Any]] = mapped_column(default=dict)
     total_steps: Mapped[int | None] = mapped_column(Integer, default=None)
+    loss_curve: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    """Of the last success with a loss to train to: ``width`` and ``losses``."""
     runs: Mapped[int] = mapped_column(Integer, default=0)
     updated_at: Mapped[float]

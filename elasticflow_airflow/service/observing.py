@@ -15,7 +15,7 @@ from elasticflow_airflow.runtime.protocol import Report, ReportKind, RescaleMode
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.scheduler_core.values import Phase
-from elasticflow_airflow.service import measuring
+from elasticflow_airflow.service import measuring, outlook
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.codec import placement_from_json
 from elasticflow_airflow.service.deciding import feed
@@ -176,7 +176,7 @@ def _tell_started(books: Books, row: IncarnationRow, generation: GenerationRow) 
         return
     generation.notes = {**generation.notes, "told_started": True}
     if generation.notes.get("own"):
-        _tell_remaining(books, row, None)
+        outlook.tell(books, row)
         go_on_as_planned(books, row, generation)
     else:
         feed(books, ev.GangStarted(row.job_id, placement_from_json(generation.placement)))
@@ -254,6 +254,7 @@ def _fold_report(
             note = {"stopped": report.step}
         case ReportKind.FINISHED:
             note = {"finished": {"path": data.get("path")}}
+            outlook.finished(books, row, report)
             row.metrics = dict(data.get("metrics") or {})
             row.step = max(row.step, report.step)
             row.loss = _number(data.get("loss"), row.loss)
@@ -268,7 +269,7 @@ def _fold_report(
     if note:
         # Who failed first names the cause; the others only lost their peer.
         generation.notes = {**note, **generation.notes} if report.kind is ReportKind.FAILED else generation.notes | note
-    return False
+    return report.kind is ReportKind.FINISHED and outlook.reached(row)  # Else the last step has said so already.
 
 
 def _note_switch(generation: GenerationRow, report: Report) -> None:
@@ -303,8 +304,7 @@ def _started(books: Books, row: IncarnationRow, generation: GenerationRow, repor
         books.event("length", reason, row, steps=steps)
     row.total_steps = int(steps)
     if books.knows(row.job_id) and not row.ending:
-        left = float(max(0, row.total_steps - report.step))
-        feed(books, ev.JobProgressed(row.job_id, remaining_steps=left, total_steps=float(row.total_steps)))
+        outlook.tell(books, row, step=report.step, total=True)
     return False
 
 
@@ -332,6 +332,7 @@ def _progress(books: Books, row: IncarnationRow, generation: GenerationRow, repo
         generation.first_step = report.step
     row.step, row.last_step_at = report.step, at_s
     row.loss = _number(loss, row.loss)
+    outlook.fold(books, row, report)
     speed = measuring.recent_speed(generation.window, books.enough)
     if speed is not None:
         row.steps_per_s = speed
@@ -353,11 +354,11 @@ def _tell_progress(books: Books, row: IncarnationRow, generation: GenerationRow)
             generation.notes = {**generation.notes, "measured": True}
             reason = f"measured {speed:.3g} steps/s with {_workers(generation.workers)}"
             books.event("measured", reason, row, workers=generation.workers, steps_per_s=speed)
-            _tell_remaining(books, row, None)
+            outlook.tell(books, row)
             feed(books, ev.JobMeasured(row.job_id, generation.workers, speed, books.costs_of(row)))
             return
     training = generation.purpose == Purpose.TRAIN and generation.running_at is not None
-    _tell_remaining(books, row, measuring.recent_speed(generation.window, books.enough) if training else None)
+    outlook.tell(books, row, speed=measuring.recent_speed(generation.window, books.enough) if training else None)
 
 
 def _tell_progress_meanwhile(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
@@ -369,15 +370,7 @@ def _tell_progress_meanwhile(books: Books, row: IncarnationRow, generation: Gene
     _measure(books, row, generation)
     state = books.state_of(row.job_id)
     if state is not None and books.now > state.no_progress_until_s:
-        _tell_remaining(books, row, None)
-
-
-def _tell_remaining(books: Books, row: IncarnationRow, speed: float | None) -> None:
-    if row.total_steps is not None:
-        feed(
-            books,
-            ev.JobProgressed(row.job_id, remaining_steps=float(max(0, row.total_steps - row.step)), steps_per_s=speed),
-        )
+        outlook.tell(books, row)
 
 
 def _measure(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:

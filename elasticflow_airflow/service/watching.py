@@ -103,7 +103,7 @@ def _quiet(books: Books, row: IncarnationRow, generation: GenerationRow, quiet_s
             if quiet_s > s.profile_limit_s:
                 _cannot_measure(books, row, generation, f"it made no step for {quiet_s:.0f} s")
             return
-        done = row.total_steps is not None and row.step >= row.total_steps
+        done = bool(generation.notes.get("finished")) or (row.total_steps is not None and row.step >= row.total_steps)
         limit_s = s.tail_limit_s if done else _hang_limit_s(books, row)
         if quiet_s > limit_s:
             where = "after its last step" if done else f"at step {row.step}"

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from elasticflow_airflow.arguments import ArgumentError, count, present, rendered_texts, secret_reference
+from elasticflow_airflow.arguments import ArgumentError, count, present, rendered_texts, secret_reference, target
 from elasticflow_airflow.operators import ElasticTrainOperator
 
 GOOD = {"task_id": "train", "script": "train.py", "steps": 10, "global_batch_size": 8, "best_effort": True}
@@ -44,6 +44,12 @@ def make(**arguments):
         ({**GOOD, "scaling_curve": {3: 1.0}}, "a key of scaling_curve=3"),
         ({**GOOD, "scaling_curve": {2: 0.0}}, r"scaling_curve\[2\]=0.0"),
         ({**GOOD, "scaling_curve": {}}, "must map workers to steps/s"),
+        ({**GOOD, "target_loss": float("inf")}, "target_loss=inf must be a finite number"),
+        ({**GOOD, "target_loss": "low"}, "target_loss='low' must be a finite number"),
+        ({**GOOD, "target_loss": True}, "target_loss=True must be a finite number"),
+        ({**GOOD, "steps": None, "target_loss": 0.5}, "target_loss=0.5 needs steps= or epochs= as well"),
+        ({**GOOD, "steps": None, "target_loss": "{{ params.loss }}"}, "target_loss= needs steps= or epochs= as well"),
+        ({**GOOD, "target_loss": 0.5, "progress_regex": "x"}, "only a script that uses the session"),
         ({**GOOD, "on_reject": "explode"}, "on_reject='explode' is none of 'fail'"),
         ({**GOOD, "on_miss": "shrug"}, "on_miss='shrug' is none of"),
         ({**GOOD, "on_past_deadline": "no"}, "on_past_deadline='no' is none of"),
@@ -74,6 +80,8 @@ def test_accepted():
     make(**DEADLINE, deadline_of="publish", secret_env={"A": "conn:my.hub.extra.api.key", "B": "conn:hub.login"})
     make(**{**DEADLINE, "deadline": "{{ params.by }}", "steps": "{{ params.steps }}"})
     make(**GOOD, logical_workers=4, max_workers=4)
+    make(**GOOD, target_loss=0.35)
+    make(**{**GOOD, "steps": None}, epochs=3, target_loss="{{ params.loss }}")
     make(**{**GOOD, "global_batch_size": 7}, consistency="fast", min_workers=4)
     make(**{**GOOD, "global_batch_size": "{{ params.batch }}"}, logical_workers=64)
     late = make(
@@ -117,6 +125,17 @@ def test_missing_xcom_is_named():
 def test_counts_that_are_none(value):
     with pytest.raises(ArgumentError, match=r"samples=.*whole number"):
         count("samples", value, "{{ params.n }}")
+
+
+def test_target():
+    assert target("0.35", "{{ params.loss }}") == 0.35
+    assert target(None, None) is None
+    with pytest.raises(
+        ArgumentError, match=r"target_loss='nan' \(rendered from '{{ params.loss }}'\) must be a finite"
+    ):
+        target("nan", "{{ params.loss }}")
+    with pytest.raises(ArgumentError, match="target_loss rendered to 'None'"):
+        target("None", "{{ ti.xcom_pull('x') }}")
 
 
 def test_counts():

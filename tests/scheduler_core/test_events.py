@@ -82,6 +82,40 @@ def test_a_job_grows_only_when_that_repays_its_pause(make_job, nodes) -> None:
             assert sizes(decisions) == {}
 
 
+def test_growth_is_weighed_by_a_prediction_and_the_plan_is_not(make_job, nodes) -> None:
+    for expected, grows in [(None, True), (80, True), (40, False)]:
+        scheduler = Scheduler(nodes=nodes(2))
+        scheduler.handle(ev.JobSubmitted(make_job("short", steps=50, deadline=60, max_workers=1)), 0.0)
+        job = make_job("long", steps=140, deadline=400, curve={1: 1.0, 2: 1.6}, pause=13)
+        scheduler.handle(ev.JobSubmitted(job), 0.0)
+        told = ev.JobProgressed("long", remaining_steps=91, expected_steps=expected and expected + 1)
+        assert sizes(scheduler.handle(told, 49.0)) == {}
+        assert scheduler.projected_finish_s("long") == pytest.approx(50 + (expected or 90))
+        assert scheduler.plan_of("long").finish_s == pytest.approx(140.0), "what is booked is the upper bound"
+        decisions = scheduler.handle(ev.JobFinished("short"), 50.0)
+        assert sizes(decisions) == ({"long": 2} if grows else {})
+
+
+def test_a_prediction_that_has_come_true_does_not_shrink_the_job_before_it_says_so(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(2))
+    scheduler.handle(ev.JobSubmitted(make_job("a", steps=300, curve={1: 1.0, 2: 1.6}, deadline=400, pause=5)), 0.0)
+    assert scheduler.states()[0].placement.workers == 2
+    told = ev.JobProgressed("a", remaining_steps=200, expected_steps=1)
+    assert sizes(scheduler.handle(told, 60.0)) == {}
+    assert sizes(scheduler.handle(ev.WakeUp(), 70.0)) == {}
+    assert scheduler.states()[0].expected_steps == pytest.approx(1.0)
+    assert scheduler.plan_of("a").finish_s == pytest.approx(60 + 200 / 1.6)
+
+
+def test_a_restored_scheduler_knows_the_prediction(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(1))
+    scheduler.handle(ev.JobSubmitted(make_job("a", steps=300, deadline=400)), 0.0)
+    scheduler.handle(ev.JobProgressed("a", remaining_steps=250, expected_steps=100), 50.0)
+    again = Scheduler(nodes=nodes(1))
+    again.restore(scheduler.states(), 60.0)
+    assert again.projected_finish_s("a") == pytest.approx(150.0)
+
+
 def test_a_newcomer_gets_a_worker_before_others_have_luxury(make_job, nodes) -> None:
     scheduler = Scheduler(nodes=nodes(2))
     curve = {1: 1.0, 2: 1.6}
