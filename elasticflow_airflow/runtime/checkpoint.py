@@ -77,8 +77,14 @@ def save(
     return info
 
 
-def load(registered: Registered, info: CandidateInfo, *, logical_workers: int | None = None) -> None:
-    """Restore everything registered from a verified checkpoint.
+def load(
+    registered: Registered,
+    info: CandidateInfo,
+    *,
+    logical_workers: int | None = None,
+    optional: Mapping[str, Stateful] | None = None,
+) -> None:
+    """Restore everything registered from a verified checkpoint, and ``optional`` parts where it has them.
 
     Raises CheckpointError when the checkpoint does not fit the model, lacks something that is registered now, or was
     written with another number of logical workers than this (None: not known).
@@ -92,7 +98,8 @@ def load(registered: Registered, info: CandidateInfo, *, logical_workers: int | 
             f"checkpoint {info.path} has no state for {', '.join(missing)}: it was written by a script that did not "
             "register it. Start again without this checkpoint, or register what that script did."
         )
-    for name, part in registered.others.items():
+    there = {name: part for name, part in (optional or {}).items() if name in states}
+    for name, part in {**registered.others, **there}.items():
         try:
             part.load_state_dict(states[name])
         except (KeyError, ValueError, RuntimeError) as error:

@@ -45,10 +45,10 @@ class BatchPlan:
             if metadata.get(name, value) != value
         )
 
-    def order(self, epoch: int) -> list[int]:
+    def order(self, epoch: int) -> Sequence[int]:
         """Order of the samples in an epoch: a permutation that depends on seed and epoch alone."""
         if not self.shuffle:
-            return list(range(self.samples))
+            return range(self.samples)
         generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))
         order: list[int] = torch.randperm(self.samples, generator=generator).tolist()
         return order
@@ -179,7 +179,7 @@ class ElasticLoader:
         self._logical_workers = logical_workers
         self._fetcher = fetcher
         self._position, self._owned, self._finished = position, owned, finished
-        self._order: tuple[int, list[int]] = (-1, [])
+        self._order: tuple[int, Sequence[int]] = (-1, ())
         self._jumped = False
         self._expected: tuple[int, int, range, int] | None = None
 
@@ -203,6 +203,7 @@ class ElasticLoader:
     def jump(self) -> None:
         """The session stands elsewhere than this loader's passes brought it: go on from its position."""
         self._jumped = True
+        self._expected = None
 
     def batch(self, epoch: int, step_in_epoch: int) -> Batch:
         """Fetch this worker's part of any step's batch, as ownership is now."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, default_collate
 from elasticflow_airflow.runtime import bootstrap
 from elasticflow_airflow.runtime.checkpoint import Registered, Stateful
 from elasticflow_airflow.runtime.context import detect
-from elasticflow_airflow.runtime.data import BatchPlan, ElasticLoader, mix_seed, refuse_own_options
+from elasticflow_airflow.runtime.data import BatchPlan, ElasticLoader, Fetcher, mix_seed, refuse_own_options
 from elasticflow_airflow.runtime.fetching import make_fetcher
 from elasticflow_airflow.runtime.group import GroupBroken
 from elasticflow_airflow.runtime.logical import choose_logical_workers, owned_by
@@ -32,6 +32,8 @@ from elasticflow_airflow.runtime.reduction import refuse_unsupported
 from elasticflow_airflow.runtime.session_core import trained_parameters
 from elasticflow_airflow.runtime.session_steps import SessionSteps
 from elasticflow_airflow.runtime.step import Step
+from elasticflow_airflow.runtime.stream_checks import is_stream, refuse_stream_options, stream_reader
+from elasticflow_airflow.runtime.streams import Stream, StreamFetcher
 
 
 class Session(SessionSteps):
@@ -62,35 +64,50 @@ class Session(SessionSteps):
         except CheckpointError as error:
             self._say(ReportKind.FAILED, message=str(error), kind="bad_checkpoint")
             raise
+        self._register_stream()
 
     def dataloader(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[Any] | Stream,
         *,
         global_batch_size: int | None = None,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
+        samples: int | None = None,
+        transform: Callable[[Any], Any] | None = None,
         **options: Any,
     ) -> ElasticLoader:
-        """Deal out a map-style training set: every sample of an epoch exactly once, whoever trains.
+        """Deal out a training set: every sample of an epoch exactly once, whoever trains.
 
         ``global_batch_size`` counts samples of one optimizer step over all workers; under the service the submitted
-        one is used. Other ``options`` go to ``torch.utils.data.DataLoader``. For validation use an ordinary loader.
+        one is used. A map-style set is shuffled unless ``shuffle=False``. A stream (an iterable with ``state_dict``
+        and ``load_state_dict``) is read by every worker in its own order; ``samples`` says how many it has in an epoch,
+        and ``transform`` is done to each sample that a worker keeps. Other ``options`` go to
+        ``torch.utils.data.DataLoader``. For validation use an ordinary loader. Raises TypeError and ValueError for a
+        set that could not be dealt out exactly.
         """
         if self._loader is not None:
             raise ValueError("session.dataloader() is for the training set and may be called once")
         size = self.config.global_batch_size if self._context.managed else global_batch_size
         if size is None:
             raise ValueError("session.dataloader() needs global_batch_size= when the script runs without the service")
-        if not hasattr(dataset, "__len__"):
-            raise TypeError(
-                f"session.dataloader() needs a map-style dataset, with __len__ and __getitem__; "
-                f"{type(dataset).__name__} has no length, so nobody could say which of its samples were used"
-            )
-        samples = len(dataset)
         refuse_own_options(options)
         options = {"num_workers": num_workers, **options}
+        reader = None
+        if is_stream(dataset):
+            reader = stream_reader(
+                dataset,
+                samples=samples if samples is not None or hasattr(dataset, "__len__") else self.config.samples,
+                collate_fn=collate_fn,
+                transform=transform,
+                shuffle=shuffle,
+                num_workers=num_workers,
+            )
+            samples, shuffle = reader.samples, False
+        else:
+            refuse_stream_options(transform, samples)
+            samples, shuffle = len(cast(Sized, dataset)), shuffle is not False
         plan = BatchPlan(samples=samples, global_batch_size=size, seed=self.config.seed, shuffle=shuffle)
         said = self.config.samples
         if said is not None and said != samples:
@@ -98,14 +115,23 @@ class Session(SessionSteps):
         self._logical = choose_logical_workers(
             self.config.logical_workers, size, self.world_size, consistent=self._consistent
         )
+        fetcher: Fetcher
+        if reader is None:
+            fetcher = make_fetcher(cast("Dataset[Any]", dataset), collate_fn or default_collate, options)
+        else:
+            fetcher = StreamFetcher(
+                reader, plan, self._book, options, rehearses=lambda: self._is_rehearsing, warn=self._warn
+            )
         self._loader = ElasticLoader(
             plan,
-            TimedFetcher(make_fetcher(dataset, collate_fn or default_collate, options), self._meter),
+            TimedFetcher(fetcher, self._meter),
             logical_workers=lambda: self.logical_workers,
             position=self._position,
             owned=lambda: owned_by(self.rank, self.world_size, self.logical_workers),
             finished=self._all_done,
         )
+        self._streams = reader is not None
+        self._register_stream()
         return self._loader
 
     def begin_at(self, step: int) -> None:

@@ -37,6 +37,7 @@ from elasticflow_airflow.runtime.reduction import broadcast_model
 from elasticflow_airflow.runtime.reporting import Speedometer
 from elasticflow_airflow.runtime.resume import agree_on_checkpoint
 from elasticflow_airflow.runtime.saving import Saver
+from elasticflow_airflow.runtime.streams import PART, StreamBook
 from elasticflow_airflow.runtime.target import LossTrack, Outlook
 
 
@@ -105,6 +106,8 @@ class SessionCore:
         self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
         self._registered: Registered | None = None
         self._loader: ElasticLoader | None = None
+        self._book = StreamBook(self._position)
+        self._streams = False
         self._script_epochs: int | None = None
         self._step = 0
         self._started = self._leaving = self._saving = self._finished = False
@@ -227,12 +230,21 @@ class SessionCore:
         total = self._total_or_none()
         return self._track.reached or (total is not None and self._step >= total)
 
+    def _register_stream(self) -> None:
+        """Let the stream's position go into checkpoints and to joiners, as soon as there are both."""
+        if self._registered is not None and self._streams:
+            # The last part: a joiner's tensors are matched by their number.
+            self._registered.others = {**self._registered.others, PART: self._book}
+
     def _restore(self, registered: Registered) -> None:
         checkpoints, incarnation = self._context.checkpoints, self.config.incarnation
         with agree_on_checkpoint(self._group, checkpoints, incarnation, self._warn) as found:
             if found is not None:
                 checkpoint.load(
-                    registered, found, logical_workers=self.config.logical_workers if self._consistent else None
+                    registered,
+                    found,
+                    logical_workers=self.config.logical_workers if self._consistent else None,
+                    optional={PART: self._book},
                 )
                 self._step, self._resumed_from, self._loss = found.step, found, found.metadata.get("loss")
                 self._track.restore(found.metadata.get("loss_track"))
