@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-COLLECTIVE_TIMEOUT_S = 600.0
+COLLECTIVE_TIMEOUT_S = 7200.0
+"""Longer than the service is patient (while rank 0 evaluates, say): the dead show at once, who hangs it gives up."""
 _TEXT_BYTES = 1 << 14
 
 
@@ -58,6 +59,9 @@ class WorkerGroup:
     def submit(self, operation: Callable[[Any], Any]) -> Future[Any]:
         """Queue an operation on the process group; all members queue the same ones in the same order."""
         future: Future[Any] = Future()
+        if self._pg is None:
+            future.set_exception(GroupBroken(f"the group of generation {self.generation} was left"))
+            return future
         future.add_done_callback(lambda _: self._wake())
         self._work.put((operation, future))
         return future
@@ -71,21 +75,20 @@ class WorkerGroup:
         error = future.exception()
         if error is None:
             return future.result()
+        if isinstance(error, GroupBroken):
+            raise error
         if isinstance(error, RuntimeError):
             raise GroupBroken(f"a worker of generation {self.generation} is gone") from error
         raise error
 
     def exchange(self, row: Tensor) -> Tensor:
         """Give everybody everybody's row: (n,) on the CPU in, (size, n) out, by rank."""
-        if self._pg is None:
-            return row.unsqueeze(0)
-
         gathered: Tensor = self.wait(self.begin_exchange(row))
         return gathered
 
     def begin_exchange(self, row: Tensor) -> Future[Any]:
         """Begin an exchange, to be waited for later; size 1 has its answer at once."""
-        if self._pg is None:
+        if self.size == 1:
             done: Future[Any] = Future()
             done.set_result(row.unsqueeze(0))
             return done

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import threading
 import time
 from pathlib import Path
@@ -169,8 +170,13 @@ class Meeting:
     def _open_store(self) -> Any:
         address = os.environ.get(ADDRESS_ENV, "127.0.0.1")
         limit = datetime.timedelta(seconds=_BUILD_LIMIT_S)
-        # Port 0: the kernel picks one that is free; nobody can take it between choice and use.
-        store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        # Port 0: the kernel picks one that is free; nobody can take it between choice and use. A socket of our own,
+        # because a store's would listen on all interfaces, and it asks nobody who he is.
+        listener = socket.create_server((address, 0), family=_family_of(address))
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            address, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listener.detach()
+        )
         write_json_atomic(meeting_path(self._folder, self.generation), {"address": address, "port": store.port})
         return store
 
@@ -191,6 +197,10 @@ class Meeting:
             return WorkerGroup(0, 1, None, self.generation)
         group = make_process_group(PrefixStore("group", self.store), self.rank, size, self._device)
         return WorkerGroup(self.rank, size, group, self.generation)
+
+
+def _family_of(address: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
 
 
 def make_process_group(store: Any, rank: int, size: int, device: torch.device) -> Any:

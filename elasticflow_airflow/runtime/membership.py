@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,7 +137,10 @@ class Place:
                         f"the workers of generation {meeting.generation} could not meet: {meeting.failure or 'timeout'}"
                     )
                 meeting.wait(_WAIT_S)
-            self._take_place(meeting)
+            try:
+                self._take_place(meeting)
+            except GroupBroken:
+                raise Dismissed from None  # another plan came in this very moment
         else:
             self.watcher.start()
 
@@ -177,34 +180,46 @@ class Place:
     # -- switching --------------------------------------------------------------------------------------------------
 
     def switch(self, registered: Registered, facts: Mapping[str, Any]) -> Adoption:
-        """Change to the agreed group. Raises GroupBroken, and Dismissed when this worker is not in it."""
+        """Change to the agreed group. Raises Dismissed when this worker is not in it.
+
+        Raises GroupBroken when the change does not come about, because a later plan has overtaken it or somebody died.
+        Nothing has changed then, and the group of before is still there: it trains on, if all of it live.
+        """
         meeting, self._agreed = self._agreed, None
         assert meeting is not None  # switch_is_due
         return self._enter(meeting, registered, facts, time.perf_counter())
 
-    def recover(self, registered: Registered, facts: Mapping[str, Any], pending: int | None) -> Adoption:
+    def recover(
+        self,
+        registered: Registered,
+        facts: Mapping[str, Any],
+        pending: int | None,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> Adoption:
         """Wait for a plan without the dead and form its group from the survivors' states in memory.
 
         ``pending`` is the step whose sums this worker holds and whose commit failed. Raises Dismissed when the plan
-        goes on without this worker, and SystemExit when no plan comes.
+        goes on without this worker, or ``is_over`` says that nobody needs it any more, and SystemExit when no plan
+        comes.
         """
         began_s = time.perf_counter()
         self._agreed = None
         self.group.give_up("its operations fail")
+        # Whoever of it waits for this worker is freed.
+        self.group.close()
         end_s = time.monotonic() + RECOVERY_LIMIT_S
-        tried: set[int] = set()
         while time.monotonic() < end_s:
-            if self.told_to_stop:
+            if self.told_to_stop or is_over():
                 raise Dismissed
             meeting = self._meeting
-            if meeting is None or meeting.generation in tried or not (meeting.ready or meeting.failure):
+            if meeting is None or not (meeting.ready or meeting.failure):
                 self._news.wait(_WAIT_S)
                 self._news.clear()
                 continue
-            tried.add(meeting.generation)
             end_s = time.monotonic() + RECOVERY_LIMIT_S
             if meeting.failure is not None:
                 sys.stderr.write(f"elasticflow: generation {meeting.generation} did not form: {meeting.failure}\n")
+                self._leave_meeting(meeting, meeting.failure)
                 continue
             try:
                 return self._enter(meeting, registered, facts, began_s, pending=pending, recovered=True)
@@ -242,7 +257,10 @@ class Place:
             if isinstance(arrived.exception(), RuntimeError):
                 time.sleep(_WAIT_S)  # a later plan follows, or everybody is dead
                 continue
-            return self._settle(meeting, registered, from_text_rows(arrived.result()), None, time.perf_counter())
+            try:
+                return self._settle(meeting, registered, from_text_rows(arrived.result()), None, time.perf_counter())
+            except GroupBroken as error:
+                self._leave_meeting(meeting, str(error))  # a later plan follows
 
     def epoch_of_others(self, otherwise: int) -> int:
         """The epoch in which those who train are, as far as a joiner has heard."""
@@ -276,16 +294,29 @@ class Place:
                 row["contact"] = server.contact
             rows = meeting.group.exchange_values(row)
             return self._settle(meeting, registered, rows, server, began_s, recovered=recovered)
+        except GroupBroken as error:
+            self._leave_meeting(meeting, str(error))
+            raise
         finally:
             if server is not None:
                 server.close()
 
     def _serve_as_leaver(self, meeting: Meeting, server: StateServer, joiners: int) -> None:
-        """Everybody leaves and others come: the leavers hand the state over before they go."""
+        """Everybody leaves and others come: the leavers hand the state over before they go, or all stay."""
         mine = sum(1 for i in range(joiners) if i % self.group.size == self.group.rank)
         meeting.store.set(f"leaver/{self.group.rank}", json.dumps(server.contact))
         meeting.store.set("leavers", str(self.group.size))
-        server.wait(mine, lambda: meeting.stopped)
+        done = server.wait(mine, lambda: meeting.stopped)
+        if not self.group.broken:
+            done = bool(self.group.exchange(torch.tensor([float(done)])).all())
+        if not done:
+            raise GroupBroken("a worker that joins did not take the state")
+
+    def _leave_meeting(self, meeting: Meeting, why: str) -> None:
+        """It has come to nothing for this worker: whoever waits for it there is freed."""
+        with self._lock:
+            if self._meeting is meeting:
+                self._end_meeting(why)
 
     def _settle(
         self,
@@ -311,21 +342,23 @@ class Place:
         ]
         took_over: Mapping[str, Any] | None = None
         nbytes = 0
+        if rank in needy and self.joined:
+            _die(f"the others went on to step {top} without this worker, which is at {own['step']}")
         if top < 0:
             contact = self._contact_of_leaver(meeting)
-            received = self._receive(contact, registered)
+            received = self._receive(meeting, contact, registered)
             took_over, nbytes, top = received.facts, received.nbytes, int(received.facts["step"])
-            # Rank 0 keeps the store, where the others look for theirs, until all have it.
-            meeting.group.wait_for_all()
         elif rank in needy:
             source = rows[holders[needy.index(rank) % len(holders)]]
-            received = self._receive(source["contact"], registered)
+            received = self._receive(meeting, source["contact"], registered)
             took_over, nbytes = received.facts, received.nbytes
         elif server is not None and rank in holders:
             mine = sum(1 for i in range(len(needy)) if holders[i % len(holders)] == rank)
             if not server.wait(mine, lambda: meeting.stopped or bool(meeting.group and meeting.group.broken)):
                 raise GroupBroken("a worker that joins did not take the state")
             nbytes = server.nbytes
+        # The group of before is left together or not at all: until all have the state, nothing has changed.
+        meeting.group.wait_for_all()
         before = self.group.generation
         self._take_place(meeting)
         return Adoption(
@@ -342,22 +375,30 @@ class Place:
     def _contact_of_leaver(self, meeting: Meeting) -> Any:
         store = meeting.store
         while not store.check(["leavers"]):
-            if meeting.stopped or self.told_to_stop:
+            if self.told_to_stop:
                 raise Dismissed
+            if meeting.stopped:
+                raise GroupBroken("those who leave have stayed")
             time.sleep(_WAIT_S)
         assert meeting.rank is not None  # a joiner is in the plan
         return json.loads(store.get(f"leaver/{meeting.rank % int(store.get('leavers'))}"))
 
-    def _receive(self, contact: Any, registered: Registered) -> Any:
+    def _receive(self, meeting: Meeting, contact: Any, registered: Registered) -> Any:
         try:
             return receive(contact, registered)
         except TransferError as error:
+            self.watcher.look()
+            if meeting.stopped:
+                # Who served has heard of a later plan before us.
+                raise GroupBroken(str(error)) from error
             _die(f"the state of training could not be taken over: {error}")
 
     def _take_place(self, meeting: Meeting) -> None:
         assert meeting.group is not None  # this worker is in it
         old = self.group
         with self._lock:
+            if meeting.stopped:
+                raise GroupBroken(f"generation {meeting.generation} was overtaken by a later plan")
             self.group = meeting.group
             self.members = tuple(m.worker_id for m in meeting.plan.members)
             self.joined = True

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from elasticflow_airflow.runtime import bootstrap
@@ -18,12 +20,14 @@ from elasticflow_airflow.runtime.logical import owned_by
 from elasticflow_airflow.runtime.machinery import Sums, from_rows, to_row
 from elasticflow_airflow.runtime.measuring import Activity
 from elasticflow_airflow.runtime.membership import Adoption, Dismissed
-from elasticflow_airflow.runtime.protocol import GENERATION_ENV, ReportKind
+from elasticflow_airflow.runtime.protocol import GENERATION_ENV, ReportKind, read_reports, report_path
 from elasticflow_airflow.runtime.reporting import WORKER_EVERY
 from elasticflow_airflow.runtime.session_core import Leaving, SessionCore, finite_or_none, trained_parameters
 
 REHEARSALS = 4
 """Steps that a joiner makes on its own before it joins: its first ones are several times slower."""
+_LAST_WORDS_BYTES = 1 << 16
+"""The last report of a worker is within so many bytes at the end of its file."""
 
 
 class SessionSteps(SessionCore):
@@ -104,9 +108,9 @@ class SessionSteps(SessionCore):
         self._meter.enter(Activity.COMPUTE)
         if sums is None or adoption.committed is None:
             return None
-        facts = adoption.committed
-        present = [bool(int(facts["present"], 16) >> i & 1) for i in range(len(sums.present))]
-        return replace(sums, loss=float(facts["loss"]), present=present, counts=list(facts["counts"]))
+        # Should others die at once, this worker may be the only one who knows of it.
+        self._committed = _committed_of(adoption.committed, sums)
+        return self._committed
 
     def step_done(self, loss: float) -> None:
         """Count a step; ``loss`` is the mean over the global batch."""
@@ -197,8 +201,8 @@ class SessionSteps(SessionCore):
         try:
             adoption = self._place.switch(self._registered, self._facts())
         except GroupBroken as error:
-            self._say(ReportKind.WARNING, message=f"{error}: waiting for the next plan")
-            adoption = self._recover(None)
+            # The group of before is there still; where it is not, the next step finds that out, and recovers.
+            self._say(ReportKind.WARNING, message=f"the change did not come about ({error}): goes on as before")
             return
         except Dismissed:
             self._leave_at_once()
@@ -210,13 +214,24 @@ class SessionSteps(SessionCore):
         self.phase("wait")
         self._meter.enter(Activity.PAUSE)
         try:
-            adoption = self._place.recover(self._registered, self._facts(), pending)
+            adoption = self._place.recover(self._registered, self._facts(), pending, self._is_over)
         except Dismissed:
             self._leave_at_once()
         # What was agreed on with the dead is agreed on anew: not all may have heard of it.
         self._leaving = self._saving = False
         self._adopted(adoption)
         return adoption
+
+    def _is_over(self) -> bool:
+        """Whether rank 0 has said that training is done, whoever died then: no plan would come any more."""
+        assert self._place is not None
+        folder, first = Path(self.config.incarnation_dir), self._place.members[0]
+        path = report_path(folder, self._context.generation, first)
+        try:
+            said = read_reports(path, max(0, path.stat().st_size - _LAST_WORDS_BYTES))
+            return any(report.kind is ReportKind.FINISHED for report, _ in said)
+        except FileNotFoundError:
+            return False
 
     def _finish_for_the_dead(self, error: GroupBroken, data: dict[str, Any]) -> None:
         """A worker died while all were finishing: who is rank 0 now saves."""
@@ -249,6 +264,7 @@ class SessionSteps(SessionCore):
             self._check_same_parameters(int(adoption.took_over["trained"]))
             self._step, self._loss = int(adoption.took_over["step"]), adoption.took_over["loss"]
             self._track.restore(adoption.took_over["track"])
+            self._committed = _committed_of(adoption.took_over, None)
             bootstrap.current_step = self._step
             self._saver.restart_clock()
         os.environ[GENERATION_ENV], os.environ["RANK"] = str(adoption.generation), str(self.rank)
@@ -278,3 +294,12 @@ class SessionSteps(SessionCore):
                 " is frozen follow from session.epoch or session.steps_done in every step, not from what a loop did"
                 " before this worker joined"
             )
+
+
+def _committed_of(facts: Mapping[str, Any], sums: Sums | None) -> Sums:
+    """What ``facts`` tell of the last step that counts; ``sums``: its sums, of a worker that did it, too."""
+    bits, loss = int(facts["present"], 16), facts["loss"]
+    present = [bool(bits >> i & 1) for i in range(int(facts["trained"]))]
+    own = Sums(losses={}, present=present, counts=[]) if sums is None else sums
+    # A loss that is no number is not in the facts.
+    return replace(own, loss=math.nan if loss is None else float(loss), present=present, counts=list(facts["counts"]))

@@ -14,7 +14,9 @@ import json
 import secrets
 import socket
 import struct
+import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +31,10 @@ _LENGTH = struct.Struct("!Q")
 _TOKEN_BYTES = 32
 _SMALL_BYTES = 1 << 16
 _BUFFER_BYTES = 1 << 20
+_PIECE_BYTES = 4 << 20
+"""Sent at a time: a socket's time limit holds for all of what it is given."""
+_INTRODUCTION_LIMIT_S = 5.0
+"""Who has not shown the token after so long is nobody of ours."""
 SILENCE_LIMIT_S = 30.0
 """A peer that sends or takes nothing for so long has given up, or is stopped."""
 _DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
@@ -55,6 +61,10 @@ class StateServer:
         self._socket.settimeout(0.1)
         self._token = secrets.token_hex(_TOKEN_BYTES // 2)
         self._served = 0
+        self._moved_s = time.monotonic()
+        """When a byte was taken last."""
+        self._failed = False
+        self._guests: list[tuple[threading.Thread, socket.socket]] = []
         self._changed = threading.Condition()
         self._closed = False
         self.nbytes = 0
@@ -68,14 +78,16 @@ class StateServer:
         return [host, port, self._token]
 
     def wait(self, count: int, gone: Callable[[], bool], limit_s: float = 4 * SILENCE_LIMIT_S) -> bool:
-        """Wait until ``count`` workers have the state; False when ``gone`` says that there is nobody to wait for."""
+        """Wait until ``count`` workers have the state; False when there is nobody to wait for.
+
+        That is so when ``gone`` says it, when the state cannot be told, and when no byte was taken for ``limit_s``.
+        """
+        began_s = time.monotonic()
         with self._changed:
-            waited_s = 0.0
             while self._served < count:
-                if gone() or waited_s > limit_s:
+                if self._failed or gone() or time.monotonic() - max(began_s, self._moved_s) > limit_s:
                     return False
                 self._changed.wait(0.02)
-                waited_s += 0.02
         return True
 
     def close(self) -> None:
@@ -83,6 +95,10 @@ class StateServer:
         self._closed = True
         self._thread.join()
         self._socket.close()
+        for thread, connection in self._guests:
+            with contextlib.suppress(OSError):  # It has gone by itself.
+                connection.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
     def _serve(self) -> None:
         while not self._closed:
@@ -90,39 +106,65 @@ class StateServer:
                 connection, _ = self._socket.accept()
             except TimeoutError:
                 continue
-            # A receiver that dies asks nobody for anything any more: its generation ends by the plan.
-            with connection, contextlib.suppress(OSError):
+            # Each with a thread: whoever connects and says nothing keeps nobody waiting.
+            self._guests = [guest for guest in self._guests if guest[0].is_alive()]
+            thread = threading.Thread(target=self._attend, args=[connection], name="elasticflow-state", daemon=True)
+            thread.start()
+            self._guests.append((thread, connection))
+
+    def _attend(self, connection: socket.socket) -> None:
+        # A receiver that dies asks nobody for anything any more: its generation ends by the plan.
+        with connection, contextlib.suppress(OSError):
+            try:
                 self._hand_over(connection)
-            with self._changed:
-                self._changed.notify_all()
+            except (TypeError, ValueError, RuntimeError) as error:
+                sys.stderr.write(f"elasticflow: the state cannot be handed over: {error}\n")
+                self._failed = True
+        with self._changed:
+            self._changed.notify_all()
+
+    def _introduces_itself(self, connection: socket.socket) -> bool:
+        end_s, said = time.monotonic() + _INTRODUCTION_LIMIT_S, b""
+        while len(said) < _TOKEN_BYTES:
+            connection.settimeout(max(0.001, end_s - time.monotonic()))
+            piece = connection.recv(_TOKEN_BYTES - len(said))
+            if not piece:
+                return False
+            said += piece
+        return hmac.compare_digest(said, self._token.encode())
 
     def _hand_over(self, connection: socket.socket) -> None:
-        connection.settimeout(SILENCE_LIMIT_S)
-        stream = connection.makefile("rb")
-        if not hmac.compare_digest(stream.read(_TOKEN_BYTES), self._token.encode()):
+        if not self._introduces_itself(connection):
             return
+        connection.settimeout(SILENCE_LIMIT_S)
         description, tensors = flatten(_state_of(self._registered))
         shapes = [[str(t.dtype), list(t.shape)] for t in tensors]
         header = json.dumps({"facts": dict(self._facts), "state": description, "tensors": shapes}).encode()
-        connection.sendall(_LENGTH.pack(len(header)) + header)
+        self._send(connection, memoryview(_LENGTH.pack(len(header)) + header))
         small = bytearray()
         total = 0
         for tensor in tensors:
-            view = bytes_of(whole := tensor.cpu().contiguous())
+            # A conjugated view's memory holds the numbers that it is a view of.
+            view = bytes_of(whole := tensor.resolve_conj().resolve_neg().cpu().contiguous())
             total += len(view)
             if len(view) < _SMALL_BYTES:
                 small += view
             else:
-                connection.sendall(small)
+                self._send(connection, memoryview(bytes(small)))
                 small.clear()
-                connection.sendall(view)
+                self._send(connection, view)
             del view, whole
-        connection.sendall(small)
-        if stream.read(1) != b"!":
+        self._send(connection, memoryview(bytes(small)))
+        if connection.recv(1) != b"!":
             return
         with self._changed:
             self.nbytes = total
             self._served += 1
+
+    def _send(self, connection: socket.socket, data: memoryview) -> None:
+        for start in range(0, len(data), _PIECE_BYTES):
+            connection.sendall(data[start : start + _PIECE_BYTES])
+            self._moved_s = time.monotonic()
 
 
 def receive(contact: Sequence[Any], registered: Registered) -> Received:
@@ -177,6 +219,7 @@ def _read_tensor(stream: Any, dtype: torch.dtype, shape: list[int], at_home: Ten
     """Read one tensor, into the one at home where that fits: it is what the model and the optimizer use."""
     fits = at_home is not None and at_home.dtype == dtype and list(at_home.shape) == shape
     direct = fits and at_home is not None and at_home.device.type == "cpu" and at_home.is_contiguous()
+    direct = direct and at_home is not None and not (at_home.is_conj() or at_home.is_neg())
     target = at_home if direct and at_home is not None else torch.empty(shape, dtype=dtype)
     view = bytes_of(target)
     done = 0

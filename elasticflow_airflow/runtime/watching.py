@@ -44,7 +44,8 @@ class PlanWatcher:
 
     def look(self) -> None:
         """Look at once, in the caller's thread: costs one ``stat`` while nothing changes."""
-        with contextlib.suppress(FileNotFoundError):  # as in the thread
+        # What cannot be read now the thread tells, and tries again: it is no reason to end a step.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             self._look()
 
     def _run(self) -> None:

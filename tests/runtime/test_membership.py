@@ -1,0 +1,257 @@
+"""Plans that overtake each other, and deaths at bad moments: two workers' places in one process, over real groups."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elasticflow_airflow.runtime import membership
+from elasticflow_airflow.runtime.checkpoint import Registered
+from elasticflow_airflow.runtime.group import GroupBroken, WorkerGroup
+from elasticflow_airflow.runtime.membership import Dismissed, Place
+from elasticflow_airflow.runtime.protocol import Member, Membership, RescaleMode
+from elasticflow_airflow.runtime.transfer import receive
+
+LIMIT_S = 20.0
+
+
+def wait(condition: Callable[[], bool], what: str) -> None:
+    end_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end_s, f"{what} did not come about"
+        time.sleep(0.005)
+
+
+class Crew:
+    """Some workers of a job, each with its place and a thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.generation = folder, 0
+        self.places: dict[str, Place] = {}
+        self.states: dict[str, Registered] = {}
+        self.threads = ThreadPoolExecutor(8)
+
+    def plan(self, *workers: str, lost: Sequence[str] = ()) -> Membership:
+        self.generation += 1
+        mode = RescaleMode.IN_PLACE if self.places else RescaleMode.RESTART
+        members = tuple(Member(worker_id=w, rank=r, node_id="n", slot_index=r) for r, w in enumerate(workers))
+        plan = Membership(generation=self.generation, mode=mode, members=members, lost=tuple(lost))
+        plan.write(self.folder)
+        new = [worker for worker in workers if worker not in self.places]
+        for worker in new:
+            self.places[worker] = Place(self.folder, worker, torch.device("cpu"), plan)
+            self.states[worker] = Registered(nn.Linear(2, 2))
+        for begun in [self.threads.submit(self.places[worker].begin) for worker in new]:
+            begun.result(LIMIT_S)
+        return plan
+
+    def facts(self, step: int) -> dict[str, Any]:
+        return {"step": step, "loss": None, "present": "0", "counts": [], "trained": 2, "track": None}
+
+    def agreed(self, *workers: str) -> None:
+        """All are ready for the newest plan, and agree to switch."""
+        places = [self.places[worker] for worker in workers]
+        wait(lambda: all(place.ready_for(0) == self.generation for place in places), "the meeting")
+        for place in places:
+            place.agree([self.generation] * len(places))
+
+    def knows(self, *workers: str) -> None:
+        wait(lambda: all(self.places[w].plan.generation == self.generation for w in workers), "the news")
+
+    def switch(self, worker: str, step: int = 3) -> Future[Any]:
+        return self.threads.submit(self.places[worker].switch, self.states[worker], self.facts(step))
+
+    def join(self, worker: str) -> Future[Any]:
+        return self.threads.submit(self.places[worker].join, self.states[worker], 0)
+
+    def talk(self, *workers: str) -> None:
+        """The group of these workers does its work."""
+        said = [self.threads.submit(self.places[w].group.exchange_values, w) for w in workers]
+        assert [one.result(LIMIT_S) for one in said] == [list(workers)] * len(workers)
+
+    def close(self) -> None:
+        for place in self.places.values():
+            place.close()
+        self.threads.shutdown()
+
+
+@pytest.fixture
+def crew(tmp_path: Path) -> Iterator[Crew]:
+    made = Crew(tmp_path)
+    yield made
+    made.close()
+
+
+class Held:
+    """Stands for ``receive``: the first transfer begins, and goes on when it may."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.may = threading.Event(), threading.Event()
+        monkeypatch.setattr(membership, "receive", self)
+
+    def __call__(self, contact: Any, registered: Registered) -> Any:
+        self.begun.set()
+        assert self.may.wait(LIMIT_S)
+        return receive(contact, registered)
+
+
+def test_a_group_that_was_left_is_no_group_of_one():
+    group = WorkerGroup(1, 2, object(), 5)
+    group.close()
+    with pytest.raises(GroupBroken):
+        group.exchange_values("here")
+    with pytest.raises(GroupBroken):
+        group.wait(group.submit(lambda _: None))
+    assert group.begin_exchange(torch.zeros(1)).exception() is not None
+
+
+def test_a_plan_that_overtakes_an_agreed_change(crew):
+    crew.plan("a", "b")
+    crew.plan("b", "a")
+    crew.agreed("a", "b")
+    crew.plan("a", "b")
+    crew.knows("a", "b")
+    for failed in [crew.switch("a"), crew.switch("b")]:
+        with pytest.raises(GroupBroken):
+            failed.result(LIMIT_S)
+    crew.talk("a", "b")  # nobody has left the group of before
+    crew.agreed("a", "b")
+    for done in [crew.switch("a"), crew.switch("b")]:
+        assert (done.result(LIMIT_S).from_generation, crew.generation) == (1, 3)
+    crew.talk("a", "b")
+
+
+def test_a_plan_that_only_one_has_heard_of_when_all_agree(crew):
+    crew.plan("a", "b")
+    crew.plan("b", "a")
+    wait(lambda: all(crew.places[w].ready_for(0) == 2 for w in "ab"), "the meeting")
+    crew.places["b"].agree([2, 2])
+    waiting = crew.switch("b")
+    crew.plan("a", "b")
+    crew.knows("a", "b")
+    crew.places["a"].agree([2, 2])
+    assert not crew.places["a"].switch_is_due
+    with pytest.raises(GroupBroken):
+        waiting.result(LIMIT_S)
+    crew.talk("a", "b")
+
+
+def test_a_plan_that_comes_during_the_transfer(crew, monkeypatch):
+    crew.plan("a")
+    crew.plan("a", "b")
+    joined = crew.join("b")
+    crew.agreed("a")
+    held = Held(monkeypatch)
+    given_up = crew.switch("a")
+    assert held.begun.wait(LIMIT_S)
+    crew.plan("b", "a")
+    with pytest.raises(GroupBroken):
+        given_up.result(LIMIT_S)
+    held.may.set()  # nobody serves any more
+    crew.agreed("a")
+    with torch.no_grad():
+        crew.states["a"].model.weight.fill_(7.0)
+    switched = crew.switch("a", step=9)
+    assert switched.result(LIMIT_S).generation == joined.result(LIMIT_S).generation == 3
+    assert joined.result().took_over["step"] == 9
+    assert bool((crew.states["b"].model.weight == 7.0).all())
+    crew.talk("b", "a")
+
+
+def test_nobody_begins_before_everybody_has_the_state(crew, monkeypatch):
+    crew.plan("a", "b")
+    crew.plan("a", "b", "c", "d")
+    joins = [crew.join("c"), crew.join("d")]
+    crew.agreed("a", "b")
+    held = Held(monkeypatch)
+    switches = [crew.switch("a"), crew.switch("b")]
+    assert held.begun.wait(LIMIT_S)
+    crew.plan("a", "b")
+    for failed in switches:
+        with pytest.raises(GroupBroken):
+            failed.result(LIMIT_S)
+    held.may.set()
+    for turned_round in joins:
+        with pytest.raises(Dismissed):
+            turned_round.result(LIMIT_S)
+    crew.talk("a", "b")
+
+
+def test_who_would_leave_stays_when_those_who_come_die(crew, monkeypatch):
+    crew.plan("a", "b")
+    crew.plan("c")
+    joined = crew.join("c")
+    crew.agreed("a", "b")
+    held = Held(monkeypatch)
+    leaving = [crew.switch("a"), crew.switch("b")]
+    assert held.begun.wait(LIMIT_S)
+    crew.plan("a", "b", lost=["c"])
+    for stays in leaving:
+        with pytest.raises(GroupBroken):
+            stays.result(LIMIT_S)
+    held.may.set()
+    with pytest.raises(Dismissed):
+        joined.result(LIMIT_S)
+    crew.talk("a", "b")
+
+
+def test_everybody_leaves_once_all_states_are_handed_over(crew):
+    crew.plan("a", "b")
+    crew.plan("c")
+    joined = crew.join("c")
+    crew.agreed("a", "b")
+    leaving = [crew.switch("a", 4), crew.switch("b", 4)]
+    for left in leaving:
+        with pytest.raises(Dismissed):
+            left.result(LIMIT_S)
+    assert joined.result(LIMIT_S).took_over["step"] == 4
+
+
+def test_a_survivor_waits_for_no_plan_when_training_is_over(crew):
+    crew.plan("a", "b")
+    with pytest.raises(Dismissed):
+        crew.places["b"].recover(crew.states["b"], crew.facts(3), None, is_over=lambda: True)
+
+
+def test_the_store_listens_where_the_others_are_told_to_come(crew):
+    crew.plan("a", "b")
+    crew.plan("b", "a")
+    crew.agreed("a", "b")
+    store = crew.places["b"]._meeting.store
+    assert {address for address, port in listening() if port == store.port} == {"0100007F"}
+
+
+def listening() -> list[tuple[str, int]]:
+    found = []
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            address, state = line.split()[1], line.split()[3]
+            if state == "0A":
+                found.append((address.rsplit(":", 1)[0], int(address.rsplit(":", 1)[1], 16)))
+    return found
+
+
+def test_a_plan_that_cannot_be_read_now_ends_no_step(crew, monkeypatch):
+    crew.plan("a")
+
+    def fail(_: Path) -> Membership:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(membership.Membership, "read", fail)
+    (crew.folder / "membership.json").touch()
+    crew.places["a"].watcher.look()
+
+
+def test_no_worker_breaks_up_before_the_service_would_give_it_up():
+    from elasticflow_airflow.runtime.group import COLLECTIVE_TIMEOUT_S
+    from elasticflow_airflow.service.settings import ServiceSettings
+
+    assert ServiceSettings.model_fields["tail_limit_s"].default < COLLECTIVE_TIMEOUT_S

@@ -1,0 +1,125 @@
+"""What survivors tell each other of a step that not all have heard is done; a session with a place that is made up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from elasticflow_airflow import runtime
+from elasticflow_airflow.runtime.group import GroupBroken, WorkerGroup
+from elasticflow_airflow.runtime.membership import Adoption
+from elasticflow_airflow.runtime.protocol import Report, ReportKind, append_report, report_path
+from elasticflow_airflow.runtime.session import Session
+from elasticflow_airflow.runtime.watching import PlanWatcher
+
+
+class Somewhere:
+    """A place where others have died; what comes of it is given."""
+
+    def __init__(self, folder: Path, adoption: Adoption) -> None:
+        self.adoption = adoption
+        self.group, self.rank, self.size, self.joined = WorkerGroup(), 1, 2, True
+        self.members = ("first", "second")
+        self.watcher = PlanWatcher(folder, "second", lambda plan: None)
+        self.told_to_stop = False
+        self.switch_is_due = True
+
+    def recover(self, *arguments: Any) -> Adoption:
+        self.said = arguments
+        return self.adoption
+
+    def switch(self, *arguments: Any) -> Adoption:
+        raise GroupBroken("a later plan")
+
+    def close(self) -> bool:
+        return True
+
+
+def facts(**changes: Any) -> dict[str, Any]:
+    return {"step": 1, "loss": 0.5, "present": "3", "counts": [], "trained": 2, "track": None} | changes
+
+
+@pytest.fixture
+def session(tmp_path: Path):
+    made = runtime.init(epochs=2, checkpoint_dir=tmp_path / "checkpoints", allow_nonfinite_loss=True)
+    model = nn.Linear(2, 1)
+    made.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = made.dataloader(TensorDataset(torch.randn(8, 2), torch.randn(8, 1)), global_batch_size=4)
+    with made.step() as step:
+        for inputs, targets in step.split(next(iter(loader))):
+            step.backward(nn.functional.mse_loss(model(inputs), targets))
+        model.zero_grad()
+    yield made
+    made.finish()
+
+
+def at(session: Session, tmp_path: Path, **adoption: Any) -> Somewhere:
+    plain = Adoption(
+        from_generation=1,
+        generation=2,
+        pause_s=0.0,
+        state_bytes=0,
+        recovered=True,
+        top_step=1,
+        took_over=None,
+        committed=None,
+    )
+    place: Any = Somewhere(tmp_path, replace(plain, **adoption))
+    session._place = place
+    return place
+
+
+def test_who_was_told_that_a_step_counts_can_tell_others(session, tmp_path):
+    sums = session._committed
+    session._committed = None  # it has not heard of any commit
+    at(session, tmp_path, committed=facts())
+    outcome = session.recover(GroupBroken("dead"), replace(sums, present=[False, True]))
+    assert outcome.present == [True, True]
+    assert session._facts()["present"] == "3"
+    session._place = None
+
+
+def test_who_took_the_state_over_can_tell_others_of_its_last_step(session, tmp_path):
+    session._committed = None
+    session._machinery.group = WorkerGroup()
+    at(session, tmp_path)
+    adoption = replace(session._place.adoption, took_over=facts(step=1, counts=[4], loss=None))
+    session._adopted(adoption)
+    told = session._facts()
+    assert (told["present"], told["counts"], told["loss"]) == ("3", [4], None)
+    session._place = None
+
+
+def test_a_loss_that_is_no_number_counts_for_all(session, tmp_path):
+    sums = session._committed
+    at(session, tmp_path, committed=facts(loss=None))
+    assert math.isnan(session.recover(GroupBroken("dead"), sums).loss)
+    session._place = None
+
+
+def test_a_change_that_does_not_come_about_changes_nothing(session, tmp_path):
+    place = at(session, tmp_path)
+    session._switch()
+    assert not hasattr(place, "said"), "there is nothing to recover from"
+    session._place = None
+
+
+def test_nobody_waits_for_a_plan_once_rank_0_has_finished(session, tmp_path):
+    place = at(session, tmp_path)
+    session.recover(GroupBroken("dead"), None)
+    is_over = place.said[3]
+    assert not is_over()
+    path = report_path(Path(session.config.incarnation_dir), session._context.generation, "first")
+    for number in range(300):
+        append_report(path, Report(kind=ReportKind.PROGRESS, generation=2, worker_id="first", rank=0, step=number))
+    assert not is_over()
+    append_report(path, Report(kind=ReportKind.FINISHED, generation=2, worker_id="first", rank=0, step=300))
+    assert is_over()
+    session._place = None
