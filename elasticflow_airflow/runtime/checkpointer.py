@@ -188,7 +188,8 @@ class Checkpointer:
         """Give up what is being written: nobody would look at it any more."""
         if self._under_way and self._writer is not None:
             self._writer.abandon()
-            self._abandoned.append(self._writer)
+            # Those before have ended by now: over many changes neither processes nor descriptors add up.
+            self._abandoned = [writer for writer in self._abandoned if not writer.has_gone()] + [self._writer]
             self._writer = None
             self._forget_writer()
 

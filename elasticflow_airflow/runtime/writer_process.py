@@ -93,6 +93,13 @@ class WriterProcess:
         """End it, and do not wait for that: ``close`` does."""
         self._process.kill()
 
+    def has_gone(self) -> bool:
+        """Whether one that was abandoned has ended; then nothing of it is left."""
+        if self._process.poll() is None:
+            return False
+        self._socket.close()
+        return True
+
     def _how_it_ended(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_LEAVE_LIMIT_S)

@@ -260,6 +260,24 @@ def test_what_must_be_on_disk_needs_no_writer(checkpointers, tmp_path):
     assert promoted(tmp_path / "checkpoints", pytest.fail).step == 3
 
 
+def test_writers_that_were_dropped_leave_nothing_behind(checkpointers):
+    saver, registered = checkpointers(), trained()
+
+    def left() -> tuple[int, int]:
+        children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+        return len(children), len(os.listdir("/proc/self/fd"))
+
+    counts = []
+    for step in range(1, 6):
+        saver.save(registered, generation=step, step=step, metadata={})
+        os.kill(saver.writer_pid, signal.SIGSTOP)  # so that it is writing when it is dropped
+        counts.append(left())
+        pid = saver.writer_pid
+        saver.drop()
+        wait_for_end(pid)
+    assert counts[-1] <= counts[1], counts
+
+
 def test_what_nobody_would_look_at_is_dropped(checkpointers, tmp_path):
     saver, registered = checkpointers(), trained()
     os.kill(begin(saver, registered), signal.SIGSTOP)
