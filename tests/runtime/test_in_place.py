@@ -168,9 +168,20 @@ def test_stop_save_and_restart_after_a_change_in_place(gang, expected):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("model", ["convolution", "bert", "bfloat16"])
+@pytest.mark.parametrize("model", ["convolution", "bert", "bfloat16", "float16"])
+def test_four_workers_train_the_same_bits_as_one(gang, model):
+    same_bits(gang, model, 2, 1, 4)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("model", ["convolution", "bert", "bfloat16", "float16"])
 def test_any_number_of_workers_trains_the_same_bits(gang, model):
-    digests = {w: undisturbed(gang, *(f"w{i}" for i in range(w)), model=model, epochs=5) for w in (1, 2, 4, 8)}
+    same_bits(gang, model, 5, 1, 2, 4, 8)
+
+
+def same_bits(gang: Callable[..., Gang], model: str, epochs: int, *sizes: int) -> None:
+    digests = {w: undisturbed(gang, *(f"w{i}" for i in range(w)), model=model, epochs=epochs) for w in sizes}
     assert len(set(digests.values())) == 1, digests
 
 
@@ -221,7 +232,7 @@ def test_a_random_life_ends_with_the_same_bits(gang, expected, seed):
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("model", ["convolution", "bert", "bfloat16"])
+@pytest.mark.parametrize("model", ["convolution", "bert", "bfloat16", "float16"])
 def test_many_random_lives_end_with_the_same_bits(gang, model, seed):
     run = gang(model, step_s=0.12)
     random_life(run, seed)

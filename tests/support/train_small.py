@@ -1,4 +1,6 @@
-"""A script that a test's gang trains: convolution, BatchNorm, dropout, AdamW, a schedule and clipping; or BERT.
+"""A script that a test's gang trains: convolution, BatchNorm, dropout, a schedule and clipping; or BERT.
+
+Or mixed precision: bfloat16, or float16 with loss scaling whose scale is too high at first.
 
 Prints the samples that each step's optimizer has seen, and at the end the digest of the weights.
 """
@@ -50,9 +52,11 @@ if KIND == "convolution":
 else:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
-session.register(model=model, optimizer=optimizer, scheduler=schedule)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26, growth_interval=7, enabled=KIND == "float16")
+session.register(model=model, optimizer=optimizer, scheduler=schedule, scaler=scaler)
 loader = session.dataloader(TensorDataset(inputs, labels), global_batch_size=BATCH)
-autocast = torch.autocast("cpu", torch.bfloat16, enabled=KIND == "bfloat16")
+precision = torch.float16 if KIND == "float16" else torch.bfloat16
+autocast = torch.autocast("cpu", precision, enabled=KIND in ("bfloat16", "float16"))
 
 for _epoch in session.epochs():
     for batch in loader:
@@ -63,8 +67,10 @@ for _epoch in session.epochs():
                     logits = model(input_ids=micro).logits if KIND == "bert" else model(micro)
                     loss = nn.functional.cross_entropy(logits.float(), targets)
                 step.backward(loss)
+            scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             schedule.step()
             optimizer.zero_grad()
         print(f"STEP {session.steps_done} {session.world_size} {step.loss!r} {time.time():.6f}", flush=True)
