@@ -141,6 +141,8 @@ class WorkerGroup:
         while (item := self._work.get()) is not None:
             operation, future = item
             try:
+                if self._why is not None:
+                    raise GroupBroken(self._why)  # survivors may be elsewhere: nobody would answer
                 future.set_result(operation(group))
             except BaseException as error:  # noqa: BLE001  (raised in the thread that waits)
                 future.set_exception(error)

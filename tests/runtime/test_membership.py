@@ -113,6 +113,26 @@ def test_a_group_that_was_left_is_no_group_of_one():
     assert group.begin_exchange(torch.zeros(1)).exception() is not None
 
 
+def test_what_was_queued_before_a_death_is_not_done_after_it():
+    """It would talk to survivors that are elsewhere by now, or block, and hold its memory for good."""
+    group = WorkerGroup(0, 2, object(), 5)
+    begun, may, done = threading.Event(), threading.Event(), []
+
+    def wait_for_the_dead(_: Any) -> bool:
+        begun.set()
+        return may.wait(LIMIT_S)
+
+    first, second = group.submit(wait_for_the_dead), group.submit(done.append)
+    assert begun.wait(LIMIT_S)
+    group.give_up("dead")
+    group.close()
+    may.set()
+    assert first.result(LIMIT_S)
+    assert isinstance(second.exception(LIMIT_S), GroupBroken)
+    assert group.join(LIMIT_S)
+    assert not done
+
+
 def test_a_plan_that_overtakes_an_agreed_change(crew):
     crew.plan("a", "b")
     crew.plan("b", "a")
