@@ -311,6 +311,8 @@ def _started(books: Books, row: IncarnationRow, generation: GenerationRow, repor
 def _progress(books: Books, row: IncarnationRow, generation: GenerationRow, report: Report) -> bool:
     row.ever_reported = True
     last = generation.last_step
+    if last is not None and report.step < last and report.worker_id != generation.notes.get("progress_of"):
+        return False  # Rank 0 before a change, whose file was read before what came next was written in another's.
     if last is not None and report.step < last:
         reason = f"the progress went backwards, from step {last} to {report.step}, without a restart"
         books.end(row, State.FAILED, reason, failure=reason)
@@ -328,6 +330,8 @@ def _progress(books: Books, row: IncarnationRow, generation: GenerationRow, repo
     if steps and seconds and seconds > 0:
         generation.window = measuring.add_window(generation.window, int(steps), float(seconds), books.enough)
     generation.last_step, generation.last_step_at = report.step, at_s
+    if generation.notes.get("progress_of") != report.worker_id:
+        generation.notes = {**generation.notes, "progress_of": report.worker_id}
     if generation.first_step is None:
         generation.first_step = report.step
     row.step, row.last_step_at = report.step, at_s
