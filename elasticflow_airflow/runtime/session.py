@@ -200,11 +200,16 @@ class Session(SessionSteps):
         if self._track.target is not None:
             data |= {"target_reached": self._track.reached, "smoothed_loss": self._track.smoothed}
             data |= {"loss_curve": self._track.curve}
-        try:
-            self._group.wait_for_all()
-        except GroupBroken as error:
-            if not self.is_main:
-                # Rank 0 may have died before it had saved: then it is up to the others.
+        while True:
+            try:
+                self._group.wait_for_all()
+                break
+            except GroupBroken as error:
+                if self.is_main:
+                    break
+                if self._place is None:
+                    raise
+                # Rank 0 may have died before it had saved: then it is up to the others, who wait for whoever it is now.
                 self._finish_for_the_dead(error, data)
         self._say_if_main(ReportKind.FINISHED, **data)
         self._disband()

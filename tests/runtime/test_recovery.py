@@ -123,3 +123,31 @@ def test_nobody_waits_for_a_plan_once_rank_0_has_finished(session, tmp_path):
     append_report(path, Report(kind=ReportKind.FINISHED, generation=2, worker_id="first", rank=0, step=300))
     assert is_over()
     session._place = None
+
+
+class Breaking(WorkerGroup):
+    """A group in which others die, again and again, before all are there."""
+
+    def __init__(self, deaths: int) -> None:
+        super().__init__(1, 2)
+        self.deaths, self.waited = deaths, 0
+
+    def wait_for_all(self) -> None:
+        self.waited += 1
+        if self.waited <= self.deaths:
+            raise GroupBroken("dead")
+
+
+def test_who_saves_for_the_dead_may_die_as_well(session, tmp_path):
+    place = at(session, tmp_path)
+    place.group = Breaking(deaths=2)
+    session.finish()
+    assert place.group.waited == 3, "it must not leave before somebody has saved"
+    session._place = None
+
+
+def test_without_a_service_nobody_saves_for_the_dead(session):
+    session._lone_group = Breaking(deaths=1)
+    with pytest.raises(GroupBroken):
+        session.finish()
+    session._lone_group, session._finished = WorkerGroup(), False
