@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.gang import install
 
 from elasticflow_airflow.engines.fake import BEHAVIOUR_ENV
 from elasticflow_airflow.engines.port import EngineError, GangObservation, GangOutcome, GangSpec, GangState
@@ -29,7 +30,7 @@ PLACES = {"A": (0, 0), "B": (0, 1), "C": (1, 0), "D": (1, 1)}
 @pytest.fixture
 def plan(bench: Bench, code_dir: Path) -> Make:
     """Make a generation on some of the slots A and B (of the first node), C and D. The first one comes by a restart."""
-    (code_dir / "train.py").write_text(SCRIPT.read_text())
+    install(SCRIPT, code_dir)
     env = {BEHAVIOUR_ENV: json.dumps({"in_place": True}), "TEST_STEP_S": "0.02"}
     session = {"epochs": 10_000, "samples": 90, "steps": None, "global_batch_size": 16, "logical_workers": 4, "seed": 7}
 
@@ -193,7 +194,7 @@ def test_nothing_is_there_that_could_go_on(bench: Bench, plan: Make) -> None:
 @pytest.mark.slow
 def test_the_plan_of_a_change_names_members_and_lost(local_bench: Bench, code_dir: Path) -> None:
     bench = local_bench
-    (code_dir / "train.py").write_text(SCRIPT.read_text())
+    install(SCRIPT, code_dir)
     session = {"epochs": 10_000, "steps": None, "global_batch_size": 16, "logical_workers": 4}
     bench.engine.apply(bench.spec(1, workers=2, session=session))
     bench.wait_state(1, GangState.RUNNING)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.gang import install
 
 from elasticflow_airflow.engines.local import engine
 from elasticflow_airflow.engines.local.folder import SupervisorFolder
@@ -26,7 +27,7 @@ A, B, C, D = Slot("local0", 0), Slot("local0", 1), Slot("local1", 0), Slot("loca
 @pytest.fixture
 def job(local_bench: LocalBench):
     """Make the specification of a generation on some slots."""
-    (local_bench.base / "code" / "train.py").write_text(SCRIPT.read_text())
+    install(SCRIPT, local_bench.base / "code")
 
     def make(generation: int, *slots: Slot, epochs: int = 10_000, **changes) -> GangSpec:
         return local_bench.spec(
@@ -155,11 +156,12 @@ def test_a_joiner_that_dies_is_replaced_while_the_others_train(local_bench, job)
 @pytest.mark.slow
 def test_a_script_that_fails_in_one_worker_fails_in_all(local_bench, job):
     bench = local_bench
-    text = SCRIPT.read_text()
+    script = install(SCRIPT, bench.base / "code")
+    text = script.read_text()
     done = "            schedule.step()\n"
     # One that has been there alone before; who comes to join sees the other size while it warms up.
     text = text.replace(done, f"{done}            assert session.world_size == 1 or session.rank == 1\n")
-    (bench.base / "code" / "train.py").write_text(text)
+    script.write_text(text)
     bench.engine.apply(job(1, A))
     bench.wait_state(1, GangState.RUNNING)
     bench.engine.apply(job(2, A, C))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.gang import install
 
 from elasticflow_airflow.runtime import consistency_check
 
@@ -17,8 +18,8 @@ def test_it_tells_the_same_from_not_the_same(tmp_path, capsys, monkeypatch):
     arguments = ["--global-batch-size", "16", "--steps", "7"]
     assert consistency_check.main([str(SCRIPT), *arguments, "--workers", "1,2"]) == 0
     assert "the same, bit for bit, with 1, 2 workers" in capsys.readouterr().out
-    rank_dependent = tmp_path / "train.py"
-    text = SCRIPT.read_text()
+    rank_dependent = install(SCRIPT, tmp_path)
+    text = rank_dependent.read_text()
     rank_dependent.write_text(text.replace("step.backward(loss)", "step.backward(loss * (1 + session.rank))"))
     assert consistency_check.main([str(rank_dependent), *arguments]) == 1
     out = capsys.readouterr().out

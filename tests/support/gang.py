@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +33,12 @@ from elasticflow_airflow.runtime.protocol import (
     session_path,
 )
 from elasticflow_airflow.runtime.shim import PARENT_ENV
+
+
+def install(script: Path, folder: Path) -> Path:
+    """Put a script of this folder, as ``train.py``, and what it imports where an engine starts it; returns its path."""
+    shutil.copy(script.parent / "digests.py", folder)
+    return shutil.copyfile(script, folder / "train.py")
 
 
 class Gang:

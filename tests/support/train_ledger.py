@@ -4,11 +4,11 @@ The model has one parameter more for each sample, whose gradient is the sample's
 optimizer is plain gradient descent with the batch's size as learning rate: each use of a sample takes one off.
 """
 
-import hashlib
 import os
 import time
 
 import torch
+from digests import digest_of
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -61,8 +61,5 @@ for epoch in session.epochs():
         counts = (-model.uses.detach()).to(torch.float64)
         print(f"EPOCH {epoch} {session.steps_done} {counts.min():.6f} {counts.max():.6f}", flush=True)
 
-digest = hashlib.sha256()
-for tensor in model.state_dict().values():
-    digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.ndim else str(tensor).encode())
-print(f"WEIGHTS {digest.hexdigest()} {session.steps_done}", flush=True)
+print(f"WEIGHTS {digest_of(model)} {session.steps_done}", flush=True)
 session.finish()

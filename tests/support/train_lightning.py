@@ -4,12 +4,12 @@ Prints the loss and the logged metrics of each step, and at the end the digest o
 which of its two names Lightning is imported.
 """
 
-import hashlib
 import os
 import time
 from importlib import import_module
 
 import torch
+from digests import digest_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -95,8 +95,5 @@ trainer = pl.Trainer(
 )
 trainer.fit(module, DataLoader(data(3), batch_size=BATCH, shuffle=True), DataLoader(data(4), batch_size=30))
 
-digest = hashlib.sha256()
-for tensor in module.state_dict().values():
-    digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.ndim else str(tensor).encode())
-print(f"WEIGHTS {digest.hexdigest()} {strategy.session.steps_done} {best.best_model_score!r}", flush=True)
+print(f"WEIGHTS {digest_of(module)} {strategy.session.steps_done} {best.best_model_score!r}", flush=True)
 print(f"BEST {best.best_model_path}", flush=True)

@@ -1,6 +1,5 @@
 """A script that a test's gang trains on a stream over files, whose optimizer keeps the books as in train_ledger.py."""
 
-import hashlib
 import json
 import os
 import random
@@ -8,6 +7,7 @@ import time
 from pathlib import Path
 
 import torch
+from digests import digest_of
 from torch import nn
 
 from elasticflow_airflow import runtime
@@ -103,8 +103,5 @@ for epoch in session.epochs():
         counts = (-model.uses.detach()).to(torch.float64)
         print(f"EPOCH {epoch} {session.steps_done} {counts.min():.6f} {counts.max():.6f}", flush=True)
 
-digest = hashlib.sha256()
-for tensor in model.state_dict().values():
-    digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.ndim else str(tensor).encode())
-print(f"WEIGHTS {digest.hexdigest()} {session.steps_done}", flush=True)
+print(f"WEIGHTS {digest_of(model)} {session.steps_done}", flush=True)
 session.finish()
