@@ -389,13 +389,18 @@ class LogPiece(Wire):
 
 
 class SlotStatus(Wire):
-    """One slot of the cluster and who holds it. ``draining_until`` is when its node goes away, if that is known."""
+    """One slot of the cluster and who holds it.
+
+    ``draining_until`` is when its node goes away, if that is known; ``avoided_until`` is until when nothing is planned
+    on it, as a worker was slow there.
+    """
 
     node_id: str
     index: int
     job_id: str | None = None
     busy: str | None = None
     draining_until: float | None = None
+    avoided_until: float | None = None
 
 
 class Drain(Wire):

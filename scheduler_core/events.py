@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elasticflow_airflow.scheduler_core.values import Job, Node, Placement, RescaleCosts
+from elasticflow_airflow.scheduler_core.values import Job, Node, Placement, RescaleCosts, Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +139,20 @@ class NodeDraining:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotSlow:
+    """A worker of a job is slow for good where it is: nothing is planned on that slot until ``until_s``.
+
+    Without it the job makes ``gain`` times the steps that were measured with it: at every size, as reports have scaled
+    its whole curve by then. Like a node that goes away, for one slot and a while (EDL, TPDS 2021, section 3).
+    """
+
+    job_id: str
+    slot: Slot
+    until_s: float
+    gain: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class WakeUp:
     """The time that the scheduler asked for with WakeMeAt has come (or the shell thinks it is a good time)."""
 
@@ -159,5 +173,6 @@ Event = (
     | NodeJoined
     | NodeLost
     | NodeDraining
+    | SlotSlow
     | WakeUp
 )

@@ -32,6 +32,7 @@ class Layout:
         starts: list[int] = [0]
         self.usable = 0
         self.drains: list[tuple[float, int]] = []
+        self.avoided: list[tuple[float, int]] = []
         for size in sorted(classes, reverse=True):
             ordered = _order(classes[size], together)
             base = len(slots)
@@ -43,6 +44,8 @@ class Layout:
                     if index not in node.busy:
                         self.usable |= bit
                         drained |= bit
+                        if index in node.avoided:
+                            self.avoided.append((node.avoided[index], bit))
                 if node.draining_until_s is not None and drained:
                     self.drains.append((node.draining_until_s, drained))
             whole = size & (size - 1) == 0
@@ -59,7 +62,8 @@ class Layout:
         self.slots = tuple(slots)
         self.starts = tuple(starts)
         self.levels = len(starts)
-        self.drains.sort()
+        self.changes = tuple(sorted({until_s for until_s, _ in (*self.drains, *self.avoided)}))
+        """When other slots become usable, or some no longer are."""
         self.address = {slot: i for i, slot in enumerate(slots)}
 
     def usable_at(self, when_s: float) -> int:
@@ -67,6 +71,9 @@ class Layout:
         usable = self.usable
         for until_s, mask in self.drains:
             if until_s <= when_s:
+                usable &= ~mask
+        for until_s, mask in self.avoided:
+            if until_s > when_s:
                 usable &= ~mask
         return usable
 

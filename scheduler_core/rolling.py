@@ -39,7 +39,7 @@ def place(
         if end_before is not None:
             changes.setdefault(end_before, []).append((i, 0))
     roll = _Roll(layout, works, now, avoid)
-    lost = [until_s for until_s, _ in layout.drains if until_s > now]
+    lost = [at_s for at_s in layout.changes if at_s > now]
     for until_s in lost:
         changes.setdefault(until_s, [])
     for when in sorted(changes):

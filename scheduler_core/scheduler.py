@@ -93,6 +93,8 @@ class Scheduler(Decider):
                 return self._replan(now, f"the gang of {job.job_id} was lost", retry=False)
             case ev.GangReformed():
                 return self._gang_reformed(job, event.placement, now)
+            case ev.SlotSlow():
+                return self._slot_slow(job, event, now)
         raise TypeError(f"unknown event {event!r}")
 
     def restore(self, states: Iterable[JobState], now: float) -> list[Decision]:
@@ -312,6 +314,23 @@ class Scheduler(Decider):
         job.changed()
         if job.course is not None:
             board.late.add(job.job_id)
+
+    def _slot_slow(self, job: LiveJob, event: ev.SlotSlow, now: float) -> list[Decision]:
+        board, (node_id, index) = self._board, event.slot
+        if node_id not in board.nodes:
+            return board.wake(now)
+        job.settle(board.layout, self.config, now)
+        if job.job.curve is not None:
+            faster = {size: speed * event.gain for size, speed in job.job.curve.steps_per_s.items()}
+            job.job = replace(job.job, curve=ScalingCurve(faster))
+        job.changed()
+        node = board.nodes[node_id]
+        board.change_nodes(
+            {**board.nodes, node_id: replace(node, avoided={**node.avoided, index: event.until_s})}.values()
+        )
+        if job.course is not None:
+            board.late.add(job.job_id)
+        return self._replan(now, f"a worker of {job.job_id} is slow on {node_id}:{index}", retry=False)
 
     def _nodes_changed(self, event: ev.NodeJoined | ev.NodeLost | ev.NodeDraining, now: float) -> list[Decision]:
         board = self._board

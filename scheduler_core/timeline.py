@@ -29,7 +29,7 @@ class FreeCapacity:
         self.levels = layout.levels
         self.times: list[float] = [now]
         bases = [layout.capacity(layout.usable_at(now))]
-        for until_s, _ in layout.drains:
+        for until_s in layout.changes:
             if until_s > self.times[-1]:
                 self.times.append(until_s)
                 bases.append(layout.capacity(layout.usable_at(until_s)))
@@ -110,7 +110,7 @@ class Bookings:
         self.everything = everything
         self.times: list[float] = [now]
         self.taken: list[int] = [everything & ~layout.usable_at(now)]
-        for until_s, _ in layout.drains:
+        for until_s in layout.changes:
             if until_s > self.times[-1]:
                 self.times.append(until_s)
                 self.taken.append(everything & ~layout.usable_at(until_s))

@@ -25,13 +25,15 @@ class Node:
     """A machine (or a virtual one) with ``slots`` equal slots.
 
     ``busy`` are slot indices that somebody else holds and that must not be used.
-    ``draining_until_s`` is the time at which the node goes away, if it is known.
+    ``draining_until_s`` is the time at which the node goes away, if it is known. ``avoided`` are slots (index) on which
+    nothing may be planned before a time: a worker was slow there, and whoever holds one is moved.
     """
 
     node_id: str
     slots: int
     busy: frozenset[int] = frozenset()
     draining_until_s: float | None = None
+    avoided: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.slots < 1:

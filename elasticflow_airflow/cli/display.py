@@ -95,7 +95,8 @@ def health_lines(health: Health) -> list[str]:
     for slot in health.slots:
         holder = slot.job_id or (f"busy: {slot.busy}" if slot.busy else "free")
         leaves = "" if slot.draining_until is None else f"; the node goes away at {moment(slot.draining_until)}"
-        lines.append(f"  {slot.node_id}:{slot.index}  {holder}{leaves}")
+        slow = "" if slot.avoided_until is None else f"; avoided until {moment(slot.avoided_until)}: a worker was slow"
+        lines.append(f"  {slot.node_id}:{slot.index}  {holder}{leaves}{slow}")
     return lines
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from elasticflow_airflow.engines.fake_slow import said_of_workers, slowest
 from elasticflow_airflow.engines.fake_target import modelled_loss, reached_at, said_of_target
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangSpec, GangState, WorkerObservation
 from elasticflow_airflow.runtime.manifest import publish, writing
@@ -76,6 +77,8 @@ class FakeBehaviour:
     """With a target loss: the modelled session's prediction, as a part of the steps that it will really take ..."""
     target_error: float | None = 0.1
     """... and its standard error, as a part of the prediction; None: it never predicts."""
+    slow_slots: Mapping[str, float] = field(default_factory=dict)
+    """By "node:index": so many times as long a worker computes there; the others wait for it, and all report it."""
     never_switches: bool = False
     """Changes in place are begun and never come about."""
 
@@ -323,7 +326,7 @@ class FakeGang:
             events.append((self.lease_ends_s, "lease"))
         if self.phase == "running":
             events += [(self.next_report_s, "report"), (self.next_checkpoint_s, "checkpoint")]
-            speed = self.behaviour.speed(self.workers)
+            speed = self.behaviour.speed(self.workers) / slowest(self)
             marks = {
                 "fail": self.behaviour.fail_at_step,
                 "exit": self.behaviour.exit_at_step,
@@ -342,7 +345,7 @@ class FakeGang:
         if now_s <= self.now_s or self.phase == "ended":
             return
         if self.phase == "running":
-            self.step += (now_s - self.now_s) * self.behaviour.speed(self.workers)
+            self.step += (now_s - self.now_s) * self.behaviour.speed(self.workers) / slowest(self)
             if self.last_step is not None:
                 self.step = min(self.step, float(self.last_step))
         self.now_s = now_s
@@ -464,6 +467,8 @@ class FakeGang:
             samples=step * self.spec.session.global_batch_size,
             **said_of_target(self),
         )
+        for rank, said in enumerate(said_of_workers(self, window_steps, window_s)):
+            self._say(ReportKind.WORKER, rank, **said)
         self.reported_step, self.reported_s = step, self.now_s
 
     def _checkpoint(self, write: CheckpointWriter) -> str:

@@ -189,6 +189,7 @@ def _add_health(app: FastAPI, parts: ServiceParts) -> None:
                 for node, index in generation.placement
             }
             drains = reader.drains()
+            avoided = {(row.node_id, row.slot_index): row.until_at for row in reader.avoided()}
         return Health(
             status="degraded" if problem else "ok",
             version=__version__,
@@ -204,6 +205,7 @@ def _add_health(app: FastAPI, parts: ServiceParts) -> None:
                     job_id=held.get((node.node_id, index)),
                     busy=node.busy.get(index),
                     draining_until=drains.get(node.node_id),
+                    avoided_until=avoided.get((node.node_id, index)),
                 )
                 for node in parts.nodes()
                 for index in range(node.slots)

@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy import JSON, Boolean, Float, ForeignKey, ForeignKeyConstraint, Index, Integer, LargeBinary, String, Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-SCHEMA_HEAD = "0003"
+SCHEMA_HEAD = "0004"
 """Newest Alembic revision: a database that is already there needs no Alembic at start."""
 
 
@@ -230,6 +230,17 @@ class DrainRow(Base):
 
     node_id: Mapped[str] = mapped_column(Text, primary_key=True)
     until_at: Mapped[float]
+
+
+class AvoidedSlotRow(Base):
+    """A slot on which a worker was slow for good; written by the loop, which deletes it when its time is over."""
+
+    __tablename__ = "avoided_slot"
+
+    node_id: Mapped[str] = mapped_column(Text, primary_key=True)
+    slot_index: Mapped[int] = mapped_column(Integer, primary_key=True)
+    until_at: Mapped[float]
+    reason: Mapped[str] = mapped_column(Text)
 
 
 class HistoryRow(Base):

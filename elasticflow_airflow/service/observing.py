@@ -15,7 +15,7 @@ from elasticflow_airflow.runtime.protocol import Report, ReportKind, RescaleMode
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.scheduler_core.values import Phase
-from elasticflow_airflow.service import measuring, outlook
+from elasticflow_airflow.service import measuring, outlook, stragglers
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.codec import placement_from_json
 from elasticflow_airflow.service.deciding import feed
@@ -228,6 +228,8 @@ def _fold_reports(
         folded[report.worker_id] = number + 1
         if report.kind is ReportKind.STARTED:
             _note_switch(generation, report)
+        if report.kind is ReportKind.WORKER:
+            stragglers.note(books, generation, report)
         if report.rank == 0 or report.kind in (ReportKind.FAILED, ReportKind.OUT_OF_MEMORY):
             progressed |= _fold_report(books, row, generation, report, hidden)
     if folded != generation.folded:

@@ -20,7 +20,16 @@ from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.scheduler_core.values import Node
-from elasticflow_airflow.service import crashpoints, endings, introducing, observing, promotion, rescaling, watching
+from elasticflow_airflow.service import (
+    crashpoints,
+    endings,
+    introducing,
+    observing,
+    promotion,
+    rescaling,
+    stragglers,
+    watching,
+)
 from elasticflow_airflow.service.actuating import Actuator, record_drained, record_refusals
 from elasticflow_airflow.service.books import Books, alive
 from elasticflow_airflow.service.candidates import CandidateDesk, Looked
@@ -162,6 +171,7 @@ class Reconciler:
         observing.fold(books, observations, self._inbox, self._secrets_to_hide)
         promotion.record(books, looked)
         rescaling.heal(books)
+        stragglers.watch(books)
         record_refusals(books, self._actuator)
         endings.settle(books)
         introducing.cancel(books)
@@ -189,18 +199,20 @@ class Reconciler:
 
     def _nodes_now(self, books: Books) -> list[Node]:
         """The nodes as the scheduler should see them: one that goes away is to be left some time before."""
-        drains, lead_s = books.tx.drains(), self._settings.drain_lead_s
+        drains, lead_s, avoided = books.tx.drains(), self._settings.drain_lead_s, books.tx.avoided()
         return [
             Node(
                 node_id=node.node_id,
                 slots=node.slots,
                 busy=frozenset(node.busy),
                 draining_until_s=drains[node.node_id] - lead_s if node.node_id in drains else None,
+                avoided={row.slot_index: row.until_at for row in avoided if row.node_id == node.node_id},
             )
             for node in self._nodes
         ]
 
     def _tell_nodes(self, books: Books) -> None:
+        stragglers.take_back(books)
         known = {node.node_id: node for node in books.scheduler.nodes()}
         there = {node.node_id: node for node in self._nodes_now(books)}
         for node_id in known.keys() - there.keys():
@@ -216,7 +228,8 @@ class Reconciler:
                 if until_s is not None:
                     reason = f"node {node_id} goes away: nothing is planned on it after {when(until_s)}"
                 books.tx.add_event("node_draining", reason)
-            if before is not None and replace(before, draining_until_s=node.draining_until_s) == node:
+            dated = before and replace(before, draining_until_s=node.draining_until_s, avoided=node.avoided)
+            if dated == node:
                 if before != node:
                     feed(books, ev.NodeJoined(node))
             elif before != node:

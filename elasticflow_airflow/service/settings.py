@@ -102,6 +102,14 @@ class ServiceSettings(BaseSettings):
     """... within this time; then the job is restarted from its last checkpoint."""
     heartbeat_limit_s: float = Field(default=30.0, gt=0)
     """A worker that others wait for, and that shows no sign of life for so long, is given up."""
+    straggler_removal: bool = True
+    """Whether gangs leave slots on which one of their workers is slow for good."""
+    straggler_windows: int = Field(default=3, ge=1)
+    """So many measurements in a row (a session makes one about every 5 s) must show a worker to be slow."""
+    straggler_excess: float = Field(default=0.25, gt=0)
+    """... slower than the median of the others by this fraction of it."""
+    straggler_avoid_s: float = Field(default=600.0, gt=0)
+    """How long nothing is planned on a slot that was left for that."""
     tail_limit_s: float = Field(default=3600.0, gt=0)
     """A script may work on for so long after its last step (evaluation)."""
     apply_attempts: int = Field(default=3, ge=1)

@@ -20,6 +20,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from elasticflow_airflow.service import crashpoints
 from elasticflow_airflow.service.models import (
     AmendmentRow,
+    AvoidedSlotRow,
     CandidateRow,
     DrainRow,
     EventRow,
@@ -150,6 +151,11 @@ class Reader:
         """Nodes that go away, and when (UTC seconds)."""
         return {row.node_id: row.until_at for row in self.session.scalars(sa.select(DrainRow))}
 
+    def avoided(self) -> list[AvoidedSlotRow]:
+        """Slots that are avoided for a while."""
+        query = sa.select(AvoidedSlotRow).order_by(AvoidedSlotRow.node_id, AvoidedSlotRow.slot_index)
+        return list(self.session.scalars(query))
+
     def history(self, recurring_key: str, signature: str) -> HistoryRow | None:
         """What past runs of a task showed."""
         return self.session.get(HistoryRow, (recurring_key, signature))
@@ -185,6 +191,10 @@ class Writer(Reader):
     def forget_drain(self, node_id: str) -> None:
         """A node that was to go away has gone: if it comes back, it is there to stay."""
         self.session.execute(sa.delete(DrainRow).where(DrainRow.node_id == node_id))
+
+    def forget_avoided(self, row: AvoidedSlotRow) -> None:
+        """A slot is used again."""
+        self.session.delete(row)
 
     def add_event(
         self, kind: str, reason: str, row: IncarnationRow | None = None, data: dict[str, Any] | None = None

@@ -116,6 +116,30 @@ def test_a_restored_scheduler_knows_the_prediction(make_job, nodes) -> None:
     assert again.projected_finish_s("a") == pytest.approx(150.0)
 
 
+def test_a_gang_leaves_a_slow_slot_and_its_curve_is_what_it_would_be_without(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(4))
+    job = make_job("a", steps=300, curve={1: 1.0, 2: 1.6}, deadline=400, pause=5, max_workers=2)
+    scheduler.handle(ev.JobSubmitted(job), 0.0)
+    slow, _ = scheduler.states()[0].placement.slots
+    decisions = scheduler.handle(ev.SlotSlow("a", slow, until_s=700.0, gain=2.0), 50.0)
+    moved = only(decisions, de.Resize).placement
+    assert moved.workers == 2
+    assert slow not in moved.slots
+    (state,) = scheduler.states()
+    assert dict(state.job.curve.steps_per_s) == {1: 2.0, 2: 3.2}
+    assert scheduler.nodes()[0].avoided == {slow.index: 700.0}
+
+
+def test_an_avoided_slot_is_planned_on_again_from_its_time_on(make_job, nodes) -> None:
+    (node,) = nodes(2)
+    scheduler = Scheduler(nodes=[replace(node, avoided={0: 100.0})])
+    soon = make_job("soon", steps=100, curve={2: 1.0}, min_workers=2, deadline=190)
+    rejected = only(scheduler.handle(ev.JobSubmitted(soon), 0.0), de.Reject)
+    assert rejected.earliest_deadline_s == 200.0
+    assert only(scheduler.handle(ev.JobSubmitted(replace(soon, deadline_s=200.0)), 0.0), de.Admit).plan is not None
+    assert sizes(scheduler.handle(ev.WakeUp(), 100.0)) == {"soon": 2}
+
+
 def test_a_newcomer_gets_a_worker_before_others_have_luxury(make_job, nodes) -> None:
     scheduler = Scheduler(nodes=nodes(2))
     curve = {1: 1.0, 2: 1.6}
