@@ -20,6 +20,7 @@ Layout of an incarnation's folder::
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import tempfile
@@ -291,11 +292,19 @@ def candidate_name(generation: int, step: int) -> str:
 
 
 def append_report(path: Path, report: Report) -> None:
-    """Append one report with a single write, so that a line is torn only when the machine dies in it."""
+    """Append one report with a single write, so that a line is torn only when the machine dies in it.
+
+    Raises OSError where the disk does not take it; then nothing of it is in the file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
-        os.write(descriptor, report.to_line())
+        line = report.to_line()
+        written = os.write(descriptor, line)
+        if written < len(line):
+            # The next report would continue this one's line, and be lost with it. One process writes a file.
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
+            raise OSError(errno.ENOSPC, f"the disk took only {written} of {len(line)} bytes", str(path))
     finally:
         os.close(descriptor)
 

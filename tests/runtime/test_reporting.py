@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections import OrderedDict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -127,3 +129,17 @@ def test_a_damaged_plan_is_an_error(tmp_path):
     membership_path(tmp_path).write_text("[]")
     with pytest.raises(ValueError, match=r"membership\.json does not hold a JSON object"):
         read_json(membership_path(tmp_path))
+
+
+def test_a_report_for_which_the_disk_had_half_the_room_spoils_no_other(tmp_path):
+    path = tmp_path / "reports" / "g000001-a.jsonl"
+    append_report(path, report(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))  # what a full disk does to a write
+    try:
+        with pytest.raises(OSError, match="took only 10"):
+            append_report(path, report(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    append_report(path, replace(report(3), kind=ReportKind.FINISHED))
+    assert [found.step for found, _ in read_reports(path)] == [1, 3]
