@@ -76,6 +76,7 @@ def test_grow_move_shrink_and_finish(local_bench, job):
     assert bench.engine.read_log("job", 1, "g000002-r001", 0, 1 << 20).data.count(b"STEP") > 1
     bench.engine.forget("job")
     assert bench.engine.observe() == ()
+    assert not bench.engine._observer._first_seen_s, "a service lives for months"
     assert bench.left_behind() == []
 
 

@@ -43,6 +43,8 @@ class Observer:
         self._heard.pop(key, None)
         for member in gang.members:
             self._offsets.pop((job.job_id, gang.generation, member.worker_id), None)
+        for what in [known for known in self._first_seen_s if known[:2] == key]:
+            del self._first_seen_s[what]
 
     def observe(self, job: JobRecord, gang: GangRecord) -> GangObservation:
         """Look at one gang; its reports are those that came since the last look."""
