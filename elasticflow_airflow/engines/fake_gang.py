@@ -54,6 +54,10 @@ class FakeBehaviour:
     failure: str = "RuntimeError: injected failure"
     exit_at_step: int | None = None
     """Every worker leaves with status 0 there, without ``finished``."""
+    early_at_step: int | None = None
+    """The session finishes there."""
+    early: str | None = "no better for 3 epochs"
+    """Why; None: it does not say that this is meant."""
     hang_at_step: int | None = None
     nan_loss_at_step: int | None = None
     backwards_at_step: int | None = None
@@ -179,9 +183,9 @@ class FakeGang:
 
     @property
     def last_step(self) -> int | None:
-        """Where it ends: after all steps, or when the modelled loss is at its target."""
-        total, target = self.total_steps, reached_at(self)
-        return total if target is None or (total is not None and total < target) else target
+        """Where it ends: after all steps, when the modelled loss is at its target, or early."""
+        ends = (self.total_steps, reached_at(self), self.behaviour.early_at_step)
+        return min((step for step in ends if step is not None), default=None)
 
     def worker_id(self, rank: int) -> str:
         """Id of a worker, also the name of its log."""
@@ -440,9 +444,10 @@ class FakeGang:
             if self.behaviour.reports:
                 self._progress()
                 path = self._checkpoint(write)
-                self._say(
-                    ReportKind.FINISHED, 0, path=path, loss=self._loss(), metrics={}, **said_of_target(self, ended=True)
-                )
+                said = {"path": path, "loss": self._loss(), "metrics": {}, **said_of_target(self, ended=True)}
+                if self.step == self.behaviour.early_at_step and self.behaviour.early:
+                    said["early"] = self.behaviour.early
+                self._say(ReportKind.FINISHED, 0, **said)
             self.phase, self.phase_ends_s = "tail", self.now_s + self.behaviour.tail_s
 
     def _shown_step(self) -> int:

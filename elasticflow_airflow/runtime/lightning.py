@@ -337,7 +337,8 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
         """The final checkpoint, with the metrics, becomes the result."""
         metrics = self._trainer.callback_metrics
         self._notes.forget_epoch()
-        self.session.finish({name: float(value) for name, value in metrics.items()})
+        early = "the Trainer was told to stop" if self._trainer.should_stop else None
+        self.session.finish({name: float(value) for name, value in metrics.items()}, early=early)
 
     def on_exception(self, exception: BaseException) -> None:
         """Report what the session reports of a step that fails."""

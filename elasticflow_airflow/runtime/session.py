@@ -186,8 +186,12 @@ class Session(SessionSteps):
         with contextlib.suppress(GroupBroken):
             self._group.wait_for_all()
 
-    def finish(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """Say that training is done: the final checkpoint, with ``metrics``, becomes the job's result."""
+    def finish(self, metrics: Mapping[str, Any] | None = None, *, early: str | None = None) -> None:
+        """Say that training is done: the final checkpoint, with ``metrics``, becomes the job's result.
+
+        ``early`` says why it ends before its length, where that is meant ("no better for 3 epochs"). Without it, the
+        service counts an early end as a failure: something went wrong in the script's loops.
+        """
         if self._finished:
             return
         self._start()
@@ -197,6 +201,9 @@ class Session(SessionSteps):
         path = self._save(wait=True)
         self._finished = True
         data = {"metrics": dict(metrics or {}), "loss": self._loss, "path": path}
+        total = self._total_or_none()
+        if early is not None and total is not None and self._step < total:
+            data["early"] = str(early)
         if self._track.target is not None:
             data |= {"target_reached": self._track.reached, "smoothed_loss": self._track.smoothed}
             data |= {"loss_curve": self._track.curve}

@@ -395,7 +395,8 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
             run.session.wait_for_all()  # the first worker may be writing it
         output = super()._finalize_training(trial, num_train_samples, start_time)
         numbers = {k: float(v) for k, v in output.metrics.items() if isinstance(v, int | float)}
-        run.session.finish(metrics=numbers | run.evaluation)
+        early = "the Trainer's callbacks have stopped it" if self.control.should_training_stop else None
+        run.session.finish(metrics=numbers | run.evaluation, early=early)
         return output
 
     @property

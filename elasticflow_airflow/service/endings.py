@@ -204,9 +204,12 @@ def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
         )
         books.end(row, State.FAILED, reason, failure=reason)
         return
-    early = outlook.reached(row)
-    if finished is not None and total is not None and done < total and not early:
-        reason = f"the script says that it is finished after {done} of {total} steps"
+    reached, early = outlook.reached(row), (finished or {}).get("early")
+    if finished is not None and total is not None and done < total and not reached and not early:
+        reason = (
+            f"the script says that it is finished after {done} of {total} steps: if that is meant, let it say why, with"
+            " session.finish(early=...)"
+        )
         books.end(row, State.FAILED, reason, failure=reason)
         return
     if finished is not None and finished.get("path") and (row.promoted or {}).get("path") != finished["path"]:
@@ -215,6 +218,8 @@ def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
         return
     parts = [f"done: {done} steps"]
     if early:
+        parts = [f"done early, after {done} of {total} steps: {early}"]
+    if reached:
         parts.append(f"target loss {row.target['loss']:g} reached")
     if row.loss is not None:
         parts.append(f"loss {row.loss:.4g}")

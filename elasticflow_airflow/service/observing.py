@@ -255,7 +255,7 @@ def _fold_report(
         case ReportKind.STOPPED:
             note = {"stopped": report.step}
         case ReportKind.FINISHED:
-            note = {"finished": {"path": data.get("path")}}
+            note = {"finished": {"path": data.get("path"), "early": redact(str(data.get("early") or ""), hidden)}}
             outlook.finished(books, row, report)
             row.metrics = dict(data.get("metrics") or {})
             row.step = max(row.step, report.step)

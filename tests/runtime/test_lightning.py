@@ -411,6 +411,16 @@ def test_sigterm_saves_at_the_next_step_and_the_next_start_goes_on(fit, tmp_path
     assert trainer.callback_metrics == undisturbed.callback_metrics  # the epoch's mean, too
 
 
+def test_an_early_end_is_told_as_one_that_is_meant(fit, capsys):
+    class Stop(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = trainer.global_step == 3
+
+    fit(callbacks=[Stop()])
+    assert "finished step=3" in (out := capsys.readouterr().out)
+    assert "early=the Trainer was told to stop" in out
+
+
 def test_the_page_is_true(session_globals, monkeypatch, capsys):
     page = (ROOT / "docs/how-to/lightning.md").read_text()
     (snippet,) = re.findall(r"^```python\n(import lightning.*?)^```", page, re.DOTALL | re.MULTILINE)

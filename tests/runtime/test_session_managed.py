@@ -385,3 +385,21 @@ def test_where_nobody_says_how_often_it_saves_as_often_as_pays_off(service, trai
     (first_s, quiet_s), (_, failing_s) = chosen
     assert first_s == 60.0
     assert failing_s < quiet_s / 2
+
+
+@pytest.mark.parametrize(("steps", "told"), [(3, "no better for 3 epochs"), (8, None)])
+def test_an_early_end_says_that_it_is_meant_and_a_whole_training_is_not_early(service, training, steps, told):
+    service.configure()
+    service.start(1)
+    run = training()
+
+    def stop(done: int) -> None:
+        if done == steps:
+            raise StopAsyncIteration
+
+    with pytest.raises(StopAsyncIteration) if told else nullcontext():
+        run.run(before_step=stop)
+    run.session.finish(early="no better for 3 epochs")
+    (finished,) = service.reports(1, kind=ReportKind.FINISHED)
+    assert finished.step == steps
+    assert finished.data.get("early") == told

@@ -157,6 +157,8 @@ def test_stops_early_at_the_same_step_and_resumes_after_a_stop(gang):
     run.plan("c", mode=RescaleMode.RESTART)
     assert run.finish()["c"] == 0, run.story()
     assert outcome(run) == expected
+    (finished,) = run.reports(ReportKind.FINISHED)
+    assert finished.data["early"] == "the Trainer's callbacks have stopped it"
 
 
 def alone(root: Path, *command: str, **env: str) -> list[str]:

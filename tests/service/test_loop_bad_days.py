@@ -46,6 +46,21 @@ def test_leaving_with_status_0_before_the_end_fails_and_says_how_far_it_came(wor
     assert "of 400 steps" in done.failure
 
 
+def test_an_end_before_all_steps_fails_unless_it_is_meant(world):
+    _job, done = run(world, early_at_step=150, early=None)
+    assert done.state == "failed"
+    assert "finished after 150 of 400 steps: if that is meant, let it say why" in done.failure
+
+
+def test_an_early_end_that_is_meant_is_a_success(world):
+    job, done = run(world, early_at_step=150)
+    assert done.state == "succeeded"
+    assert done.result.steps == 150
+    assert done.result.checkpoint_path is not None
+    (event,) = world.events(job, "succeeded")
+    assert event.reason.startswith("done early, after 150 of 400 steps: no better for 3 epochs, loss ")
+
+
 def test_progress_that_goes_backwards_fails(world):
     _job, done = run(world, backwards_at_step=150)
     assert done.state == "failed"
