@@ -83,6 +83,7 @@ class FakeBehaviour:
     """... and its standard error, as a part of the prediction; None: it never predicts."""
     slow_slots: Mapping[str, float] = field(default_factory=dict)
     """By "node:index": so many times as long a worker computes there; the others wait for it, and all report it."""
+    compute_part: float = 1.0  # of a step without slow workers
     never_switches: bool = False
     """Changes in place are begun and never come about."""
 

@@ -19,14 +19,15 @@ def slowness(gang: FakeGang, rank: int) -> float:
 
 def slowest(gang: FakeGang) -> float:
     """The same of the slowest worker, which is how many times as long a step of the gang takes."""
-    return max(slowness(gang, rank) for rank in range(gang.workers))
+    most = max(slowness(gang, rank) for rank in range(gang.workers))
+    return 1.0 + gang.behaviour.compute_part * (most - 1.0)
 
 
 def said_of_workers(gang: FakeGang, steps: int, seconds: float) -> list[dict[str, Any]]:
     """What the workers report of themselves, in rank order; nothing where nobody is slow."""
     if not gang.behaviour.slow_slots:
         return []
-    each_s = seconds / slowest(gang)
+    each_s = gang.behaviour.compute_part * seconds / slowest(gang)
     return [
         {"window_steps": steps, "compute_s": each_s * slowness(gang, rank), "data_s": 0.0}
         for rank in range(gang.workers)

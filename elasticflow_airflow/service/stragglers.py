@@ -28,6 +28,8 @@ from elasticflow_airflow.service.models import AvoidedSlotRow, GenerationRow, In
 
 _ASK_AGAIN_S = 30.0
 """A worker that was left where it is: other slots may be free by now."""
+_LEAST_GAIN = 0.1
+"""Of the gang's step: where less is lost by waiting for a worker (most of a step is no computing), it does no harm."""
 _MOST_GAIN = 0.9
 """Of a step's time: more than that is never expected back from leaving a slow slot."""
 
@@ -70,7 +72,7 @@ def watch(books: Books) -> None:
         usual = training.state == GangState.RUNNING and training.running_at is not None
         if not usual or training.purpose != Purpose.TRAIN or training.notes.get("finished"):
             continue
-        slow = _find(books, training)
+        slow = _find(books, row, training)
         if slow is not None:
             known = training.notes.get("slow", {})
             training.notes = {**training.notes, "slow": {**known, slow.worker.worker_id: books.now}}
@@ -87,7 +89,7 @@ def take_back(books: Books) -> None:
     books.tx.session.flush()
 
 
-def _find(books: Books, training: GenerationRow) -> _Slow | None:
+def _find(books: Books, row: IncarnationRow, training: GenerationRow) -> _Slow | None:
     windows = training.notes.get("windows", {})
     workers = {w.worker_id: w for w in books.workers.get((training.job_id, training.generation), ())}
     if len(workers) < 2 or any(worker.exit_code is not None for worker in workers.values()):
@@ -95,7 +97,9 @@ def _find(books: Books, training: GenerationRow) -> _Slow | None:
     for found in find_stragglers(windows, list(workers), _rule(books)):
         if books.now - training.notes.get("slow", {}).get(found.worker_id, -math.inf) >= _ASK_AGAIN_S:
             others = [median(windows[worker_id]) for worker_id in workers if worker_id != found.worker_id]
-            return _Slow(workers[found.worker_id], median(windows[found.worker_id]), median(others))
+            slow = _Slow(workers[found.worker_id], median(windows[found.worker_id]), median(others))
+            if row.steps_per_s and (slow.step_s - slow.median_s) * row.steps_per_s >= _LEAST_GAIN:
+                return slow
     return None
 
 

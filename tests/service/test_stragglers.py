@@ -32,7 +32,7 @@ def test_the_gang_moves_off_a_slow_slot_and_the_slot_comes_back(world):
     ((action, reason),) = said(world, job)
     assert action == "moved"
     assert reason.startswith(
-        "worker g000001-r001 on node0:1 computes 0.125 s a step, and the median of the others is 0.0625 s: its gang"
+        "worker g000001-r001 on node0:1 computes 0.1 s a step, and the median of the others is 0.05 s: its gang"
         " moves to other slots, and the slot is avoided until 2027-01-15 08:"
     )
     world.until(lambda: slots_of(world, job) == {"node0:2", "node0:3"}, "it has moved")
@@ -143,8 +143,9 @@ def test_it_is_left_there_and_that_is_said_once(make_world, options, fake, why):
     assert len(world.generations(job)) == 1
 
 
-def test_a_worker_that_is_a_little_slower_is_not_worth_it(world):
-    job = submit(world, {"node0:1": 1.2}, max_workers=2)
+@pytest.mark.parametrize(("slowness", "part"), [(1.2, 1.0), (1.5, 0.1)])
+def test_a_worker_that_costs_the_gang_little_is_left_in_peace(world, slowness, part):
+    job = submit(world, {"node0:1": slowness}, max_workers=2, fake={"compute_part": part})
     world.run(60)
     assert not said(world, job)
 
