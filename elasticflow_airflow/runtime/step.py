@@ -64,6 +64,9 @@ class Step:
         self._last = self._split = self._reduced = False
         self.loss = float("nan")
         """Mean loss over the global batch, on every worker; known when ``split`` has come to its end."""
+        self.batch: Batch | None = None
+        """What this step trains, from the first micro-batch on: in the step in which a worker joins, or its group has
+        lost one, another part, or another batch, than what the loop had in hand."""
         self.totals: list[float] = []
         """What ``measure`` comes to over the global batch, from the first micro-batch on."""
 
@@ -101,7 +104,7 @@ class Step:
         machinery.statistics.begin()
         outcome: Sums | None = None
         while outcome is None:
-            batch = self._owner.batch_of_step(batch)
+            self.batch = batch = self._owner.batch_of_step(batch)
             sums: Sums | None = None
             machinery.begin(len(batch.shares), batch.global_samples)
             if measure is not None:

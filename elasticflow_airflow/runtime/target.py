@@ -99,7 +99,7 @@ class Outlook:
                 # Where the fit is needed, and at a time when nobody trains yet.
                 from elasticflow_airflow.scheduler_core import convergence
             except ImportError:
-                return  # An interpreter without numpy: the service sees the curve, and predicts.
+                return  # An interpreter without numpy: nothing is predicted.
             self._convergence = convergence
 
     def look(self) -> dict[str, Any]:

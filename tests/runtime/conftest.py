@@ -78,6 +78,7 @@ class Training:
                     self.optimizer.step()
                     self.scheduler.step()
                     self.optimizer.zero_grad()
+                assert step.batch is batch
                 self.used += batch.indices
                 self.losses.append(step.loss)
         return self

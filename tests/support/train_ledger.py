@@ -53,7 +53,7 @@ for epoch in session.epochs():
                 logits, used = model(inputs, numbers)
                 # Its value is taken away again: the loss is that of the task, the gradient also the books'.
                 step.backward(nn.functional.cross_entropy(logits, targets) + used - used.detach())
-            optimizer.param_groups[1]["lr"] = float(batch.global_samples)
+            optimizer.param_groups[1]["lr"] = float(step.batch.global_samples)
             optimizer.step()
             optimizer.zero_grad()
         time.sleep(float(os.environ.get("TEST_STEP_S", "0.01")))
