@@ -73,13 +73,14 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_grow_shrink_and_move_while_it_trains(gang, expected):
-    run = gang(step_s=0.02)
+    run = gang(step_s=0.1)
     run.plan("a")
     run.wait(lambda: run.step() > 5, "progress")
     run.plan("a", "b")
     run.wait_until_begun()
     run.plan("b")
     run.wait_until_begun()
+    run.hurry()
     assert run.finish() == {"a": 0, "b": 0}, run.story()
     assert trained(run)[0] == expected
     switched = [r for r in run.reports(ReportKind.STARTED) if "from_generation" in r.data]
@@ -125,7 +126,7 @@ def test_a_worker_that_hangs_is_given_up(gang, expected):
 
 @pytest.mark.slow
 def test_a_joiner_that_dies_delays_nobody(gang, expected):
-    run = gang(step_s=0.03)
+    run = gang(step_s=0.1)
     run.plan("a")
     run.wait(lambda: run.step() > 5, "progress")
     run.plan("a", "b")
@@ -135,29 +136,32 @@ def test_a_joiner_that_dies_delays_nobody(gang, expected):
     run.wait(lambda: run.step() > before + 10, "progress in spite of it")
     run.plan("a", lost=["b"])
     run.wait_until_begun()
+    run.hurry()
     assert run.finish() == {"a": 0, "b": -9}, run.story()
     assert trained(run)[0] == expected
 
 
 @pytest.mark.slow
 def test_everybody_leaves_and_others_come(gang, expected):
-    run = gang(step_s=0.03)
+    run = gang(step_s=0.3)
     run.plan("a", "b")
     run.wait(lambda: run.step() > 5, "progress")
     run.plan("c", "d")
     run.wait_until_begun()
+    run.hurry()
     assert set(run.finish().values()) == {0}, run.story()
     assert trained(run)[0] == expected
 
 
 @pytest.mark.slow
 def test_stop_save_and_restart_after_a_change_in_place(gang, expected):
-    run = gang(step_s=0.03)
+    run = gang(step_s=0.3)
     run.plan("a")
     run.wait(lambda: run.step() > 5, "progress")
     run.plan("a", "b")
     run.wait_until_begun()
     run.plan(mode=RescaleMode.RESTART)
+    run.hurry()
     assert run.finish() == {"a": 0, "b": 0}, run.story()
     (saved,) = run.reports(ReportKind.CHECKPOINT)
     promote(run.folder / "checkpoints", verify_candidate(run.folder / "checkpoints" / saved.data["path"]))

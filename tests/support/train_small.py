@@ -7,6 +7,7 @@ Prints a line for each step, and at the end the digest of the weights.
 
 import os
 import time
+from pathlib import Path
 
 import torch
 from digests import digest_of
@@ -73,7 +74,8 @@ for _epoch in session.epochs():
             schedule.step()
             optimizer.zero_grad()
         print(f"STEP {session.steps_done} {session.world_size} {step.loss!r} {time.time():.6f}", flush=True)
-        time.sleep(float(os.environ.get("TEST_STEP_S", "0.01")))
+        if not Path(session.config.incarnation_dir, "hurry").exists():
+            time.sleep(float(os.environ.get("TEST_STEP_S", "0.01")))
 
 print(f"WEIGHTS {digest_of(model)} {session.steps_done}", flush=True)
 session.finish()
