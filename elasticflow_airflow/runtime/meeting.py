@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 import threading
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 
 from elasticflow_airflow.runtime.group import COLLECTIVE_TIMEOUT_S, WorkerGroup
 from elasticflow_airflow.runtime.protocol import Membership, meeting_path, read_json, write_json_atomic
+from elasticflow_airflow.runtime.stores import serve_store
 
 ADDRESS_ENV = "ELASTICFLOW_ADDRESS"
 """Environment variable: the address at which the other workers of a job reach this one."""
@@ -170,13 +170,7 @@ class Meeting:
     def _open_store(self) -> Any:
         address = os.environ.get(ADDRESS_ENV, "127.0.0.1")
         limit = datetime.timedelta(seconds=_BUILD_LIMIT_S)
-        # Port 0: the kernel picks one that is free; nobody can take it between choice and use. A socket of our own,
-        # because a store's would listen on all interfaces, and it asks nobody who he is.
-        listener = socket.create_server((address, 0), family=_family_of(address))
-        port = listener.getsockname()[1]
-        store = TCPStore(
-            address, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listener.detach()
-        )
+        store = serve_store(address, limit)
         write_json_atomic(meeting_path(self._folder, self.generation), {"address": address, "port": store.port})
         return store
 
@@ -197,10 +191,6 @@ class Meeting:
             return WorkerGroup(0, 1, None, self.generation)
         group = make_process_group(PrefixStore("group", self.store), self.rank, size, self._device)
         return WorkerGroup(self.rank, size, group, self.generation)
-
-
-def _family_of(address: str) -> socket.AddressFamily:
-    return socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
 
 
 def make_process_group(store: Any, rank: int, size: int, device: torch.device) -> Any:

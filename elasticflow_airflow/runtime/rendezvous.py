@@ -39,6 +39,7 @@ from elasticflow_airflow.runtime.protocol import (
     rendezvous_path,
     write_json_atomic,
 )
+from elasticflow_airflow.runtime.stores import serve_store
 
 BACKEND = "elasticflow"
 DEFAULT_TIMEOUT_S = 600
@@ -93,8 +94,7 @@ class PlanRendezvous(RendezvousHandler):
             pass  # who joins a running training has a session, and sessions meet by themselves
         elif rank == 0:
             limit = datetime.timedelta(seconds=self._timeout_s)
-            # Port 0: the kernel picks one that is free; nobody can take it between choice and use.
-            self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False, timeout=limit)
+            self._store = serve_store(self._address, limit)
             port = self._store.port
             write_json_atomic(path, {"address": address, "port": port, "worker_id": self._worker_id})
         else:

@@ -241,24 +241,6 @@ def test_a_survivor_waits_for_no_plan_when_training_is_over(crew):
         crew.places["b"].recover(crew.states["b"], crew.facts(3), None, is_over=lambda: True)
 
 
-def test_the_store_listens_where_the_others_are_told_to_come(crew):
-    crew.plan("a", "b")
-    crew.plan("b", "a")
-    crew.agreed("a", "b")
-    store = crew.places["b"]._meeting.store
-    assert {address for address, port in listening() if port == store.port} == {"0100007F"}
-
-
-def listening() -> list[tuple[str, int]]:
-    found = []
-    for name in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-            address, state = line.split()[1], line.split()[3]
-            if state == "0A":
-                found.append((address.rsplit(":", 1)[0], int(address.rsplit(":", 1)[1], 16)))
-    return found
-
-
 def test_a_plan_that_cannot_be_read_now_ends_no_step(crew, monkeypatch):
     crew.plan("a")
 
