@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from elasticflow_airflow.engines.fake_behaviour import FakeBehaviour
 from elasticflow_airflow.engines.fake_change import advance_job, base_of, begin, die, give_up, hang, staying_of
 from elasticflow_airflow.engines.fake_gang import (
     CheckpointWriter,
-    FakeBehaviour,
     FakeGang,
     write_fake_checkpoint,
 )

@@ -9,20 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from elasticflow_airflow.engines.fake_behaviour import FakeBehaviour
 from elasticflow_airflow.engines.fake_slow import said_of_workers, slowest
 from elasticflow_airflow.engines.fake_target import modelled_loss, reached_at, said_of_target
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangSpec, GangState, WorkerObservation
 from elasticflow_airflow.runtime.manifest import publish, writing
-from elasticflow_airflow.runtime.protocol import (
-    Promotion,
-    Report,
-    ReportKind,
-    candidate_name,
-)
+from elasticflow_airflow.runtime.protocol import Promotion, Report, ReportKind, candidate_name
 
 FIRST_SAVE_S = 60.0
 MAX_REPORTS_AN_ADVANCE = 500
@@ -32,78 +28,6 @@ _LEASE_GRAIN_S = 5.0
 
 CheckpointWriter = Callable[[GangSpec, int, bool], tuple[str, int]]
 """(gang, step, damaged) -> (digest, size in bytes): writes one candidate checkpoint."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FakeBehaviour:
-    """How a modelled job behaves. Speeds at unlisted sizes are those of the largest listed size below."""
-
-    steps_per_s: Mapping[int, float] = field(default_factory=lambda: {1: 10.0, 2: 18.0, 4: 32.0, 8: 56.0})
-    startup_s: float = 1.0
-    save_s: float = 0.2
-    tail_s: float = 0.2
-    """From the report ``finished`` to the end of the processes."""
-    report_interval_s: float = 0.5
-    samples: int | None = None
-    """Size of an epoch as the session finds it, when the submitter did not say."""
-    reports: bool = True
-    """False: a plain script that says nothing, not even ``started``."""
-    initial_loss: float = 4.0
-    final_loss: float = 0.5
-    fail_at_step: int | None = None
-    failure: str = "RuntimeError: injected failure"
-    exit_at_step: int | None = None
-    """Every worker leaves with status 0 there, without ``finished``."""
-    early_at_step: int | None = None
-    """The session finishes there."""
-    early: str | None = "no better for 3 epochs"
-    """Why; None: it does not say that this is meant."""
-    hang_at_step: int | None = None
-    nan_loss_at_step: int | None = None
-    backwards_at_step: int | None = None
-    """From there on the reported steps begin again at 0."""
-    out_of_memory_above: int | None = None
-    """A micro-batch larger than this does not fit; without ``micro_batch_size`` it is the share of a worker."""
-    ignores_leave: bool = False
-    """Does not save and leave when told to; ends by SIGKILL after the grace twice."""
-    damaged_checkpoints: bool = False
-    in_place: bool = False
-    """Its session can be changed without a restart."""
-    join_s: float | None = None
-    """How long new workers take until they can join (None: ``startup_s``)."""
-    in_place_pause_s: float = 0.084
-    state_bytes: int = 44_000_000
-    plan_wait_s: float = 60.0
-    """So long survivors of a dead worker wait for a new plan."""
-    joiner_dies: int = 0
-    """So many of the job's first joiners die as soon as they are up."""
-    target_length: float = 1.0
-    """With a target loss: the modelled session's prediction, as a part of the steps that it will really take ..."""
-    target_error: float | None = 0.1
-    """... and its standard error, as a part of the prediction; None: it never predicts."""
-    slow_slots: Mapping[str, float] = field(default_factory=dict)
-    """By "node:index": so many times as long a worker computes there; the others wait for it, and all report it."""
-    compute_part: float = 1.0  # of a step without slow workers
-    never_switches: bool = False
-    """Changes in place are begun and never come about."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "steps_per_s", {int(k): float(v) for k, v in self.steps_per_s.items()})
-        if not self.steps_per_s or min(self.steps_per_s.values()) <= 0:
-            raise ValueError(f"steps_per_s={dict(self.steps_per_s)} needs positive speeds, by number of workers")
-
-    def speed(self, workers: int) -> float:
-        """Steps/s with so many workers."""
-        known = [size for size in self.steps_per_s if size <= workers]
-        return self.steps_per_s[max(known) if known else min(self.steps_per_s)]
-
-    def changed(self, raw: Mapping[str, Any]) -> FakeBehaviour:
-        """A copy with some fields replaced; ValueError names an unknown one."""
-        known = {f.name for f in fields(self)}
-        unknown = sorted(set(raw) - known)
-        if unknown:
-            raise ValueError(f"unknown fake behaviour {unknown}; known: {sorted(known)}")
-        return FakeBehaviour(**{**asdict(self), **raw})
 
 
 def write_fake_checkpoint(spec: GangSpec, step: int, damaged: bool) -> tuple[str, int]:

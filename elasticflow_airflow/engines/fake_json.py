@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from elasticflow_airflow.engines.fake_gang import FakeBehaviour, FakeGang
+from elasticflow_airflow.engines.fake_behaviour import FakeBehaviour
+from elasticflow_airflow.engines.fake_gang import FakeGang
 from elasticflow_airflow.engines.port import GangOutcome, GangSpec
 from elasticflow_airflow.runtime.protocol import Report, RescaleMode, SessionConfig
 from elasticflow_airflow.scheduler_core.values import Slot

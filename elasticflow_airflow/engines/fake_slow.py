@@ -5,25 +5,24 @@ Pure functions over a modelled gang.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from elasticflow_airflow.engines.fake_gang import FakeGang
+from elasticflow_airflow.engines.fake_behaviour import Modelled
 
 
-def slowness(gang: FakeGang, rank: int) -> float:
+def slowness(gang: Modelled, rank: int) -> float:
     """How many times as long a worker computes."""
     node_id, index = gang.spec.placement[rank]
     return gang.behaviour.slow_slots.get(f"{node_id}:{index}", 1.0)
 
 
-def slowest(gang: FakeGang) -> float:
+def slowest(gang: Modelled) -> float:
     """The same of the slowest worker, which is how many times as long a step of the gang takes."""
     most = max(slowness(gang, rank) for rank in range(gang.workers))
     return 1.0 + gang.behaviour.compute_part * (most - 1.0)
 
 
-def said_of_workers(gang: FakeGang, steps: int, seconds: float) -> list[dict[str, Any]]:
+def said_of_workers(gang: Modelled, steps: int, seconds: float) -> list[dict[str, Any]]:
     """What the workers report of themselves, in rank order; nothing where nobody is slow."""
     if not gang.behaviour.slow_slots:
         return []

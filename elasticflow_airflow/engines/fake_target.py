@@ -6,10 +6,9 @@ Pure functions over a modelled gang; its loss falls as final + (initial - final)
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from elasticflow_airflow.engines.fake_gang import FakeBehaviour, FakeGang
+from elasticflow_airflow.engines.fake_behaviour import FakeBehaviour, Modelled
 
 _HALF_STEPS = 20.0
 
@@ -19,7 +18,7 @@ def modelled_loss(model: FakeBehaviour, step: float) -> float:
     return model.final_loss + (model.initial_loss - model.final_loss) / (1.0 + step / _HALF_STEPS)
 
 
-def reached_at(gang: FakeGang) -> int | None:
+def reached_at(gang: Modelled) -> int | None:
     """The step at whose end the loss is at the target; None when it never is, or there is none."""
     model, target = gang.behaviour, gang.spec.session.target_loss
     if target is None or target <= model.final_loss:
@@ -28,7 +27,7 @@ def reached_at(gang: FakeGang) -> int | None:
     return max(0, math.ceil(_HALF_STEPS * (ratio - 1.0) - 1e-9))
 
 
-def said_of_target(gang: FakeGang, *, ended: bool = False) -> dict[str, Any]:
+def said_of_target(gang: Modelled, *, ended: bool = False) -> dict[str, Any]:
     """What a report holds of the target; empty without one."""
     model, target, step, total = gang.behaviour, gang.spec.session.target_loss, gang.step, gang.total_steps
     if target is None:

@@ -26,9 +26,10 @@ from elasticflow_airflow.runtime.manifest import (
     decode_manifest,
     verify_candidate,
 )
+from elasticflow_airflow.runtime.opening import open_store
 from elasticflow_airflow.runtime.snapshot import DTYPES, Content, blobs_of, bytes_of, content_of
 from elasticflow_airflow.runtime.state import unflatten
-from elasticflow_airflow.runtime.storage import LocalStore, is_remote, open_store
+from elasticflow_airflow.runtime.storage import LocalStore, is_remote
 from elasticflow_airflow.runtime.writer import SUFFIX, FilePlan, Order, write_checkpoint
 
 MODEL = "model"

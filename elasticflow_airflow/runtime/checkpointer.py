@@ -20,9 +20,10 @@ from typing import Any
 
 from elasticflow_airflow.runtime.checkpoint import Registered, contents_of, files_of
 from elasticflow_airflow.runtime.manifest import CandidateInfo, CheckpointError
+from elasticflow_airflow.runtime.opening import open_store
 from elasticflow_airflow.runtime.protocol import candidate_name
 from elasticflow_airflow.runtime.snapshot import Content, SharedBuffer, available_bytes, shard, size_of
-from elasticflow_airflow.runtime.storage import Part, Store, is_in_process, open_store
+from elasticflow_airflow.runtime.storage import Part, Store, is_in_process
 from elasticflow_airflow.runtime.writer import Order, encode_work, write_checkpoint
 from elasticflow_airflow.runtime.writer_process import WriterDiedError, WriterProcess
 

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from elasticflow_airflow.runtime.opening import open_store
 from elasticflow_airflow.runtime.protocol import (
     GENERATION_ENV,
     SESSION_ENV,
@@ -16,7 +17,7 @@ from elasticflow_airflow.runtime.protocol import (
     membership_path,
 )
 from elasticflow_airflow.runtime.reporting import ConsoleReporter, FileReporter, Reporter
-from elasticflow_airflow.runtime.storage import is_remote, open_store
+from elasticflow_airflow.runtime.storage import is_remote
 
 CHECKPOINT_DIR_ENV = "ELASTICFLOW_CHECKPOINT_DIR"
 """Environment variable: where a session that runs alone keeps its checkpoints."""

@@ -22,8 +22,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 )
 
 from elasticflow_airflow.runtime.group import COLLECTIVE_TIMEOUT_S, WorkerGroup
+from elasticflow_airflow.runtime.meeting_store import serve_store
 from elasticflow_airflow.runtime.protocol import Membership, meeting_path, read_json, write_json_atomic
-from elasticflow_airflow.runtime.stores import serve_store
 
 ADDRESS_ENV = "ELASTICFLOW_ADDRESS"
 """Environment variable: the address at which the other workers of a job reach this one."""

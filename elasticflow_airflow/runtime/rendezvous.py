@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousHandlerCreator
 
+from elasticflow_airflow.runtime.meeting_store import serve_store
 from elasticflow_airflow.runtime.protocol import (
     GENERATION_ENV,
     WORKER_ENV,
@@ -39,7 +40,6 @@ from elasticflow_airflow.runtime.protocol import (
     rendezvous_path,
     write_json_atomic,
 )
-from elasticflow_airflow.runtime.stores import serve_store
 
 BACKEND = "elasticflow"
 DEFAULT_TIMEOUT_S = 600

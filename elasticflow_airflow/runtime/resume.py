@@ -8,7 +8,7 @@ from pathlib import Path
 
 from elasticflow_airflow.runtime.group import WorkerGroup
 from elasticflow_airflow.runtime.manifest import CandidateInfo, CheckpointError
-from elasticflow_airflow.runtime.storage import open_store
+from elasticflow_airflow.runtime.opening import open_store
 
 
 @contextmanager

@@ -90,16 +90,6 @@ class Store(Protocol):
         ...
 
 
-def open_store(where: str | Path) -> Store:
-    """Open a folder or an fsspec URL. Raises CheckpointError for a URL that cannot be served, saying why."""
-    text = str(where)
-    if not is_remote(where):
-        return LocalStore(Path(text))
-    from elasticflow_airflow.runtime.remote import RemoteStore
-
-    return RemoteStore(text)
-
-
 def is_remote(where: str | Path) -> bool:
     """Whether this is a URL, not a folder."""
     return "://" in str(where)

@@ -30,7 +30,8 @@ from typing import Any, NoReturn
 from elasticflow_airflow.runtime import container
 from elasticflow_airflow.runtime.container import Blob
 from elasticflow_airflow.runtime.manifest import CandidateInfo, CheckpointError, FileEntry
-from elasticflow_airflow.runtime.storage import PART_LIMIT_S, Part, Store, open_store
+from elasticflow_airflow.runtime.opening import open_store
+from elasticflow_airflow.runtime.storage import PART_LIMIT_S, Part, Store
 
 SUFFIX = ".tensors"
 MESSAGE_BYTES = 1 << 16

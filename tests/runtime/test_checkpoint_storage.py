@@ -23,7 +23,7 @@ from elasticflow_airflow.runtime import checkpoint, load_weights
 from elasticflow_airflow.runtime.checkpoint import Registered
 from elasticflow_airflow.runtime.checkpointer import Checkpointer
 from elasticflow_airflow.runtime.manifest import CheckpointError
-from elasticflow_airflow.runtime.storage import open_store
+from elasticflow_airflow.runtime.opening import open_store
 
 fsspec = pytest.importorskip("fsspec", reason="needs fsspec")
 

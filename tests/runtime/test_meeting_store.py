@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elasticflow_airflow.runtime import meeting, rendezvous
-from elasticflow_airflow.runtime.stores import serve_store
+from elasticflow_airflow.runtime.meeting_store import serve_store
 
 LIMIT = datetime.timedelta(seconds=10)
 
