@@ -209,7 +209,10 @@ WHEN_INTERRUPTED = {
 }
 
 
-@pytest.mark.parametrize("when", WHEN_INTERRUPTED)
+@pytest.mark.parametrize(
+    "when",
+    [pytest.param(when, marks=[] if when == "while it waits" else pytest.mark.slow) for when in WHEN_INTERRUPTED],
+)
 def test_ctrl_c_cancels(airflow_db, airflow_home, client, tmp_path, when):
     (tmp_path / "train.py").write_text("")
     name = f"interrupted_{list(WHEN_INTERRUPTED).index(when)}"

@@ -54,6 +54,7 @@ def switched(bench: LocalBench, spec: GangSpec) -> None:
     )
 
 
+@pytest.mark.slow
 def test_grow_move_shrink_and_finish(local_bench, job):
     bench = local_bench
     bench.engine.apply(job(1, A, epochs=60))

@@ -97,6 +97,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return outcome(one)
 
 
+@pytest.mark.slow
 def test_one_two_one_while_it_trains(gang, expected):
     run = gang()
     run.plan("a")
