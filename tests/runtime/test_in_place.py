@@ -226,10 +226,9 @@ def random_life(run: Gang, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_random_life_ends_with_the_same_bits(gang, expected, seed):
+def test_a_random_life_ends_with_the_same_bits(gang, expected):
     run = gang(step_s=0.12)
-    random_life(run, seed)
+    random_life(run, 1)
     assert trained(run)[0] == expected
 
 

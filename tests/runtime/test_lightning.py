@@ -127,9 +127,8 @@ def test_one_two_one_while_it_trains(gang, expected):
     assert torch.load(folder / "last.ckpt", weights_only=False)["global_step"] == EPOCHS * STEPS_PER_EPOCH
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.slow)])
 def test_any_number_of_workers_trains_the_same_bits(gang, expected, workers):
     run = gang(step_s=0)
     run.plan(*(f"w{i}" for i in range(workers)))

@@ -105,8 +105,14 @@ def test_the_same_for_one_worker_and_while_a_second_comes_and_the_first_goes(gan
     assert len(saved) == 2, "save_total_limit, though two workers have saved in turn"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["classify", "mask", "gpt2"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("classify", marks=pytest.mark.slow),
+        pytest.param("mask", marks=pytest.mark.soak),
+        pytest.param("gpt2", marks=pytest.mark.soak),
+    ],
+)
 def test_the_same_for_any_number_of_workers(gang, kind):
     expected = undisturbed(gang(TEST_KIND=kind), "alone")
     assert undisturbed(gang(TEST_KIND=kind), "a", "b") == expected
