@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ import pytest
 from elasticflow_airflow.client import ElasticFlowClient, ensure_service, snapshot_folder
 from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
 
-KILLS, OWNERS = 36, 3
+KILLS, OWNERS = 24, 3
 AGES_S = ((0.0, 0.4), (0.4, 1.5), (1.5, 4.0))
 """Killed while it imports and makes its tables, while it takes up its work, and at its work."""
 
@@ -52,13 +52,11 @@ def kill_again_and_again(daemons, chance: random.Random) -> list[float]:
             continue
         age_s = chance.uniform(*AGES_S[len(ages) % len(AGES_S)])
         time.sleep(age_s)
-        for pid in pids:  # Two race for the lock now and then.
-            try:
+        for pid in pids:  # Several race for the lock: whoever finds the service gone starts one.
+            with suppress(ProcessLookupError):  # A loser of the race.
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue  # The loser of a race.
             killed.add(pid)
-            ages.append(age_s)
+        ages.append(age_s)
     return ages
 
 
@@ -110,7 +108,10 @@ def test_owners_get_what_they_want_from_a_daemon_that_is_killed_again_and_again(
             assert not {"restarting", "not_started", "failed", "cancelled", "warning"} & set(kinds), story
             ordered = [event.data["generation"] for event in events if event.kind == "resized"]
             assert ordered == list(range(1, status.generation + 1)), story
-    assert len(daemons.pids()) == 1
+    end = time.monotonic() + 30
+    while len(daemons.pids()) != 1:  # Losers of the race leave by themselves.
+        assert time.monotonic() < end, daemons.pids()
+        time.sleep(0.1)
     assert database_is_whole(state_dir / "elasticflow.db")
 
 
