@@ -107,6 +107,7 @@ def test_a_service_that_comes_back_takes_nobody_for_its_supervisor(
     bench = local_bench
     bench.engine.apply(bench.spec(1))
     bench.wait_state(1, GangState.RUNNING)
+    bench.worker_process(0)
     bench.lose()
     assert bench.left_behind() == []
     _, stranger, strangers_child = start_family()
