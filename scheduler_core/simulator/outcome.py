@@ -1,0 +1,103 @@
+"""What a simulation found: one record a job, and the figures that are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+MET_TOLERANCE_S = 1e-3
+"""Ends this much after the deadline are in time: sums of floats are not exact."""
+
+
+@dataclass(slots=True)
+class JobRecord:
+    """What became of one job. Times are those of the trace; None: it did not happen."""
+
+    job_id: str
+    submitted_s: float
+    deadline_s: float | None
+    value: float = 1.0
+    admitted_s: float | None = None
+    """When its deadline was promised."""
+    promised_deadline_s: float | None = None
+    rejected_s: float | None = None
+    reject_reason: str = ""
+    started_s: float | None = None
+    finished_s: float | None = None
+    at_risk_s: float | None = None
+    """When it was first announced at risk."""
+    changes: int = 0
+    """Times its slots became another non-empty set, the start included."""
+    migrations: int = 0
+    """Changes of a running gang to slots that neither contain nor are part of those before."""
+    suspensions: int = 0
+    slot_s: float = 0.0
+    """Slots held times seconds, pauses included."""
+
+    @property
+    def met(self) -> bool:
+        """Whether it ended by the deadline that it came with."""
+        return (
+            self.finished_s is not None
+            and self.deadline_s is not None
+            and self.finished_s <= self.deadline_s + MET_TOLERANCE_S
+        )
+
+    @property
+    def late_though_admitted(self) -> bool:
+        """Whether a promise was broken."""
+        limit = self.promised_deadline_s
+        return limit is not None and (self.finished_s is None or self.finished_s > limit + MET_TOLERANCE_S)
+
+    @property
+    def completion_s(self) -> float | None:
+        """Job completion time: from submission to the end."""
+        return None if self.finished_s is None else self.finished_s - self.submitted_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """All records in order of submission, and how long decisions took in this run (seconds, one an event)."""
+
+    policy: str
+    slots: int
+    records: tuple[JobRecord, ...]
+    begin_s: float
+    end_s: float
+    events: int
+    run_s: float
+    decision_s: tuple[float, ...] = field(repr=False, default=())
+    """Wall-clock time of the decisions on submitted jobs."""
+
+    def summary(self) -> dict[str, float | int | str]:
+        """The figures that are compared, by name."""
+        records = self.records
+        done = sorted(r.completion_s for r in records if r.completion_s is not None)
+        used = sum(r.slot_s for r in records)
+        span = max(self.end_s - self.begin_s, 1e-9)
+        return {
+            "policy": self.policy,
+            "jobs": len(records),
+            "deadlines": sum(r.deadline_s is not None for r in records),
+            "met": sum(r.met for r in records),
+            "value_met": sum(r.value for r in records if r.met),
+            "late_though_admitted": sum(r.late_though_admitted for r in records),
+            "rejected": sum(r.rejected_s is not None for r in records),
+            "unfinished": sum(r.finished_s is None and r.rejected_s is None for r in records),
+            "completion_mean_s": sum(done) / len(done) if done else 0.0,
+            "completion_p95_s": quantile(done, 0.95),
+            "slot_hours": used / 3600.0,
+            "utilisation": used / (self.slots * span),
+            "changes": sum(r.changes for r in records),
+            "migrations": sum(r.migrations for r in records),
+            "suspensions": sum(r.suspensions for r in records),
+            "decision_p50_ms": 1e3 * quantile(sorted(self.decision_s), 0.5),
+            "decision_p99_ms": 1e3 * quantile(sorted(self.decision_s), 0.99),
+            "events": self.events,
+            "run_s": self.run_s,
+        }
+
+
+def quantile(ordered: Sequence[float], part: float) -> float:
+    """The value below which ``part`` of the ordered values lie (nearest rank); 0 without any."""
+    return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else 0.0

@@ -1,0 +1,103 @@
+"""From a trace, curves and options to the jobs that are simulated; all that can be wrong is found here, beforehand."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elasticflow_airflow.scheduler_core.simulator.curves import Curves, curve_for
+from elasticflow_airflow.scheduler_core.simulator.problems import InputError
+from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob
+from elasticflow_airflow.scheduler_core.simulator.trace import Trace
+from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, RescaleCosts, ScalingCurve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What is the same for every policy of a comparison.
+
+    ``throughput_error`` is the sigma of one log-normal factor per job and size, constant for life: the policy is told
+    the table, the job runs at the factor times it. ``startup_s`` None: as ``pause_s``.
+    """
+
+    pause_s: float = 30.0
+    startup_s: float | None = None
+    tail_s: float = 0.0
+    on_reject: OnReject = OnReject.FAIL
+    throughput_error: float = 0.0
+    seed: int = 0
+    deadline_jitter: float = 0.0
+    """Each deadline's distance from its submission is scaled by a factor within so much of 1."""
+
+    def __post_init__(self) -> None:
+        for name in ("pause_s", "tail_s", "throughput_error", "deadline_jitter"):
+            value = getattr(self, name)
+            if not 0.0 <= value < math.inf:
+                raise InputError(f"{name} is {value!r}; it must be a number of at least 0")
+        if self.startup_s is not None and not 0.0 <= self.startup_s < math.inf:
+            raise InputError(f"startup_s is {self.startup_s!r}; it must be a number of at least 0")
+        if self.deadline_jitter >= 1.0:
+            raise InputError(f"deadline_jitter is {self.deadline_jitter!r}; it must be below 1")
+
+
+def cluster(nodes: int, slots_per_node: int) -> tuple[Node, ...]:
+    """Equal nodes, named so that their order is that of their numbers.
+
+    Raises:
+        InputError: a number is not positive.
+    """
+    if nodes < 1 or slots_per_node < 1:
+        raise InputError(f"a cluster of {nodes} nodes with {slots_per_node} slots each has no room; give at least 1")
+    width = len(str(nodes - 1))
+    return tuple(Node(node_id=f"n{number:0{width}}", slots=slots_per_node) for number in range(nodes))
+
+
+def prepare(trace: Trace, curves: Curves, nodes: Sequence[Node], conditions: Conditions) -> list[SimulatedJob]:
+    """The jobs of a trace under conditions, in order of submission.
+
+    Raises:
+        InputError: a job's model is unknown, or it cannot run on this cluster at any size.
+    """
+    largest = 1 << (sum(node.slots for node in nodes).bit_length() - 1)
+    costs = RescaleCosts(
+        startup_s=conditions.pause_s if conditions.startup_s is None else conditions.startup_s,
+        pause_s=conditions.pause_s,
+        tail_s=conditions.tail_s,
+    )
+    chaos = random.Random(conditions.seed)
+    prepared = []
+    for row in trace.jobs:
+        curve = curve_for(curves, row.model, row.batch_size, (trace.path, row.line))
+        smallest = min(curve.steps_per_s)
+        if smallest > largest:
+            raise InputError(
+                f"job {row.job_id!r} needs at least {smallest} slots; the largest block of this cluster is {largest}",
+                trace.path,
+                row.line,
+            )
+        deadline = row.deadline_s
+        if deadline is not None and conditions.deadline_jitter:
+            factor = 1.0 + chaos.uniform(-conditions.deadline_jitter, conditions.deadline_jitter)
+            deadline = row.submitted_s + (deadline - row.submitted_s) * factor
+        job = Job(
+            job_id=row.job_id,
+            submitted_s=row.submitted_s,
+            deadline_s=deadline,
+            total_steps=row.steps,
+            curve=curve,
+            costs=costs,
+            value=row.value,
+            on_reject=conditions.on_reject,
+            explore=False,
+        )
+        truth = _truth(curve, conditions.throughput_error, chaos)
+        prepared.append(SimulatedJob(job=job, truth=truth, arrives_s=row.submitted_s))
+    return prepared
+
+
+def _truth(curve: ScalingCurve, sigma: float, chaos: random.Random) -> dict[int, float]:
+    if sigma == 0.0:
+        return dict(curve.steps_per_s)
+    return {size: speed * chaos.lognormvariate(0.0, sigma) for size, speed in curve.steps_per_s.items()}

@@ -1,0 +1,328 @@
+"""The loop: a virtual clock and a modelled engine around one policy. Reads no files.
+
+Cost model (the same for every policy): each change of a job's slots to another non-empty set stops that job, for
+``startup_s`` when it held nothing or was still starting, else for ``pause_s``; speed comes from the curve of the block
+that it really got; all work is done to the last step.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Literal, NamedTuple
+
+from elasticflow_airflow.scheduler_core import decisions as de
+from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.policies.port import Policy
+from elasticflow_airflow.scheduler_core.simulator.outcome import JobRecord, Result
+from elasticflow_airflow.scheduler_core.values import Job, Node, Placement, Slot
+
+_TINY_S = 1e-5
+
+
+class SimulationError(RuntimeError):
+    """A policy decided what cannot be: a slot twice, a slot that is not there, a job that is gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedJob:
+    """A job as the policy is told (``job``) and as it really runs: ``truth`` is steps/s by number of workers.
+
+    ``arrives_s`` is when it is submitted.
+    """
+
+    job: Job
+    truth: Mapping[int, float]
+    arrives_s: float
+
+
+class Disturbance(NamedTuple):
+    """Something that happens to the cluster at a time, as the policy is told it; or a slot's real speed changes."""
+
+    at_s: float
+    event: ev.NodeLost | ev.NodeJoined | ev.NodeDraining | None
+    slow: tuple[Slot, float] | None = None
+    """A slot, and the factor on the speed of whoever runs on it from now on (1: healthy again)."""
+
+
+class Change(NamedTuple):
+    """From ``at_s`` on a job holds exactly ``slots``; or, with ``event``, it was rejected or has finished."""
+
+    at_s: float
+    job_id: str
+    slots: tuple[Slot, ...]
+    event: str = ""
+
+
+@dataclass(slots=True)
+class _Run:
+    """One job in the world."""
+
+    simulated: SimulatedJob
+    record: JobRecord
+    left: float
+    slots: tuple[Slot, ...] = ()
+    held: frozenset[Slot] = frozenset()
+    speed: float = 0.0
+    since_s: float = 0.0
+    """When ``slots`` became what they are."""
+    ready_s: float = 0.0
+    """From when on it makes steps."""
+    as_of_s: float = 0.0
+    starting: bool = False
+    version: int = 0
+    gone: bool = False
+
+    def settle(self, now: float) -> None:
+        """Account for the steps made until ``now``."""
+        if self.slots:
+            self.left = max(0.0, self.left - self.speed * max(0.0, now - max(self.as_of_s, self.ready_s)))
+        self.as_of_s = now
+
+
+class _Due(NamedTuple):
+    """Something that a running gang will do, unless its slots change before (then ``version`` is another)."""
+
+    what: Literal["start", "report", "end"]
+    run: _Run
+    version: int
+
+
+@dataclass(kw_only=True)
+class Simulation:
+    """One policy on one cluster with one list of jobs.
+
+    ``report_after_s``/``report_every_s``: when running jobs report progress and measured speed; None: never, which is
+    right when curves are exact. ``checkpoint_s``: a lost gang loses its steps since the last multiple of it.
+    ``startup_factor`` scales every real start-up and pause (1: as promised).
+    """
+
+    name: str
+    policy: Policy
+    nodes: Sequence[Node]
+    jobs: Sequence[SimulatedJob]
+    disturbances: Iterable[Disturbance] = ()
+    report_after_s: float | None = None
+    report_every_s: float = 600.0
+    checkpoint_s: float = 300.0
+    startup_factor: float = 1.0
+    on_change: Callable[[Change], None] | None = None
+    on_progress: Callable[[int, float], None] | None = None
+    """Called now and then with the number of jobs that are over and the virtual time."""
+    _queue: list[tuple[float, int, int, SimulatedJob | Disturbance | _Due]] = field(default_factory=list)
+    _numbers: count[int] = field(default_factory=count)
+    _runs: dict[str, _Run] = field(default_factory=dict)
+    _owner: dict[Slot, str] = field(default_factory=dict)
+    _slots: set[Slot] = field(default_factory=set)
+    _slow: dict[Slot, float] = field(default_factory=dict)
+    _wake_s: float | None = None
+    _over: int = 0
+
+    def run(self) -> Result:
+        """Simulate to the last job.
+
+        Raises:
+            SimulationError: the policy decided something that cannot be.
+        """
+        begin = time.perf_counter()
+        records = [self._expect(job) for job in self.jobs]
+        for node in self.nodes:
+            self._slots.update(Slot(node.node_id, i) for i in range(node.slots) if i not in node.busy)
+        for disturbance in self.disturbances:
+            self._push(disturbance.at_s, 1, disturbance)
+        first = min((job.arrives_s for job in self.jobs), default=0.0)
+        now, events, idle, decision_s = first, 0, 0, list[float]()
+        while self._over < len(self.jobs) and (self._queue or self._wake_s is not None):
+            if self._wake_s is not None and (not self._queue or self._wake_s < self._queue[0][0]):
+                now, happening = self._wake_s, None
+                self._wake_s = None
+                idle += 1
+                if idle > 10_000 + 100 * len(self.jobs):
+                    raise SimulationError(f"{self.name} asks to be woken for ever at {now:.1f} and nothing happens")
+            else:
+                now, _, _, happening = heapq.heappop(self._queue)
+                idle = 0
+            for event in self._happen(happening, now):
+                events += 1
+                started = time.perf_counter()
+                decided = self.policy.handle(event, now)
+                if isinstance(event, ev.JobSubmitted):
+                    decision_s.append(time.perf_counter() - started)
+                self._apply(decided, now)
+            if self.on_progress is not None and events % 64 == 0:
+                self.on_progress(self._over, now)
+        return Result(
+            policy=self.name,
+            slots=sum(node.slots - len(node.busy) for node in self.nodes),
+            records=tuple(records),
+            begin_s=first,
+            end_s=now,
+            events=events,
+            run_s=time.perf_counter() - begin,
+            decision_s=tuple(decision_s),
+        )
+
+    # -- what happens ----------------------------------------------------------------------------------------------
+
+    def _push(self, at_s: float, rank: int, happening: SimulatedJob | Disturbance | _Due) -> None:
+        """``rank`` orders what happens at the same time: ends first, arrivals last."""
+        heapq.heappush(self._queue, (at_s, rank, next(self._numbers), happening))
+
+    def _expect(self, simulated: SimulatedJob) -> JobRecord:
+        job = simulated.job
+        self._push(simulated.arrives_s, 5, simulated)
+        record = JobRecord(job.job_id, simulated.arrives_s, job.deadline_s, job.value)
+        assert job.total_steps is not None
+        self._runs[job.job_id] = _Run(simulated, record, job.total_steps)
+        return record
+
+    def _happen(self, happening: SimulatedJob | Disturbance | _Due | None, now: float) -> list[ev.Event]:
+        """The events that the policy hears of one happening (None: the time that it asked to be woken at)."""
+        match happening:
+            case None:
+                return [ev.WakeUp()]
+            case SimulatedJob():
+                return [ev.JobSubmitted(happening.job)]
+            case Disturbance():
+                return self._disturb(happening, now)
+        run = happening.run
+        if run.gone or run.version != happening.version:
+            return []
+        job_id = run.record.job_id
+        if happening.what == "start":
+            return [ev.GangStarted(job_id, Placement(run.slots))]
+        run.settle(now)
+        if happening.what == "report":
+            self._push(now + self.report_every_s, 3, happening)
+            return [ev.JobProgressed(job_id, run.left, steps_per_s=run.speed)]
+        self._hold(run, (), now)
+        self._end(run, now, "finished")
+        run.record.finished_s = now
+        return [ev.JobFinished(job_id)]
+
+    def _disturb(self, disturbance: Disturbance, now: float) -> list[ev.Event]:
+        if disturbance.slow is not None:
+            slot, factor = disturbance.slow
+            self._slow[slot] = factor
+            owner = self._owner.get(slot)
+            if owner is not None:
+                run = self._runs[owner]
+                run.settle(now)
+                self._go_on(run, now)
+        if disturbance.event is None:
+            return []
+        told: list[ev.Event] = []
+        if isinstance(disturbance.event, ev.NodeLost):
+            node_id = disturbance.event.node_id
+            hit = {owner for slot, owner in self._owner.items() if slot.node_id == node_id}
+            self._slots = {slot for slot in self._slots if slot.node_id != node_id}
+            for job_id in sorted(hit):
+                run = self._runs[job_id]
+                run.settle(now)
+                run.left += run.speed * (max(0.0, now - run.ready_s) % self.checkpoint_s)
+                self._hold(run, (), now)
+                told.append(ev.JobProgressed(job_id, run.left))
+        elif isinstance(disturbance.event, ev.NodeJoined):
+            node = disturbance.event.node
+            self._slots.update(Slot(node.node_id, i) for i in range(node.slots) if i not in node.busy)
+        return [disturbance.event, *told]
+
+    # -- what is decided -------------------------------------------------------------------------------------------
+
+    def _apply(self, decided: Sequence[de.Decision], now: float) -> None:
+        self._wake_s = None
+        changes: list[tuple[_Run, tuple[Slot, ...]]] = []
+        for decision in decided:
+            if isinstance(decision, de.WakeMeAt):
+                self._wake_s = max(decision.at_s, now)
+                continue
+            run = self._runs.get(decision.job_id)
+            if run is None or run.gone:
+                raise SimulationError(f"{self.name} decides on {decision.job_id!r}, which is not live: {decision}")
+            match decision:
+                case de.Resize():
+                    changes.append((run, decision.placement.slots))
+                case de.Suspend():
+                    changes.append((run, ()))
+                case de.Admit():
+                    if decision.deadline_s is not None:
+                        run.record.admitted_s = now
+                        run.record.promised_deadline_s = decision.deadline_s
+                case de.Reject():
+                    changes.append((run, ()))
+                    self._end(run, now, "rejected")
+                    run.record.rejected_s, run.record.reject_reason = now, decision.reason
+                case de.AtRisk():
+                    run.record.at_risk_s = now if run.record.at_risk_s is None else run.record.at_risk_s
+                case _:
+                    pass  # waiting, amendments and good news move nothing
+        for run, _ in changes:  # a batch is one change: first everybody lets go, then everybody takes
+            for slot in run.slots:
+                if self._owner.get(slot) == run.record.job_id:
+                    del self._owner[slot]
+        for run, slots in changes:
+            if not run.gone:
+                for slot in slots:
+                    if slot not in self._slots:
+                        raise SimulationError(f"{self.name} uses {slot}, which is not there at {now:.1f}")
+                    other = self._owner.setdefault(slot, run.record.job_id)
+                    if other != run.record.job_id:
+                        raise SimulationError(f"{self.name} gives {slot} to {run.record.job_id!r} beside {other!r}")
+            self._hold(run, slots if not run.gone else (), now)
+
+    def _end(self, run: _Run, now: float, how: str) -> None:
+        run.gone = True
+        self._over += 1
+        if self.on_change is not None:
+            self.on_change(Change(now, run.record.job_id, (), how))
+
+    def _hold(self, run: _Run, slots: tuple[Slot, ...], now: float) -> None:
+        """Give a job other slots, or none."""
+        before, after = run.held, frozenset(slots)
+        if before == after:
+            return
+        run.settle(now)
+        record = run.record
+        record.slot_s += len(before) * (now - run.since_s)
+        for slot in before - after:
+            if self._owner.get(slot) == record.job_id:
+                del self._owner[slot]
+        interrupted = run.starting and run.ready_s > now + _TINY_S
+        run.slots, run.held, run.since_s = slots, after, now
+        run.version += 1
+        if self.on_change is not None and not run.gone:
+            self.on_change(Change(now, record.job_id, slots))
+        if not after:
+            run.speed, run.starting = 0.0, False
+            record.suspensions += not run.gone and run.left > 0.0
+            return
+        costs = run.simulated.job.costs
+        run.starting = not before or interrupted
+        cost = costs.startup_s if run.starting else costs.pause_s
+        run.ready_s = now + cost * self.startup_factor
+        record.changes += 1
+        record.migrations += bool(before) and not (before < after or after < before)
+        if record.started_s is None:
+            record.started_s = now
+        self._go_on(run, now)
+
+    def _go_on(self, run: _Run, now: float) -> None:
+        """Say when a job that holds slots will end at its present speed."""
+        truth, size = run.simulated.truth, len(run.slots)
+        known = [n for n in truth if n <= size]
+        if not known:
+            raise SimulationError(f"{self.name} runs {run.record.job_id!r} with {size}; it needs at least {min(truth)}")
+        run.speed = truth[max(known)]
+        if self._slow:
+            run.speed *= min(self._slow.get(slot, 1.0) for slot in run.slots)
+        run.version += 1
+        counted = max(now, run.ready_s)
+        end = counted + run.left / run.speed + run.simulated.job.costs.tail_s
+        self._push(end, 0, _Due("end", run, run.version))
+        if self.report_after_s is not None:
+            if run.ready_s > now:
+                self._push(run.ready_s, 2, _Due("start", run, run.version))
+            self._push(counted + self.report_after_s, 3, _Due("report", run, run.version))
