@@ -7,7 +7,7 @@ report itself says (progress that goes backwards, a loss that is no number); cal
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState
@@ -55,6 +55,10 @@ class Inbox:
     def stored(self) -> None:
         """Everything that waited is in the store."""
         self._waiting.clear()
+
+    def forget(self, job_id: str, living: Collection[int]) -> None:
+        """The engine was told to forget the job: it delivers nothing more but of the generations that still live."""
+        self._counts = {key: n for key, n in self._counts.items() if key[0] != job_id or key[1] in living}
 
 
 def fold(books: Books, observations: Sequence[GangObservation], inbox: Inbox, secrets: Secrets) -> None:

@@ -130,6 +130,9 @@ class Reconciler:
         self._desk.settled(looked)
         self._notifier.changed()
         self._actuator.act(books)
+        for job_id, _ in self._actuator.drained:
+            gangs = [g for g in books.generations.values() if g.job_id == job_id]
+            self._inbox.forget(job_id, {g.generation for g in gangs if g.state != GangState.ENDED})
         return self._interval(books)
 
     # -- look ---------------------------------------------------------------------------------------------------

@@ -32,6 +32,13 @@ def test_a_first_run_is_measured_while_it_trains_and_then_admitted(world):
     assert (done.state, done.result.steps, done.result.met) == ("succeeded", 2000, True)
 
 
+def test_nothing_of_a_job_that_has_ended_stays_in_memory(world):
+    """A daemon serves jobs for months; what it counted of the reports of each must go with it."""
+    lives = world.submit(run="lives", steps=2000, best_effort=True)
+    world.ended(world.submit(run="ends", within=900, steps=50))
+    world.until(lambda: {key[0] for key in world.reconciler._inbox._counts} == {lives.job.job_id}, "to be forgotten")
+
+
 def test_the_next_run_of_the_task_is_admitted_at_once(world):
     world.ended(world.submit(run="sunday", within=600))
     monday = world.submit(run="monday", within=600)
