@@ -19,7 +19,15 @@ ALONE_INTERVAL_S = 5.0
 WORKER_EVERY = 10
 """A worker reports its own measurements so many times less often than rank 0 the progress of all."""
 
+REPORT_LIMIT_S = 60.0
+"""So long a report without which the service would judge wrongly is tried again."""
+UNREPORTED_STATUS = 74
+"""Exit status of a worker whose report the disk did not take (EX_IOERR)."""
+
 _FOR_MACHINES = frozenset({"loss_curve"})
+_MUST_ARRIVE = frozenset({ReportKind.STARTED, ReportKind.FINISHED})
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 2.0
 
 
 class Reporter(Protocol):
@@ -52,7 +60,11 @@ class FileReporter:
         self._generation = generation
 
     def say(self, kind: ReportKind, rank: int, step: int, /, **data: Any) -> None:
-        """Append one line. A full disk costs the report, not the training: it says so on standard error."""
+        """Append one line. A full disk costs the report, not the training: it says so on standard error.
+
+        A start or an end that nobody hears of would cost the training itself: those are tried again for
+        ``REPORT_LIMIT_S``. Raises SystemExit with ``UNREPORTED_STATUS`` when that is in vain.
+        """
         report = Report(
             kind=kind,
             generation=self._generation,
@@ -61,10 +73,25 @@ class FileReporter:
             step=step,
             data=plain(data),
         )
-        try:
-            append_report(self._path, report)
-        except OSError as error:
-            sys.stderr.write(f"elasticflow: report {kind} of step {step} could not be written: {error}\n")
+        end_s, pause_s = time.monotonic() + REPORT_LIMIT_S, _FIRST_PAUSE_S
+        while True:
+            try:
+                append_report(self._path, report)
+                return
+            except OSError as error:
+                what = f"elasticflow: report {kind} of step {step} could not be written: {error}"
+            if kind not in _MUST_ARRIVE:
+                sys.stderr.write(f"{what}\n")
+                return
+            if time.monotonic() >= end_s:
+                sys.stderr.write(
+                    f"{what}: leaving with status {UNREPORTED_STATUS} after {REPORT_LIMIT_S:.0f} s; free space there\n"
+                )
+                raise SystemExit(UNREPORTED_STATUS)
+            if pause_s == _FIRST_PAUSE_S:
+                sys.stderr.write(f"{what}: tries again\n")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 class ConsoleReporter:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 from collections import OrderedDict
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticflow_airflow.runtime import reporting
 from elasticflow_airflow.runtime.protocol import (
     Member,
     Membership,
@@ -143,3 +146,38 @@ def test_a_report_for_which_the_disk_had_half_the_room_spoils_no_other(tmp_path)
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     append_report(path, replace(report(3), kind=ReportKind.FINISHED))
     assert [found.step for found, _ in read_reports(path)] == [1, 3]
+
+
+class FullDisk:
+    """Stands for ``append_report``: takes nothing for some time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, failures: float) -> None:
+        self.failures, self.tried, self.real = failures, 0, reporting.append_report
+        monkeypatch.setattr(reporting, "append_report", self)
+        monkeypatch.setattr(reporting, "_FIRST_PAUSE_S", 0.0)
+
+    def __call__(self, path: Path, one: Report) -> None:
+        self.tried += 1
+        if self.tried <= self.failures:
+            raise OSError(28, "No space left on device")
+        self.real(path, one)
+
+
+@pytest.mark.parametrize("kind", [ReportKind.STARTED, ReportKind.FINISHED])
+def test_what_the_service_must_know_is_said_again_until_the_disk_takes_it(tmp_path, monkeypatch, capfd, kind):
+    disk = FullDisk(monkeypatch, failures=3)
+    FileReporter(tmp_path, 2, "w0").say(kind, 0, 9, path="g000002/step-000000000009")
+    ((found, _),) = read_reports(report_path(tmp_path, 2, "w0"))
+    assert (found.kind, found.step, disk.tried) == (kind, 9, 4)
+    assert "No space left on device: tries again" in capfd.readouterr().err
+
+
+def test_who_cannot_say_that_it_has_finished_leaves_with_a_status_that_says_so(tmp_path, monkeypatch, capfd):
+    FullDisk(monkeypatch, failures=math.inf)
+    monkeypatch.setattr(reporting, "REPORT_LIMIT_S", 0.0)
+    reporter = FileReporter(tmp_path, 2, "w0")
+    reporter.say(ReportKind.PROGRESS, 0, 8)  # the next one says the same and more
+    with pytest.raises(SystemExit) as left:
+        reporter.say(ReportKind.FINISHED, 0, 9)
+    assert left.value.code == reporting.UNREPORTED_STATUS != 0
+    assert "leaving with status 74" in capfd.readouterr().err
