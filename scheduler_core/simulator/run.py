@@ -234,7 +234,8 @@ class Simulation:
 
     def _apply(self, decided: Sequence[de.Decision], now: float) -> None:
         self._wake_s = None
-        changes: list[tuple[_Run, tuple[Slot, ...]]] = []
+        wanted: dict[str, tuple[Slot, ...]] = {}
+        """By job; of several orders at one moment the last holds."""
         for decision in decided:
             if isinstance(decision, de.WakeMeAt):
                 self._wake_s = max(decision.at_s, now)
@@ -244,21 +245,22 @@ class Simulation:
                 raise SimulationError(f"{self.name} decides on {decision.job_id!r}, which is not live: {decision}")
             match decision:
                 case de.Resize():
-                    changes.append((run, decision.placement.slots))
+                    wanted[decision.job_id] = decision.placement.slots
                 case de.Suspend():
-                    changes.append((run, ()))
+                    wanted[decision.job_id] = ()
                 case de.Admit():
                     if decision.deadline_s is not None:
                         run.record.admitted_s = now
                         run.record.promised_deadline_s = decision.deadline_s
                 case de.Reject():
-                    changes.append((run, ()))
+                    wanted[decision.job_id] = ()
                     self._end(run, now, "rejected")
                     run.record.rejected_s, run.record.reject_reason = now, decision.reason
                 case de.AtRisk():
                     run.record.at_risk_s = now if run.record.at_risk_s is None else run.record.at_risk_s
                 case _:
                     pass  # waiting, amendments and good news move nothing
+        changes = [(self._runs[job_id], slots) for job_id, slots in wanted.items()]
         for run, _ in changes:  # a batch is one change: first everybody lets go, then everybody takes
             for slot in run.slots:
                 if self._owner.get(slot) == run.record.job_id:
