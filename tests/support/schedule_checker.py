@@ -129,9 +129,9 @@ def check(
 
     Kinds of violation: ``form`` (a line that is not of the documented form), ``order`` (time runs backwards),
     ``unknown`` (no such job in the trace), ``early`` (before its submission), ``slots`` (not there, or twice in one
-    gang), ``double`` (two jobs on a slot), ``size`` (a gang that is no power of two, or too small to run), ``span`` (not
-    an aligned block), ``work`` (finished before all steps were made), ``ended`` (something happens to a job that is
-    over, or it ends while it holds slots), ``forgotten`` (neither finished nor rejected).
+    gang), ``double`` (two jobs on a slot), ``size`` (a gang that is no power of two, or too small to run), ``span``
+    (not an aligned block), ``work`` (finished before all steps were made), ``ended`` (something happens to a job that
+    is over, or it ends while it holds slots), ``forgotten`` (neither finished nor rejected).
     """
     return _Reading(jobs, node_sizes, pause_s, pause_s if startup_s is None else startup_s, blocks).read(lines)
 
