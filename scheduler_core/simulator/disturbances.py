@@ -1,0 +1,126 @@
+"""What goes wrong with a simulated cluster: drawn beforehand, the same for every policy.
+
+All is drawn from the seed, the node and the kind of trouble alone, so that another kind, another node or another policy
+changes nothing of the rest. Knows no jobs and no policy.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.simulator.problems import InputError
+from elasticflow_airflow.scheduler_core.simulator.run import Disturbance
+from elasticflow_airflow.scheduler_core.values import Node, Slot
+
+_HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Troubles:
+    """How often something goes wrong, each as a Poisson process; None: never.
+
+    Raises:
+        InputError: a number is out of its range.
+    """
+
+    seed: int = 0
+    mtbf_h: float | None = None
+    """Mean time between failures of one node, in hours of its being there."""
+    repair_h: float = 1.0
+    """Mean time until a failed node is back (exponential)."""
+    drain_every_h: float | None = None
+    """Mean time between maintenance windows of one node."""
+    drain_notice_h: float = 2.0
+    """How long beforehand the date is known; each time as long."""
+    drain_away_h: float = 1.0
+    """How long a drained node is away; each time as long."""
+    straggler_every_h: float | None = None
+    """Mean time between slow spells of one slot."""
+    straggler_h: float = 2.0
+    """Mean length of a slow spell (exponential)."""
+    straggler_factor: tuple[float, float] = (0.4, 0.8)
+    """A slow slot lets a gang make this part of its steps, uniform between the two."""
+
+    def __post_init__(self) -> None:
+        for name in ("mtbf_h", "drain_every_h", "straggler_every_h"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value < math.inf:
+                raise InputError(f"{name} is {value!r}; it must be a number of hours above 0 (leave it out for never)")
+        for name in ("repair_h", "drain_away_h", "straggler_h"):
+            value = getattr(self, name)
+            if not 0.0 < value < math.inf:
+                raise InputError(f"{name} is {value!r}; it must be a number of hours above 0")
+        if not 0.0 <= self.drain_notice_h < math.inf:
+            raise InputError(f"drain_notice_h is {self.drain_notice_h!r}; it must be a number of at least 0")
+        low, high = self.straggler_factor
+        if not 0.0 < low <= high <= 1.0:
+            raise InputError(f"straggler_factor is {self.straggler_factor!r}; it must rise, above 0 and at most 1")
+
+
+@dataclass(frozen=True, slots=True)
+class _Absence:
+    """A node is away from ``from_s`` until ``until_s``; known since ``notice_s`` (None: nobody knew)."""
+
+    from_s: float
+    until_s: float
+    notice_s: float | None
+
+    @property
+    def begins_s(self) -> float:
+        return self.from_s if self.notice_s is None else self.notice_s
+
+
+def disturbances(nodes: Sequence[Node], troubles: Troubles, begin_s: float, end_s: float) -> list[Disturbance]:
+    """All that happens to ``nodes`` between two times, in order of time; repairs may come later.
+
+    Of two absences of a node that overlap, the one that begins later does not happen (a drain begins with its notice).
+    """
+    found: list[Disturbance] = []
+    for node in nodes:
+        over = -math.inf
+        for absence in sorted(_absences(node, troubles, begin_s, end_s), key=lambda absence: absence.begins_s):
+            if absence.begins_s <= over:
+                continue
+            over = absence.until_s
+            if absence.notice_s is not None:
+                found.append(Disturbance(absence.notice_s, ev.NodeDraining(node.node_id, absence.from_s)))
+            found.append(Disturbance(absence.from_s, ev.NodeLost(node.node_id)))
+            found.append(Disturbance(absence.until_s, ev.NodeJoined(node)))
+        found += _slow_spells(node, troubles, begin_s, end_s)
+    return sorted(found, key=lambda disturbance: disturbance.at_s)
+
+
+def _absences(node: Node, troubles: Troubles, begin_s: float, end_s: float) -> Iterator[_Absence]:
+    if troubles.mtbf_h is not None:
+        chaos = random.Random(f"{troubles.seed} failures {node.node_id}")
+        at_s = begin_s
+        while (at_s := at_s + chaos.expovariate(1.0 / (troubles.mtbf_h * _HOUR_S))) < end_s:
+            back_s = at_s + chaos.expovariate(1.0 / (troubles.repair_h * _HOUR_S))
+            yield _Absence(at_s, back_s, None)
+            at_s = back_s
+    if troubles.drain_every_h is not None:
+        chaos = random.Random(f"{troubles.seed} drains {node.node_id}")
+        at_s = begin_s
+        while (at_s := at_s + chaos.expovariate(1.0 / (troubles.drain_every_h * _HOUR_S))) < end_s:
+            from_s = at_s + troubles.drain_notice_h * _HOUR_S
+            back_s = from_s + troubles.drain_away_h * _HOUR_S
+            yield _Absence(from_s, back_s, at_s)
+            at_s = back_s
+
+
+def _slow_spells(node: Node, troubles: Troubles, begin_s: float, end_s: float) -> Iterator[Disturbance]:
+    if troubles.straggler_every_h is None:
+        return
+    for index in range(node.slots):
+        chaos = random.Random(f"{troubles.seed} stragglers {node.node_id}:{index}")
+        slot, at_s = Slot(node.node_id, index), begin_s
+        while (at_s := at_s + chaos.expovariate(1.0 / (troubles.straggler_every_h * _HOUR_S))) < end_s:
+            factor = chaos.uniform(*troubles.straggler_factor)
+            healthy_s = at_s + chaos.expovariate(1.0 / (troubles.straggler_h * _HOUR_S))
+            yield Disturbance(at_s, None, (slot, factor))
+            yield Disturbance(healthy_s, None, (slot, 1.0))
+            at_s = healthy_s
