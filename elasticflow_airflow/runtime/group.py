@@ -23,6 +23,7 @@ from torch import Tensor
 COLLECTIVE_TIMEOUT_S = 7200.0
 """Longer than the service is patient (while rank 0 evaluates, say): the dead show at once, who hangs it gives up."""
 _TEXT_BYTES = 1 << 14
+_LOOK_S = 0.1
 
 
 class GroupBroken(RuntimeError):  # noqa: N818  (it is named for what happened)
@@ -66,10 +67,14 @@ class WorkerGroup:
         self._work.put((operation, future))
         return future
 
-    def wait(self, future: Future[Any]) -> Any:
-        """Wait for a queued operation. Raises GroupBroken when it fails, or when a member is given up meanwhile."""
+    def wait(self, future: Future[Any], look: Callable[[], None] = lambda: None) -> Any:
+        """Wait for a queued operation. Raises GroupBroken when it fails, or when a member is given up meanwhile.
+
+        ``look`` is called now and then; what it raises ends the wait.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: future.done() or self._why is not None)
+            while not self._changed.wait_for(lambda: future.done() or self._why is not None, _LOOK_S):
+                look()
         if self._why is not None and not future.done():
             raise GroupBroken(self._why)
         error = future.exception()
@@ -81,9 +86,9 @@ class WorkerGroup:
             raise GroupBroken(f"a worker of generation {self.generation} is gone") from error
         raise error
 
-    def exchange(self, row: Tensor) -> Tensor:
-        """Give everybody everybody's row: (n,) on the CPU in, (size, n) out, by rank."""
-        gathered: Tensor = self.wait(self.begin_exchange(row))
+    def exchange(self, row: Tensor, look: Callable[[], None] = lambda: None) -> Tensor:
+        """Give everybody everybody's row: (n,) on the CPU in, (size, n) out, by rank. ``look``: see :meth:`wait`."""
+        gathered: Tensor = self.wait(self.begin_exchange(row), look)
         return gathered
 
     def begin_exchange(self, row: Tensor) -> Future[Any]:

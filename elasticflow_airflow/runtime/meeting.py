@@ -28,6 +28,9 @@ from elasticflow_airflow.runtime.protocol import Membership, meeting_path, read_
 ADDRESS_ENV = "ELASTICFLOW_ADDRESS"
 """Environment variable: the address at which the other workers of a job reach this one."""
 _POLL_S = 0.01
+_BEAT_S = 0.2
+JOINER_SILENCE_LIMIT_S = 5.0
+"""At a switch, a joiner that has not said for so long that it lives is done without."""
 _BUILD_LIMIT_S = 20.0
 _HOLDER = "holder"
 
@@ -55,6 +58,8 @@ class Meeting:
         """Where the loops of those who join stand: a switch in another epoch would leave them one behind."""
         self.epoch_of_holders: int | None = None
         self.failure: str | None = None
+        self._beats: dict[str, tuple[bytes, float]] = {}
+        """By joiner: what it said last of its being alive, and when that was news."""
         self.store: Any = None
         self._thread = threading.Thread(target=self._run, name=f"elasticflow-meet-{plan.generation}", daemon=True)
         self._thread.start()
@@ -91,6 +96,11 @@ class Meeting:
     def stopped(self) -> bool:
         """Whether a later plan has taken its place."""
         return self._stopped.is_set()
+
+    def silent_joiners(self) -> list[str]:
+        """Who was here to join, but is stopped, or cut off: nobody should wait for them at a switch."""
+        now_s = time.monotonic()
+        return sorted(w for w, (_, at_s) in self._beats.items() if now_s - at_s > JOINER_SILENCE_LIMIT_S)
 
     def end(self) -> None:
         """Its group has begun: the thread may end."""
@@ -150,7 +160,11 @@ class Meeting:
     def _follow_epochs(self, said: str) -> None:
         """Keep joiners and holders informed of each other's epoch until the switch."""
         told: int | None = None
+        beats, beaten_s = 0, -_BEAT_S
         while not self._stopped.is_set():
+            if time.monotonic() - beaten_s >= _BEAT_S:
+                beats, beaten_s = beats + 1, time.monotonic()
+                self._beat(beats)
             said = self._say(said)
             words = [self.store.get(f"here/{m.worker_id}").decode() for m in self.plan.members]
             self.joiner_epochs = [int(word.split()[1]) for word in words if word != _HOLDER]
@@ -166,6 +180,17 @@ class Meeting:
                 with self._changed:
                     self._changed.notify_all()
             self._stopped.wait(_POLL_S)
+
+    def _beat(self, number: int) -> None:
+        """A joiner: say that this process is not stopped. The others: hear who is not."""
+        if self._joins:
+            self.store.set(f"beat/{self._worker_id}", str(number))
+            return
+        for member in self.plan.members:
+            key, worker = f"beat/{member.worker_id}", member.worker_id
+            beat = self.store.get(key) if self.store.check([key]) else None
+            if beat is not None and self._beats.get(worker, (None,))[0] != beat:
+                self._beats[worker] = (beat, time.monotonic())
 
     def _open_store(self) -> Any:
         address = os.environ.get(ADDRESS_ENV, "127.0.0.1")

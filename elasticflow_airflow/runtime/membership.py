@@ -23,7 +23,7 @@ import torch
 
 from elasticflow_airflow.runtime.checkpoint import Registered
 from elasticflow_airflow.runtime.group import GroupBroken, WorkerGroup, from_text_rows, to_text_row
-from elasticflow_airflow.runtime.meeting import ADDRESS_ENV, Meeting
+from elasticflow_airflow.runtime.meeting import ADDRESS_ENV, JOINER_SILENCE_LIMIT_S, Meeting
 from elasticflow_airflow.runtime.protocol import Membership, RescaleMode
 from elasticflow_airflow.runtime.transfer import StateServer, TransferError, receive
 from elasticflow_airflow.runtime.watching import PlanWatcher
@@ -35,6 +35,15 @@ ABANDONED_STATUS = 75
 """Exit status of a survivor for whom no plan came (EX_TEMPFAIL)."""
 _WAIT_S = 0.05
 _END_LIMIT_S = 3.0
+
+
+class JoinerSilent(GroupBroken):
+    """Workers that were to join do not answer: the change is given up, and those that train go on as before."""
+
+    def __init__(self, workers: list[str]) -> None:
+        names, verb = ", ".join(workers), "has" if len(workers) == 1 else "have"
+        super().__init__(f"{names} {verb} not answered for {JOINER_SILENCE_LIMIT_S:.0f} s")
+        self.workers = workers
 
 
 class Dismissed(Exception):  # noqa: N818  (no error: it is news)
@@ -292,7 +301,7 @@ class Place:
             row: dict[str, Any] = {"step": facts["step"], "pending": pending, "facts": facts}
             if server is not None:
                 row["contact"] = server.contact
-            rows = meeting.group.exchange_values(row)
+            rows = from_text_rows(meeting.group.exchange(to_text_row(row), lambda: _look_at_joiners(meeting)))
             return self._settle(meeting, registered, rows, server, began_s, recovered=recovered)
         except GroupBroken as error:
             self._leave_meeting(meeting, str(error))
@@ -306,10 +315,11 @@ class Place:
         mine = sum(1 for i in range(joiners) if i % self.group.size == self.group.rank)
         meeting.store.set(f"leaver/{self.group.rank}", json.dumps(server.contact))
         meeting.store.set("leavers", str(self.group.size))
-        done = server.wait(mine, lambda: meeting.stopped)
+        done = server.wait(mine, lambda: meeting.stopped or bool(meeting.silent_joiners()))
         if not self.group.broken:
             done = bool(self.group.exchange(torch.tensor([float(done)])).all())
         if not done:
+            _look_at_joiners(meeting)
             raise GroupBroken("a worker that joins did not take the state")
 
     def _leave_meeting(self, meeting: Meeting, why: str) -> None:
@@ -354,11 +364,13 @@ class Place:
             took_over, nbytes = received.facts, received.nbytes
         elif server is not None and rank in holders:
             mine = sum(1 for i in range(len(needy)) if holders[i % len(holders)] == rank)
-            if not server.wait(mine, lambda: meeting.stopped or bool(meeting.group and meeting.group.broken)):
+            group = meeting.group
+            if not server.wait(mine, lambda: meeting.stopped or group.broken or bool(meeting.silent_joiners())):
+                _look_at_joiners(meeting)
                 raise GroupBroken("a worker that joins did not take the state")
             nbytes = server.nbytes
         # The group of before is left together or not at all: until all have the state, nothing has changed.
-        meeting.group.wait_for_all()
+        meeting.group.exchange(torch.zeros(1), lambda: _look_at_joiners(meeting))
         before = self.group.generation
         self._take_place(meeting)
         return Adoption(
@@ -419,6 +431,13 @@ class Place:
         self.group.close()
         ended = [part.join(_END_LIMIT_S) for part in [*self._ending, self.group]]
         return all(ended)
+
+
+def _look_at_joiners(meeting: Meeting) -> None:
+    """Raise JoinerSilent when one does not answer any more. They themselves wait for the plan."""
+    silent = meeting.silent_joiners()
+    if silent:
+        raise JoinerSilent(silent)
 
 
 def _die(why: str) -> NoReturn:

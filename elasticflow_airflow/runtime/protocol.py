@@ -187,7 +187,7 @@ class ReportKind(StrEnum):
     FAILED = "failed"
     """The worker knows why it ends: message, [kind: "nan_loss" | "exception" | "bad_checkpoint"]."""
     WARNING = "warning"
-    """Something the user should read: message."""
+    """Something the user should read: message. [absent: workers that were to join, but did not answer at the switch]"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

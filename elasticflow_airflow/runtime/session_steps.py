@@ -19,7 +19,7 @@ from elasticflow_airflow.runtime.group import GroupBroken
 from elasticflow_airflow.runtime.logical import owned_by
 from elasticflow_airflow.runtime.machinery import Sums, from_rows, to_row
 from elasticflow_airflow.runtime.measuring import Activity
-from elasticflow_airflow.runtime.membership import Adoption, Dismissed
+from elasticflow_airflow.runtime.membership import Adoption, Dismissed, JoinerSilent
 from elasticflow_airflow.runtime.protocol import GENERATION_ENV, ReportKind, read_reports, report_path
 from elasticflow_airflow.runtime.reporting import WORKER_EVERY
 from elasticflow_airflow.runtime.session_core import Leaving, SessionCore, finite_or_none, trained_parameters
@@ -204,7 +204,9 @@ class SessionSteps(SessionCore):
             adoption = self._place.switch(self._registered, self._facts())
         except GroupBroken as error:
             # The group of before is there still; where it is not, the next step finds that out, and recovers.
-            self._say(ReportKind.WARNING, message=f"the change did not come about ({error}): goes on as before")
+            absent = error.workers if isinstance(error, JoinerSilent) else []
+            message = f"the change did not come about ({error}): goes on as before"
+            self._say(ReportKind.WARNING, message=message, absent=absent)
             return
         except Dismissed:
             self._leave_at_once()

@@ -234,6 +234,8 @@ def _fold_reports(
             _note_switch(generation, report)
         if report.kind is ReportKind.WORKER:
             stragglers.note(books, generation, report)
+        if report.kind is ReportKind.WARNING and report.data.get("absent"):
+            generation.notes = {**generation.notes, "absent": [str(worker) for worker in report.data["absent"]]}
         if report.rank == 0 or report.kind in (ReportKind.FAILED, ReportKind.OUT_OF_MEMORY):
             progressed |= _fold_report(books, row, generation, report, hidden)
     if folded != generation.folded:

@@ -208,15 +208,17 @@ def go_on_as_planned(books: Books, row: IncarnationRow, generation: GenerationRo
 
 
 def _look_after_joiners(books: Books, row: IncarnationRow, training: GenerationRow, change: GenerationRow) -> None:
-    """Give a change up whose new workers die: the gang that trains has lost nothing by it."""
+    """Give a change up whose new workers die, or do not answer: the gang that trains has lost nothing by it."""
     if change.running_at is not None:
         return
     staying = {worker.worker_id for worker in _workers(books, training)}
-    dead = [w for w in _workers(books, change) if w.exit_code is not None and w.worker_id not in staying]
+    absent = set(training.notes.get("absent", ()))
+    joiners = [w for w in _workers(books, change) if w.worker_id not in staying]
+    dead = [w for w in joiners if w.exit_code is not None or w.worker_id in absent]
     if not dead and change.state != GangState.ENDED:
         return
     if dead:
-        said = _names(dead, [f"ended ({_signal(worker)}) before it could join" for worker in dead])
+        said = _names(dead, [_why_it_did_not_join(worker) for worker in dead])
     else:
         said = f"generation {change.generation} ended before it could train: {change.failure or 'nobody said why'}"
     if change.purpose == Purpose.PROFILE and not change.notes.get("measured") and books.knows(row.job_id):
@@ -230,6 +232,12 @@ def _look_after_joiners(books: Books, row: IncarnationRow, training: GenerationR
     else:
         _count_failure(row)
         _stay(books, row, training, dead, said)
+
+
+def _why_it_did_not_join(worker: WorkerObservation) -> str:
+    if worker.exit_code is None:
+        return "did not answer when it was to join"
+    return f"ended ({_signal(worker)}) before it could join"
 
 
 def _stay(

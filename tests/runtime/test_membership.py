@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from elasticflow_airflow.runtime import membership
+from elasticflow_airflow.runtime import meeting, membership
 from elasticflow_airflow.runtime.checkpoint import Registered
 from elasticflow_airflow.runtime.group import GroupBroken, WorkerGroup
-from elasticflow_airflow.runtime.membership import Dismissed, Place
+from elasticflow_airflow.runtime.membership import Dismissed, JoinerSilent, Place
 from elasticflow_airflow.runtime.protocol import Member, Membership, RescaleMode
 from elasticflow_airflow.runtime.transfer import receive
 
@@ -220,6 +220,48 @@ def test_who_would_leave_stays_when_those_who_come_die(crew, monkeypatch):
     held.may.set()
     with pytest.raises(Dismissed):
         joined.result(LIMIT_S)
+    crew.talk("a", "b")
+
+
+class Stopped:
+    """A joiner whose process is stopped once it is warm: it was announced, and says nothing more."""
+
+    def __init__(self, crew: Crew, worker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(meeting, "JOINER_SILENCE_LIMIT_S", 0.5)
+        place = crew.places[worker]
+        wait(lambda: place._meeting is not None, "the meeting")
+        place._meeting.announce(0)
+        wait(lambda: place._meeting.ready, "its readiness")
+        monkeypatch.setattr(place._meeting, "_beat", lambda number: None)
+
+
+def test_a_joiner_that_is_stopped_holds_nobody_up(crew, monkeypatch):
+    crew.plan("a", "b")
+    crew.plan("a", "b", "c", "d")
+    joined = crew.join("d")
+    Stopped(crew, "c", monkeypatch)
+    crew.agreed("a", "b")
+    held_up = [crew.switch("a"), crew.switch("b")]
+    errors = [one.exception(LIMIT_S) for one in held_up]
+    assert all(isinstance(error, GroupBroken) for error in errors)
+    assert ["c"] in [error.workers for error in errors if isinstance(error, JoinerSilent)]
+    crew.talk("a", "b")  # they go on as before
+    crew.plan("a", "d", lost=["c"])
+    crew.agreed("a", "b")
+    switched, left = crew.switch("a"), crew.switch("b")
+    assert switched.result(LIMIT_S).generation == joined.result(LIMIT_S).generation == 3
+    with pytest.raises(Dismissed):
+        left.result(LIMIT_S)
+
+
+def test_those_who_leave_stay_when_a_joiner_is_stopped(crew, monkeypatch):
+    crew.plan("a", "b")
+    crew.plan("c")
+    Stopped(crew, "c", monkeypatch)
+    crew.agreed("a", "b")
+    for stays in [crew.switch("a"), crew.switch("b")]:
+        with pytest.raises(GroupBroken):
+            stays.result(LIMIT_S)
     crew.talk("a", "b")
 
 

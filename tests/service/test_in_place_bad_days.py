@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from elasticflow_airflow.runtime.protocol import heartbeat_path, write_json_atomic
+from elasticflow_airflow.runtime.protocol import ReportKind, heartbeat_path, write_json_atomic
 from elasticflow_airflow.service.rescaling import break_circles
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
@@ -252,6 +252,22 @@ def test_a_joiner_that_dies_delays_nobody_and_the_next_try_succeeds(world, exit_
     assert world.row(job).in_place["failures"] == 0
     assert world.ended(job).state == "succeeded", "\n".join(world.story())
     assert never_went_back(world, job)
+
+
+def test_a_joiner_that_does_not_answer_is_given_up_and_the_next_try_succeeds(world):
+    """Those that train were ready to switch, and went on without it: they say so."""
+    job = grow(world)
+    change = world.generations(job)[-1]
+    (training,) = [g for g in world.engine.world.of(job.job.job_id) if g.phase == "running"]
+    absent = f"g{change.generation:06d}-r002"
+    training._say(ReportKind.WARNING, 0, message="the change did not come about", absent=[absent])
+    world.run(2)
+    (failed,) = reasons(world, job, "join_failed")
+    assert f"worker {absent}" in failed
+    assert "did not answer when it was to join: stays with 2 workers where it was" in failed
+    assert world.generations(job)[change.generation].lost == [absent], "it is killed"
+    world.until(lambda: world.status(job).workers == 4, "the next try succeeds")
+    assert world.ended(job).state == "succeeded", "\n".join(world.story())
 
 
 def test_joiners_that_die_twice_in_a_row_lead_to_a_restart(world):
