@@ -2,8 +2,9 @@
 
 All slots of the cluster stand in one row of *addresses*, and a set of slots is an ``int`` with a bit per address, so
 that finding a free aligned block is a handful of shifts even at ten thousand slots. Blocks are powers of two: inside a
-node by binary decomposition (a node of 6 is 4 + 2), across whole nodes of equal power-of-two size. Busy, lost and
-draining slots are simply not free; they break the blocks that contain them. Knows no jobs, no time, no promises.
+node by binary decomposition (a node of 6 is 4 + 2), across whole nodes of one type and equal power-of-two size. Busy,
+lost and draining slots are simply not free; they break the blocks that contain them. Knows no jobs, no time, no
+promises.
 """
 
 from __future__ import annotations
@@ -25,16 +26,19 @@ class Layout:
     """
 
     def __init__(self, nodes: Iterable[Node], together: Sequence[Sequence[str]] = ()) -> None:
-        classes: dict[int, list[Node]] = {}
+        classes: dict[tuple[int, str], list[Node]] = {}
         for node in sorted(nodes, key=lambda node: node.node_id):
-            classes.setdefault(node.slots, []).append(node)
+            classes.setdefault((-node.slots, node.gpu_type), []).append(node)
         slots: list[Slot] = []
         starts: list[int] = [0]
         self.usable = 0
         self.drains: list[tuple[float, int]] = []
         self.avoided: list[tuple[float, int]] = []
-        for size in sorted(classes, reverse=True):
-            ordered = _order(classes[size], together)
+        self.of_type: dict[str, int] = {}
+        """The addresses of each GPU type, usable or not. No block contains two types: a forest."""
+        for negative, gpu_type in sorted(classes):
+            size = -negative
+            ordered = _order(classes[negative, gpu_type], together)
             base = len(slots)
             for node in ordered:
                 drained = 0
@@ -48,6 +52,7 @@ class Layout:
                             self.avoided.append((node.avoided[index], bit))
                 if node.draining_until_s is not None and drained:
                     self.drains.append((node.draining_until_s, drained))
+            self.of_type[gpu_type] = self.of_type.get(gpu_type, 0) | (1 << len(slots)) - (1 << base)
             whole = size & (size - 1) == 0
             spans = [(base, len(ordered) * size)] if whole else [(base + i * size, size) for i in range(len(ordered))]
             for start, length in spans:

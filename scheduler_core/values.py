@@ -26,7 +26,8 @@ class Node:
 
     ``busy`` are slot indices that somebody else holds and that must not be used.
     ``draining_until_s`` is the time at which the node goes away, if it is known. ``avoided`` are slots (index) on which
-    nothing may be planned before a time: a worker was slow there, and whoever holds one is moved.
+    nothing may be planned before a time: a worker was slow there, and whoever holds one is moved. ``gpu_type`` names
+    what its slots are, where a cluster has several kinds; no gang stands on two.
     """
 
     node_id: str
@@ -34,6 +35,7 @@ class Node:
     busy: frozenset[int] = frozenset()
     draining_until_s: float | None = None
     avoided: Mapping[int, float] = field(default_factory=dict)
+    gpu_type: str = ""
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -117,6 +119,10 @@ class Job:
     """False: never profile (a plain script that reports nothing); it then runs as best effort at ``min_workers``."""
     explore: bool = True
     """False: never try a size that ``curve`` does not name (the user gave the curve, and means it)."""
+    requested_workers: int | None = None
+    """What a fixed-size request would ask for; only policies that do not choose sizes themselves look at it."""
+    curves: Mapping[str, ScalingCurve] = field(default_factory=dict)
+    """Speed by ``Node.gpu_type``, if that is known; ``curve`` is then one that every type keeps (the slowest)."""
 
 
 class Phase(StrEnum):
@@ -213,3 +219,5 @@ class JobState:
     """At ``as_of_s``: what a prediction says is left, if there is one; less than ``remaining_steps``."""
     reserved: tuple[Reservation, ...] = ()
     """The stored plan on its very slots: the proof of its promise. Without it a restore has to find a proof anew."""
+    memory: Mapping[str, float] = field(default_factory=dict)
+    """What a policy of :mod:`~elasticflow_airflow.scheduler_core.policies` remembers of it besides."""

@@ -31,12 +31,14 @@ class SimulationError(RuntimeError):
 class SimulatedJob:
     """A job as the policy is told (``job``) and as it really runs: ``truth`` is steps/s by number of workers.
 
-    ``arrives_s`` is when it is submitted.
+    ``arrives_s`` is when it is submitted. ``truths``, if not empty, are its real speeds by ``Node.gpu_type``, and hold
+    in place of ``truth``.
     """
 
     job: Job
     truth: Mapping[int, float]
     arrives_s: float
+    truths: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
 
 class Disturbance(NamedTuple):
@@ -118,6 +120,8 @@ class Simulation:
     _owner: dict[Slot, str] = field(default_factory=dict)
     _slots: set[Slot] = field(default_factory=set)
     _slow: dict[Slot, float] = field(default_factory=dict)
+    _types: dict[str, str] = field(default_factory=dict)
+    """GPU type by node."""
     _wake_s: float | None = None
     _over: int = 0
 
@@ -131,6 +135,7 @@ class Simulation:
         records = [self._expect(job) for job in self.jobs]
         for node in self.nodes:
             self._slots.update(Slot(node.node_id, i) for i in range(node.slots) if i not in node.busy)
+            self._types[node.node_id] = node.gpu_type
         for disturbance in self.disturbances:
             self._push(disturbance.at_s, 1, disturbance)
         first = min((job.arrives_s for job in self.jobs), default=0.0)
@@ -227,6 +232,7 @@ class Simulation:
                 told.append(ev.JobProgressed(job_id, run.left))
         elif isinstance(disturbance.event, ev.NodeJoined):
             node = disturbance.event.node
+            self._types[node.node_id] = node.gpu_type
             self._slots.update(Slot(node.node_id, i) for i in range(node.slots) if i not in node.busy)
         return [disturbance.event, *told]
 
@@ -311,9 +317,23 @@ class Simulation:
             record.started_s = now
         self._go_on(run, now)
 
+    def _truth(self, run: _Run) -> Mapping[int, float]:
+        """Real speeds on the type of GPU that a job stands on."""
+        types = sorted({self._types[slot.node_id] for slot in run.slots})
+        if len(types) > 1:
+            raise SimulationError(f"{self.name} spreads {run.record.job_id!r} over several types of GPU: {types}")
+        truths = run.simulated.truths
+        if not truths:
+            return run.simulated.truth
+        if types[0] not in truths:
+            raise SimulationError(
+                f"{self.name} runs {run.record.job_id!r} on {types[0]!r}; it runs on {sorted(truths)}"
+            )
+        return truths[types[0]]
+
     def _go_on(self, run: _Run, now: float) -> None:
         """Say when a job that holds slots will end at its present speed."""
-        truth, size = run.simulated.truth, len(run.slots)
+        truth, size = self._truth(run), len(run.slots)
         known = [n for n in truth if n <= size]
         if not known:
             raise SimulationError(f"{self.name} runs {run.record.job_id!r} with {size}; it needs at least {min(truth)}")
