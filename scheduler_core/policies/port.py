@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
+from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.decisions import Decision
 from elasticflow_airflow.scheduler_core.events import Event
+from elasticflow_airflow.scheduler_core.values import JobState, Node, Plan
 
 
 class Policy(Protocol):
@@ -13,4 +16,30 @@ class Policy(Protocol):
 
     def handle(self, event: Event, now: float) -> list[Decision]:
         """Take in one event and say what follows from it; the last ``WakeMeAt`` returned is the only one that holds."""
+        ...
+
+
+class ServicePolicy(Policy, Protocol):
+    """What the service needs beyond that: to look at it, and to go on after a crash."""
+
+    config: SchedulerConfig
+
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes as last told."""
+        ...
+
+    def states(self) -> tuple[JobState, ...]:
+        """Everything remembered of every live job, in order of arrival."""
+        ...
+
+    def restore(self, states: Iterable[JobState], now: float) -> list[Decision]:
+        """Take over live jobs after a crash."""
+        ...
+
+    def plan_of(self, job_id: str) -> Plan | None:
+        """What is planned for a live job; None while there is nothing."""
+        ...
+
+    def projected_finish_s(self, job_id: str) -> float | None:
+        """When the last step of a live job is expected; None when that is not known."""
         ...

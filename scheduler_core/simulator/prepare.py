@@ -91,6 +91,7 @@ def prepare(trace: Trace, curves: Curves, nodes: Sequence[Node], conditions: Con
             value=row.value,
             on_reject=conditions.on_reject,
             explore=False,
+            requested_workers=row.workers,
         )
         truth = _truth(curve, conditions.throughput_error, chaos)
         prepared.append(SimulatedJob(job=job, truth=truth, arrives_s=row.submitted_s))

@@ -1,0 +1,37 @@
+"""``gang-fifo``: what Airflow users have today. Each job gets the workers that it asks for, in order of arrival.
+
+The head of the line blocks: while its gang does not fit, nobody behind it starts. What runs is never stopped or
+resized; it is moved only where the free slots suffice for the head of the line but lie apart. Deadlines, curves and
+elasticity play no part. A size that was never measured runs as the nearest smaller one that was. ``gang-fifo+knee`` is
+the same with gangs capped at the knee of their curve, so that nobody holds slots that make it slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.policies.gang import Claim, GangPolicy, Scene, Wanted
+from elasticflow_airflow.scheduler_core.policies.live import JobView
+from elasticflow_airflow.scheduler_core.values import Node
+
+
+class GangFifo(GangPolicy):
+    """First in, first out, at the requested size."""
+
+    def __init__(
+        self, config: SchedulerConfig | None = None, nodes: Iterable[Node] = (), *, at_knee: bool = False
+    ) -> None:
+        super().__init__(config, nodes)
+        self._at_knee = at_knee
+
+    def wanted(self, scene: Scene) -> Wanted:
+        """Whoever runs goes on; then the line, as far as it fits."""
+        running = [Claim(job.job_id, (job.size,)) for job in scene.jobs if job.size]
+        line = [Claim(job.job_id, (self._size(job),), "first in line") for job in scene.jobs if not job.size]
+        return Wanted([*running, *line], blocking=True)
+
+    def _size(self, job: JobView) -> int:
+        if not self._at_knee:
+            return job.requested
+        return max((size for size in job.rising if size <= job.requested), default=job.rising[0])

@@ -1,0 +1,534 @@
+"""The base of the comparison policies: events in, gangs out; a subclass only says who should have how many slots now.
+
+It keeps the books (live jobs, their progress between events exactly as it is charged: every start, resize and migration
+stops a job), places gangs on buddy blocks and leaves running ones where they are unless there is no block otherwise.
+It decides for now and books nothing ahead, so by itself it promises nothing: every job is taken as best effort.
+Nothing is profiled: a job without a curve runs at the size that it asks for, and its speed is learnt there.
+
+Knows no clock, disk, network or thread, and nothing of the future: what a subclass sees are the jobs submitted so far.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.decisions import (
+    Admit,
+    Amended,
+    AmendRejected,
+    Decision,
+    Purpose,
+    Reject,
+    Resize,
+    Suspend,
+    Terms,
+    Wait,
+    WakeMeAt,
+)
+from elasticflow_airflow.scheduler_core.explain import change, moment
+from elasticflow_airflow.scheduler_core.placement import Layout
+from elasticflow_airflow.scheduler_core.policies.live import GangJob, JobView, gang_job_of
+from elasticflow_airflow.scheduler_core.policies.seating import Room, seat
+from elasticflow_airflow.scheduler_core.values import (
+    Job,
+    JobState,
+    Node,
+    OnReject,
+    Phase,
+    Placement,
+    Plan,
+    PlanSegment,
+    ScalingCurve,
+)
+from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S
+
+LEAVE_S = 60.0
+"""Gangs leave a draining node this long before it goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What one job should hold now: the first of ``sizes`` for which there is room beside the claims before it.
+
+    Sizes are powers of two that it was measured at. ``why`` is a part of a sentence for the user.
+    """
+
+    job_id: str
+    sizes: tuple[int, ...]
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Claims in order of priority; who is not named holds nothing.
+
+    ``blocking``: a claim without room stops all claims after it (no backfilling). ``look_again_s``: ask again then, if
+    no event comes before; None: only events matter.
+    """
+
+    claims: Sequence[Claim]
+    look_again_s: float | None = None
+    blocking: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What a policy looks at: the jobs that compete, in order of arrival, the room that they share, and the time.
+
+    Jobs whose last step is made keep their slots until they are gone; they are not here, nor are their slots. ``room``
+    is the policy's own to use up.
+    """
+
+    jobs: Sequence[JobView]
+    room: Room
+    now: float
+
+
+class GangPolicy(ABC):
+    """A policy that sizes gangs for now. Deterministic. Subclasses implement :meth:`wanted`, and may :meth:`judge`."""
+
+    def __init__(self, config: SchedulerConfig | None = None, nodes: Iterable[Node] = ()) -> None:
+        self.config = config or SchedulerConfig()
+        self.jobs: dict[str, GangJob] = {}
+        """Live jobs in order of arrival, parked and waiting ones included."""
+        self._nodes = {node.node_id: node for node in nodes}
+        self.layout = Layout(self._nodes.values())
+        self._numbers = 0
+
+    # -- what a subclass decides -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def wanted(self, scene: Scene) -> Wanted:
+        """Who should hold how many slots now. Called at every event.
+
+        A policy that decides in rounds names what everybody holds already until the round is over.
+        """
+
+    def judge(self, newcomer: JobView) -> Admit | Reject | Wait:
+        """Take a job or not; it is not among ``self.jobs`` yet, unless it waits or is amended.
+
+        ``Admit`` with a deadline is a promise: a subclass that gives one must be able to keep it.
+        """
+        return self.take(newcomer, "runs when it is its turn; no deadline is promised")
+
+    # -- the port --------------------------------------------------------------------------------------------------
+
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes as last told."""
+        return tuple(self._nodes.values())
+
+    def states(self) -> tuple[JobState, ...]:
+        """Everything remembered of every live job, in order of arrival; input of :meth:`restore`."""
+        return tuple(job.state(self.layout) for job in self.jobs.values())
+
+    def restore(self, states: Iterable[JobState], now: float) -> list[Decision]:
+        """Take over live jobs after a crash. Only on a policy without jobs.
+
+        Raises:
+            ValueError: there are live jobs already.
+        """
+        if self.jobs:
+            raise ValueError("restore() needs a policy that has no jobs yet")
+        for state in states:
+            job = gang_job_of(state, self.layout)
+            if job.phase is Phase.PROFILING:  # by another policy; nothing is profiled here
+                job.phase, job.best_effort = Phase.ADMITTED, True
+            self.jobs[job.job_id] = job
+            self._numbers = max(self._numbers, job.number + 1)
+        self._change_nodes(self._nodes.values(), now)
+        return self._replan(now, "the scheduler was restarted")
+
+    def projected_finish_s(self, job_id: str) -> float | None:
+        """When the last step is made if the job keeps what it holds now; None when that is not known.
+
+        Raises:
+            KeyError: there is no such live job.
+        """
+        job = self._job(job_id)
+        work = job.work(self.layout, self.config)
+        speed = work.speed(work.size) if work.size else 0.0
+        left = min(work.remaining, work.expected)
+        return work.since_s + left / speed if speed > 0.0 and left < INFINITY else None
+
+    def plan_of(self, job_id: str) -> Plan | None:
+        """What the job holds now, kept until its end; None while it holds nothing or its end is not known.
+
+        Raises:
+            KeyError: there is no such live job.
+        """
+        job, finish = self._job(job_id), self.projected_finish_s(job_id)
+        if finish is None:
+            return None
+        begin = min(job.as_of_s, finish)
+        lost = min(max(0.0, job.ready_s - begin), finish - begin)
+        return Plan(job_id, (PlanSegment(begin, finish, job.size, lost),), finish, finish + job.job.costs.tail_s)
+
+    def handle(self, event: ev.Event, now: float) -> list[Decision]:
+        """Take in one event and say what follows from it. Events of jobs that are gone are ignored.
+
+        Raises:
+            ValueError: a job is submitted whose id is live already.
+        """
+        match event:
+            case ev.JobSubmitted():
+                return self._submitted(event.job, now)
+            case ev.WakeUp():
+                return self._replan(now, "it is its turn", retry=True)
+            case ev.NodeJoined() | ev.NodeLost() | ev.NodeDraining():
+                return self._nodes_changed(event, now)
+        job = self.jobs.get(event.job_id)
+        if job is None:
+            return self._replan(now, "another job has left")
+        match event:
+            case ev.JobFinished() | ev.JobFailed() | ev.JobCancelled():
+                del self.jobs[job.job_id]
+                return self._replan(now, f"{job.job_id} has left", retry=True)
+            case ev.JobProgressed():
+                self._progressed(job, event, now)
+                return self._replan(now, f"{job.job_id} reported its progress")
+            case ev.JobMeasured():
+                job.settle(self.layout, self.config, now)
+                if event.costs is not None:
+                    job.job = replace(job.job, costs=event.costs)
+                if not event.failed and event.steps_per_s is not None and event.steps_per_s > 0.0:
+                    self._know(job, event.workers, event.steps_per_s)
+                job.changed()
+                return self._replan(now, f"{job.job_id} was measured with {event.workers}")
+            case ev.JobAmended():
+                return self._amended(job, event, now)
+            case ev.JobParked():
+                if job.phase is not Phase.PARKED:
+                    job.settle(self.layout, self.config, now)
+                    job.parked_from, job.phase = job.phase, Phase.PARKED
+                return self._replan(now, f"{job.job_id} is parked", retry=True)
+            case ev.JobUnparked():
+                if job.phase is Phase.PARKED:
+                    job.phase, job.parked_from = job.parked_from or Phase.ADMITTED, None
+                    job.waiting_since_s = now
+                return self._replan(now, f"the owner of {job.job_id} is back")
+            case ev.GangStarted():
+                self._gang_started(job, event.placement, now)
+                return self._replan(now, f"{job.job_id} has started")
+            case ev.GangLost():
+                self._lose_gang(job, now)
+                return self._replan(now, f"the gang of {job.job_id} was lost")
+            case ev.GangReformed():
+                self._gang_reformed(job, event.placement, now)
+                return self._replan(now, f"{job.job_id} goes on with {job.size}")
+            case ev.SlotSlow():
+                return self._slot_slow(job, event, now)
+        raise TypeError(f"unknown event {event!r}")
+
+    # -- for subclasses --------------------------------------------------------------------------------------------
+
+    @property
+    def largest(self) -> int:
+        """Size of the largest block that the cluster has."""
+        return 1 << max(0, self.layout.levels - 1)
+
+    def usable(self, now: float) -> int:
+        """Slots that may be held now: not busy, not about to go away."""
+        return self.layout.usable & self.layout.usable_at(now) & self.layout.usable_at(now + LEAVE_S)
+
+    def view(self, job: GangJob, now: float) -> JobView:
+        """One job as :meth:`wanted` sees it."""
+        return JobView(job, self.layout, self.config, now)
+
+    def take(self, job: JobView, reason: str) -> Admit:
+        """Admit without a promise."""
+        return Admit(job.job_id, Terms.BEST_EFFORT, None, None, reason)
+
+    def refuse(self, job: JobView, reason: str, offer_s: float | None = None) -> Admit | Reject | Wait:
+        """Do what the submitter asked for in case that the deadline cannot be promised."""
+        spec = job.job.job
+        choice, deadline = spec.on_reject, spec.deadline_s
+        if choice is OnReject.BEST_EFFORT:
+            return self.take(job, f"cannot be promised: {reason}; runs as best effort")
+        if choice is OnReject.WAIT and deadline is not None:
+            until = deadline - job.least_time_s
+            if until > job.now + TOLERANCE_S:
+                return Wait(job.job_id, f"waits for capacity until {moment(until)}: {reason}", until)
+        return Reject(job.job_id, reason, offer_s)
+
+    def twin(self) -> Self:
+        """An independent copy, for rolling the policy forward."""
+        twin = copy.copy(self)
+        twin.jobs = {}
+        for job_id, job in self.jobs.items():
+            twin.jobs[job_id] = other = copy.copy(job)
+            other.memory = dict(job.memory)
+        return twin
+
+    def live_job(self, job: Job, now: float) -> GangJob:
+        """A newcomer as a live job, not yet among the others."""
+        return GangJob(
+            job=job,
+            phase=Phase.ADMITTED,
+            best_effort=True,
+            number=self._numbers,
+            remaining=job.total_steps,
+            as_of_s=now,
+            waiting_since_s=now,
+        )
+
+    # -- admission -------------------------------------------------------------------------------------------------
+
+    def _submitted(self, job: Job, now: float) -> list[Decision]:
+        if job.job_id in self.jobs:
+            raise ValueError(f"job {job.job_id!r} is live already; a new incarnation needs the old one to end first")
+        live = self.live_job(job, now)
+        if self._nodes and not live.sizes(self.largest, self.config):
+            reason = f"no block of at least {job.min_workers} slots exists in this cluster, or none it was measured at"
+            return [Reject(job.job_id, reason, None), *self._replan(now, "a job was rejected")]
+        verdict = self.judge(self.view(live, now))
+        if not isinstance(verdict, Reject):
+            self._numbers += 1
+            self.jobs[job.job_id] = live
+            self._accept(live, verdict)
+        return [verdict, *self._replan(now, "slots are free")]
+
+    def _accept(self, job: GangJob, verdict: Admit | Wait) -> None:
+        job.phase = Phase.WAITING if isinstance(verdict, Wait) else Phase.ADMITTED
+        job.best_effort = isinstance(verdict, Wait) or verdict.terms is Terms.BEST_EFFORT
+        if isinstance(verdict, Admit) and verdict.deadline_s is not None:
+            job.job = replace(job.job, deadline_s=verdict.deadline_s)
+            job.changed()
+
+    def _retry(self, now: float) -> list[Decision]:
+        """Ask again for those who wait."""
+        out: list[Decision] = []
+        for job in [job for job in self.jobs.values() if job.phase is Phase.WAITING]:
+            verdict = self.judge(self.view(job, now))
+            if isinstance(verdict, Wait):
+                continue
+            out.append(verdict)
+            if isinstance(verdict, Reject):
+                del self.jobs[job.job_id]
+            else:
+                self._accept(job, verdict)
+        return out
+
+    def _amended(self, job: GangJob, event: ev.JobAmended, now: float) -> list[Decision]:
+        before, promised = job.job, job.promised
+        value = before.value if event.value is None else event.value
+        deadline = before.deadline_s if event.deadline_s is None else event.deadline_s
+        if event.best_effort:
+            deadline, job.best_effort = None, True
+            job.phase = Phase.ADMITTED if job.phase is Phase.WAITING else job.phase
+        job.job = replace(before, value=value, deadline_s=deadline)
+        job.changed()
+        if promised and deadline is not None and before.deadline_s is not None and deadline < before.deadline_s:
+            verdict = self.judge(self.view(job, now))
+            if not isinstance(verdict, Admit) or verdict.deadline_s is None:
+                job.job = before
+                job.changed()
+                offer = verdict.earliest_deadline_s if isinstance(verdict, Reject) else None
+                answer = AmendRejected(job.job_id, verdict.reason, offer)
+                return [answer, *self._replan(now, "an amendment was rejected")]
+        return [
+            Amended(job.job_id, deadline, value, None),
+            *self._replan(now, f"{job.job_id} was amended", retry=True),
+        ]
+
+    # -- what becomes known ----------------------------------------------------------------------------------------
+
+    def _job(self, job_id: str) -> GangJob:
+        job = self.jobs.get(job_id)
+        if job is None:
+            raise KeyError(f"no live job {job_id!r}; known are {sorted(self.jobs)}")
+        return job
+
+    def _progressed(self, job: GangJob, event: ev.JobProgressed, now: float) -> None:
+        job.settle(self.layout, self.config, now)
+        if event.total_steps is not None:
+            job.job = replace(job.job, total_steps=event.total_steps)
+            if event.remaining_steps is None and job.remaining is None:
+                job.remaining = event.total_steps
+        if event.remaining_steps is not None:
+            job.remaining = max(0.0, event.remaining_steps)
+            job.expected = None if event.expected_steps is None else max(0.0, event.expected_steps)
+            job.ever_started = job.ever_started or bool(job.mask)
+        if event.steps_per_s is not None and event.steps_per_s > 0.0 and job.mask:
+            self._know(job, job.size, event.steps_per_s, weight=self.config.speed_smoothing)
+        job.changed()
+
+    def _know(self, job: GangJob, size: int, steps_per_s: float, weight: float = 1.0) -> None:
+        """Move the curve towards a speed seen at one size: all of it in proportion when it is not the first there."""
+        if size < 1 or size & (size - 1):
+            return
+        speeds = dict(job.job.curve.steps_per_s) if job.job.curve is not None else {}
+        known = speeds.get(size)
+        if known is None or weight == 1.0:
+            speeds[size] = steps_per_s
+        else:
+            factor = 1.0 + weight * (steps_per_s / known - 1.0)
+            speeds = {n: speed * factor for n, speed in speeds.items()}
+        job.job = replace(job.job, curve=ScalingCurve(speeds))
+
+    def _gang_started(self, job: GangJob, placement: Placement, now: float) -> None:
+        if set(placement.slots) != set(job.placement.slots) or job.started or not job.mask:
+            return
+        job.started = job.ever_started = True
+        if now > job.ready_s and job.as_of_s > job.ready_s:
+            return  # a report came in between: it knows better
+        job.settle(self.layout, self.config, min(now, job.ready_s))
+        job.ready_s, job.starting = now, False
+        job.changed()
+
+    def _gang_reformed(self, job: GangJob, placement: Placement, now: float) -> None:
+        mask, taken = self.layout.mask_of(placement), 0
+        for other in self.jobs.values():
+            taken |= other.mask if other is not job else 0
+        if not mask or mask.bit_count() != placement.workers or mask & taken or job.phase is Phase.PARKED:
+            return
+        job.settle(self.layout, self.config, now)
+        job.placement, job.mask, job.ready_s, job.starting = placement, mask, now, False
+        job.started = job.ever_started = True
+        job.changed()
+
+    def _lose_gang(self, job: GangJob, now: float) -> None:
+        job.settle(self.layout, self.config, now)
+        job.placement, job.mask, job.ready_s, job.starting = Placement(), 0, now, False
+        job.waiting_since_s = now
+        job.changed()
+
+    def _slot_slow(self, job: GangJob, event: ev.SlotSlow, now: float) -> list[Decision]:
+        node_id, index = event.slot
+        job.settle(self.layout, self.config, now)
+        if job.job.curve is not None:
+            faster = {size: speed * event.gain for size, speed in job.job.curve.steps_per_s.items()}
+            job.job = replace(job.job, curve=ScalingCurve(faster))
+            job.changed()
+        if node_id in self._nodes:
+            node = self._nodes[node_id]
+            slow = replace(node, avoided={**node.avoided, index: event.until_s})
+            self._change_nodes({**self._nodes, node_id: slow}.values(), now)
+        return self._replan(now, f"a worker of {job.job_id} is slow on {node_id}:{index}")
+
+    def _nodes_changed(self, event: ev.NodeJoined | ev.NodeLost | ev.NodeDraining, now: float) -> list[Decision]:
+        nodes = dict(self._nodes)
+        match event:
+            case ev.NodeJoined(node):
+                nodes[node.node_id] = node
+                why = f"node {node.node_id} is there with {node.slots - len(node.busy)} free slots"
+            case ev.NodeLost(node_id):
+                nodes.pop(node_id, None)
+                why = f"node {node_id} is lost"
+            case ev.NodeDraining(node_id, until_s):
+                if node_id in nodes:
+                    nodes[node_id] = replace(nodes[node_id], draining_until_s=until_s)
+                why = f"node {node_id} goes away at {moment(until_s)}"
+        self._change_nodes(nodes.values(), now)
+        return self._replan(now, why, retry=True)
+
+    def _change_nodes(self, nodes: Iterable[Node], now: float) -> None:
+        """Take over a new set of nodes: gangs that span nodes stay neighbours, those on lost slots are lost."""
+        self._nodes = {node.node_id: node for node in nodes}
+        groups = []
+        for job in self.jobs.values():
+            ids = list(dict.fromkeys(slot.node_id for slot in sorted(job.placement.slots)))
+            if len(ids) > 1:
+                groups.append(ids)
+        for job in self.jobs.values():
+            job.settle(self.layout, self.config, now)
+        self.layout = Layout(self._nodes.values(), groups)
+        for job in self.jobs.values():
+            job.mask = self.layout.mask_of(job.placement)
+            job.changed()
+            if job.mask.bit_count() != job.placement.workers:
+                self._lose_gang(job, now)
+
+    # -- from wishes to slots --------------------------------------------------------------------------------------
+
+    def _replan(self, now: float, why: str, *, retry: bool = False) -> list[Decision]:
+        """Ask for what is wanted now, and order it."""
+        out = self._retry(now) if retry else []
+        usable, views, kept = self.usable(now), [], 0
+        for job in self.jobs.values():
+            if job.mask:
+                job.settle(self.layout, self.config, now)
+            if job.phase is not Phase.ADMITTED:
+                continue
+            view = self.view(job, now)
+            if job.mask and view.left <= TOLERANCE_S * max(1.0, view.speeds.get(view.size, 0.0)):
+                kept |= job.mask  # its last step is made, and the word of its end is on its way
+            elif view.speeds:
+                views.append(view)
+        free = usable & ~kept
+        wanted = self.wanted(Scene(views, Room(self.layout, free), now))
+        grants, reasons = self._grant(wanted, Room(self.layout, free))
+        held = {job_id: self.jobs[job_id].mask for job_id, _ in grants}
+        seats = seat(self.layout, free, grants, held)
+        self._order(seats, kept, reasons, now, out, why)
+        times = [t - LEAVE_S for t, _ in self.layout.drains] + [t for t, _ in self.layout.avoided]
+        if wanted.look_again_s is not None:
+            times.append(wanted.look_again_s)
+        later = [t for t in times if t > now + TOLERANCE_S]
+        if any(job.phase is Phase.WAITING for job in self.jobs.values()):
+            later += self._hopeless_times(now)
+        return [*out, WakeMeAt(min(later))] if later else out
+
+    def _hopeless_times(self, now: float) -> list[float]:
+        times = [
+            job.job.deadline_s - job.work(self.layout, self.config).least_time_s()
+            for job in self.jobs.values()
+            if job.phase is Phase.WAITING and job.job.deadline_s is not None
+        ]
+        return [max(t, now + TOLERANCE_S) for t in times]
+
+    def _grant(self, wanted: Wanted, room: Room) -> tuple[list[tuple[str, int]], dict[str, str]]:
+        grants: list[tuple[str, int]] = []
+        reasons: dict[str, str] = {}
+        for claim in wanted.claims:
+            size = next((size for size in claim.sizes if room.fits(size)), 0)
+            if size:
+                room.take(size)
+                grants.append((claim.job_id, size))
+                reasons[claim.job_id] = claim.why
+            elif wanted.blocking:
+                break
+        return grants, reasons
+
+    def _order(
+        self,
+        seats: dict[str, int],
+        kept: int,
+        reasons: dict[str, str],
+        now: float,
+        out: list[Decision],
+        why: str,
+    ) -> None:
+        """Suspend and resize so that everybody holds exactly its seats."""
+        growing: list[tuple[GangJob, int]] = []
+        for job in self.jobs.values():
+            target = seats.get(job.job_id, job.mask & kept)
+            if target == job.mask:
+                continue
+            if target:
+                growing.append((job, target))
+                continue
+            reason = "parked: its owner is away, so it holds nothing until one is back"
+            if job.phase is not Phase.PARKED:
+                reason = f"gives up its slots: {why}"
+            out.append(Suspend(job.job_id, reason))
+            job.hold(self.layout, self.config, 0, now)
+        for job, target in growing:
+            before = job.size
+            cost = job.work(self.layout, self.config).cost_of_change(now)
+            job.hold(self.layout, self.config, target, now)
+            end = self.projected_finish_s(job.job_id)
+            reason = change(
+                before,
+                job.size,
+                cost_s=cost,
+                saved_s=None,
+                end_s=INFINITY if end is None else end,
+                why=reasons.get(job.job_id) or why,
+            )
+            out.append(Resize(job.job_id, job.placement, Purpose.TRAIN, reason))

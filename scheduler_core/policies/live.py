@@ -1,0 +1,158 @@
+"""What a policy without promises remembers of one live job. No decisions here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.jobs import LiveJob
+from elasticflow_airflow.scheduler_core.placement import Layout
+from elasticflow_airflow.scheduler_core.values import JobState, Placement
+from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S
+
+_ATTAINED, _RAN = "attained_slot_s", "ran_s"
+
+
+@dataclass(slots=True)
+class GangJob(LiveJob):
+    """A live job with the service that it has had. Sizes are all measured ones, also beyond the knee of its curve.
+
+    ``memory`` is what a policy wants to find again after a restart (numbers by name).
+    """
+
+    attained_slot_s: float = 0.0
+    """Slots held times seconds, pauses included (Tiresias, NSDI 2019, section 3.2: its attained service)."""
+    ran_s: float = 0.0
+    """Seconds during which it held slots."""
+    memory: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Slots that it holds now."""
+        return self.mask.bit_count()
+
+    def sizes(self, largest: int, config: SchedulerConfig) -> dict[int, float]:  # noqa: ARG002  (no margin: no promise)
+        """All measured sizes that this cluster and the job's limits allow; one of speed 0 where nothing is known."""
+        job = self.job
+        most = min(job.max_workers or largest, largest)
+        if job.curve is not None:
+            measured = {n: v for n, v in job.curve.steps_per_s.items() if job.min_workers <= n <= most}
+            if measured:
+                return measured
+        smallest = 1 << max(0, job.min_workers - 1).bit_length()
+        asked = max(smallest, _power_below(job.requested_workers or 1))
+        return {size: 0.0 for size in (min(asked, _power_below(most)),) if smallest <= size <= most}
+
+    def settle(self, layout: Layout, config: SchedulerConfig, now: float) -> None:
+        """Bring work and attained service forward to ``now``."""
+        if self.mask and now > self.as_of_s:
+            self.ran_s += now - self.as_of_s
+            self.attained_slot_s += self.mask.bit_count() * (now - self.as_of_s)
+        LiveJob.settle(self, layout, config, now)  # super() does not work in a dataclass with slots
+
+    def state(self, layout: Layout) -> JobState:
+        """All of it as a value, for a store."""
+        memory = {**self.memory, _ATTAINED: self.attained_slot_s, _RAN: self.ran_s}
+        return replace(LiveJob.state(self, layout), memory=memory)
+
+
+class JobView:
+    """One live job at one moment, as a policy looks at it: sizes, speeds, what is left. Times in seconds."""
+
+    __slots__ = ("job", "left", "now", "pause_s", "speeds", "startup_s", "tail_s")
+
+    def __init__(self, job: GangJob, layout: Layout, config: SchedulerConfig, now: float) -> None:
+        work = job.work(layout, config)
+        self.job = job
+        self.now = now
+        self.speeds: Mapping[int, float] = work.speeds
+        """Steps/s at each measured size (0: not known)."""
+        self.left = work.left_at(now)
+        """Steps left now; infinite while nobody knows."""
+        self.startup_s = work.startup_s
+        self.pause_s = work.pause_s
+        self.tail_s = work.tail_s
+
+    @property
+    def job_id(self) -> str:
+        """Id of the job."""
+        return self.job.job_id
+
+    @property
+    def size(self) -> int:
+        """Slots that it holds now."""
+        return self.job.mask.bit_count()
+
+    @property
+    def rising(self) -> tuple[int, ...]:
+        """Sizes of which each is faster than all smaller ones: capped at the knee."""
+        best, sizes = -1.0, []
+        for size, speed in self.speeds.items():
+            if speed > best:
+                sizes.append(size)
+                best = speed
+        return tuple(sizes)
+
+    @property
+    def requested(self) -> int:
+        """The size that a submitter of fixed-size jobs asked for, or the nearest that was measured, smaller first."""
+        asked = self.job.job.requested_workers or self.job.job.min_workers
+        fitting = [size for size in self.speeds if size <= asked]
+        return max(fitting) if fitting else min(self.speeds)
+
+    def run_s(self, size: int) -> float:
+        """Seconds of training left at a size, without any start or pause."""
+        speed = self.speeds.get(size, 0.0)
+        return self.left / speed if speed > 0.0 else INFINITY
+
+    def cost_s(self, size: int) -> float:
+        """Seconds without progress, from now on, if it holds ``size`` slots from now on."""
+        job = self.job
+        waiting = max(0.0, job.ready_s - self.now) if job.mask else 0.0
+        if size == self.size:
+            return waiting
+        return self.startup_s if not job.mask or (job.starting and waiting > TOLERANCE_S) else self.pause_s
+
+    @property
+    def least_time_s(self) -> float:
+        """Seconds from nothing to the result on an empty cluster at its fastest size."""
+        return self.startup_s + self.run_s(max(self.speeds, key=self.speeds.__getitem__)) + self.tail_s
+
+    def end_s(self, size: int) -> float:
+        """When its last step is made if it holds ``size`` slots from now on."""
+        return self.now + self.cost_s(size) + self.run_s(size)
+
+
+def gang_job_of(state: JobState, layout: Layout) -> GangJob:
+    """A live job out of what was stored of it; a gang whose slots are not all there holds nothing."""
+    mask = layout.mask_of(state.placement)
+    whole = mask.bit_count() == state.placement.workers
+    memory = dict(state.memory)
+    return GangJob(
+        job=state.job,
+        phase=state.phase,
+        best_effort=state.best_effort,
+        number=state.number,
+        remaining=state.remaining_steps,
+        expected=state.expected_steps,
+        as_of_s=state.as_of_s,
+        waiting_since_s=state.waiting_since_s or state.as_of_s,
+        placement=state.placement if whole else Placement(),
+        mask=mask if whole else 0,
+        ready_s=state.no_progress_until_s,
+        starting=state.starting or (not state.ever_started and state.no_progress_until_s > state.as_of_s),
+        ever_started=state.ever_started,
+        at_risk=state.at_risk,
+        measured=dict(state.measured),
+        failed_sizes=set(state.failed_sizes),
+        promise=state.promise,
+        parked_from=state.parked_from,
+        attained_slot_s=memory.pop(_ATTAINED, 0.0),
+        ran_s=memory.pop(_RAN, 0.0),
+        memory=memory,
+    )
+
+
+def _power_below(number: int) -> int:
+    return 1 << (number.bit_length() - 1) if number > 0 else 0

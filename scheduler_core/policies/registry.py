@@ -1,0 +1,50 @@
+"""Policies by name. Each is imported only when it is asked for, so that optional dependencies stay optional."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
+from elasticflow_airflow.scheduler_core.values import Node
+
+Factory = Callable[[SchedulerConfig, Iterable[Node]], ServicePolicy]
+
+
+def _elasticflow(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
+    from elasticflow_airflow.scheduler_core.scheduler import Scheduler
+
+    return Scheduler(config, nodes)
+
+
+def _gang_fifo(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
+    from elasticflow_airflow.scheduler_core.policies.fifo import GangFifo
+
+    return GangFifo(config, nodes)
+
+
+def _gang_fifo_knee(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
+    from elasticflow_airflow.scheduler_core.policies.fifo import GangFifo
+
+    return GangFifo(config, nodes, at_knee=True)
+
+
+_FACTORIES: dict[str, Factory] = {
+    "elasticflow": _elasticflow,
+    "gang-fifo": _gang_fifo,
+    "gang-fifo+knee": _gang_fifo_knee,
+}
+POLICY_NAMES: tuple[str, ...] = tuple(_FACTORIES)
+"""All names that :func:`make_policy` knows, the default first."""
+
+
+def make_policy(name: str, nodes: Iterable[Node], config: SchedulerConfig | None = None) -> ServicePolicy:
+    """A fresh policy over ``nodes``.
+
+    Raises:
+        ValueError: there is no policy of this name.
+    """
+    factory = _FACTORIES.get(name)
+    if factory is None:
+        raise ValueError(f"there is no policy {name!r}; choose one of {', '.join(POLICY_NAMES)}")
+    return factory(config or SchedulerConfig(), nodes)
