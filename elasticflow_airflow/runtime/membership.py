@@ -77,7 +77,9 @@ class Place:
         self.members: tuple[str, ...] = ()
         self.joined = False
         self.told_to_stop = False
-        """Save and leave, everybody: stop, or a change by restart."""
+        """Save and leave: stop, a change by restart, or a plan without this worker."""
+        self.everybody_stops = False
+        """It is not that the others go on without this worker."""
         self._meeting: Meeting | None = None
         self._agreed: Meeting | None = None
         self._news = threading.Event()
@@ -97,7 +99,7 @@ class Place:
             stays = in_it and plan.generation <= known
             if plan.mode is RescaleMode.RESTART or not plan.members:
                 if not stays:
-                    self.told_to_stop = True
+                    self.told_to_stop = self.everybody_stops = True
                     self._end_meeting("everybody stops")
                     if not self.joined:
                         self.group.give_up("everybody stops")

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from elasticflow_airflow.runtime.checkpoint import Registered
 from elasticflow_airflow.runtime.checkpointer import Checkpointer, Saved
 from elasticflow_airflow.runtime.interval import SaveInterval
+from elasticflow_airflow.runtime.manifest import MANIFEST
+from elasticflow_airflow.runtime.protocol import candidate_name
 
 END_LIMIT_S = 30.0
 """How long a process that ends waits for what it was writing."""
+TURN_LIMIT_S = 60.0
+"""A survivor waits so long for another one that is saving, and may be stopped itself."""
+_TURN_POLL_S = 0.05
 _PREPARED_AT = 0.5
 """Fraction of the first interval after which memory and writer are made ready; shorter runs need neither."""
 
@@ -103,3 +110,26 @@ class Saver:
         if isinstance(self._interval, SaveInterval):
             self._interval.trained_s = time.monotonic() - self._began_s
             self._interval.saved(stall_s=saved.stall_s, write_s=saved.write_s)
+
+
+@contextmanager
+def turn_of_survivors(checkpoints: Path, generation: int, step: int) -> Iterator[bool]:
+    """One survivor after the other: whether it is still needed that this one saves its ``step``.
+
+    They cannot ask each other, and each save removes what others have not finished. A lock goes with its holder.
+    """
+    folder = (checkpoints / candidate_name(generation, step)).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    end_s = time.monotonic() + TURN_LIMIT_S
+    with (checkpoints / "survivors.lock").open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end_s:
+                    yield False
+                    return
+                time.sleep(_TURN_POLL_S)
+        done = [manifest.parent.name for manifest in folder.glob(f"step-*/{MANIFEST}")]
+        yield all(name < Path(candidate_name(generation, step)).name for name in done)

@@ -354,13 +354,13 @@ class SessionCore:
         self._say(ReportKind.FAILED, message=message, kind="nan_loss")
         raise NonFiniteLoss(message)
 
-    def _save(self, *, wait: bool) -> str | None:
+    def _save(self, *, wait: bool, whoever: bool = False) -> str | None:
         """Save a checkpoint (rank 0 only; every worker has the same state), and return its name if it waited for it.
 
-        Without ``wait`` only a copy is made now; a later boundary tells when it is on disk.
+        Without ``wait`` only a copy is made now; a later boundary tells when it is on disk. ``whoever``: of any rank.
         """
         self._saver.restart_clock()
-        if not self.is_main or self._registered is None:
+        if not (self.is_main or whoever) or self._registered is None:
             return None
         if not self._allow_nonfinite_loss and not _all_finite(self._registered.model):
             # A finite loss with gradients that are not: found here, or the checkpoint would be spoilt.

@@ -5,7 +5,6 @@ May import torch and the standard library only.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from elasticflow_airflow.runtime.measuring import Activity
 from elasticflow_airflow.runtime.membership import Adoption, Dismissed, JoinerSilent
 from elasticflow_airflow.runtime.protocol import GENERATION_ENV, ReportKind, read_reports, report_path
 from elasticflow_airflow.runtime.reporting import WORKER_EVERY
+from elasticflow_airflow.runtime.saving import turn_of_survivors
 from elasticflow_airflow.runtime.session_core import Leaving, SessionCore, finite_or_none, trained_parameters
 
 REHEARSALS = 4
@@ -164,11 +164,22 @@ class SessionSteps(SessionCore):
         self._progress()
         self._save(wait=True)
         # Everybody waits for the save: the service takes who is gone for one that needs no time any more.
-        with contextlib.suppress(GroupBroken):
+        try:
             self._group.wait_for_all()
+        except GroupBroken:
+            self._save_as_survivor()
         self._say_if_main(ReportKind.STOPPED)
         self._disband()
         raise Leaving
+
+    def _save_as_survivor(self) -> None:
+        """Save, unless another survivor has: the first rank may be the one that has died."""
+        checkpoints = self._context.checkpoints
+        if not isinstance(checkpoints, Path):
+            return  # Under a bare torchrun, which ends all workers when one dies.
+        with turn_of_survivors(checkpoints, self._context.generation, self._step) as needed:
+            if needed:
+                self._save(wait=True, whoever=True)
 
     def _leave_at_once(self) -> NoReturn:
         """Leave without saving: others have the state, or this worker never had it."""
@@ -218,8 +229,11 @@ class SessionSteps(SessionCore):
         self.phase("wait")
         self._meter.enter(Activity.PAUSE)
         try:
-            adoption = self._place.recover(self._registered, self._facts(), pending, self._is_over)
+            is_over = lambda: self._terminated or self._is_over()  # noqa: E731  (it is asked many times)
+            adoption = self._place.recover(self._registered, self._facts(), pending, is_over)
         except Dismissed:
+            if self._place.everybody_stops or self._terminated:
+                self._save_as_survivor()
             self._leave_at_once()
         # What was agreed on with the dead is agreed on anew: not all may have heard of it.
         self._leaving = self._saving = False

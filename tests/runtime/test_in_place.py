@@ -171,6 +171,27 @@ def test_stop_save_and_restart_after_a_change_in_place(gang, expected):
 
 
 @pytest.mark.slow
+def test_a_stop_after_a_death_loses_no_step(gang, expected):
+    """The first rank is the one that died; no plan without it comes, but one that stops all."""
+    run = gang(step_s=0.05)
+    run.plan("a", "b")
+    run.wait(lambda: run.step() > 20, "progress")
+    run.kill("a")
+    run.wait(lambda: run.processes["a"].poll() is not None, "its death")
+    run.wait(lambda: bool(run.reports(ReportKind.WARNING)), "the news of it")
+    run.plan(mode=RescaleMode.RESTART)
+    assert run.finish() == {"a": -9, "b": 0}, run.story()
+    (saved,) = run.reports(ReportKind.CHECKPOINT)
+    steps = [line.split()[1] for line in (run.folder / "logs" / "b.log").read_text().splitlines() if "STEP" in line]
+    assert (saved.worker_id, saved.step) == ("b", int(steps[-1]))
+    promote(run.folder / "checkpoints", verify_candidate(run.folder / "checkpoints" / saved.data["path"]))
+    run.hurry()
+    run.plan("c", mode=RescaleMode.RESTART)
+    assert run.finish() == {"a": -9, "b": 0, "c": 0}, run.story()
+    assert trained(run)[0] == expected
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("model", ["convolution", "bert", "bfloat16", "float16"])
 def test_four_workers_train_the_same_bits_as_one(gang, model):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from elasticflow_airflow import runtime
+from elasticflow_airflow.runtime.checkpoint import save as save_checkpoint
 from elasticflow_airflow.runtime.group import GroupBroken, WorkerGroup
-from elasticflow_airflow.runtime.membership import Adoption
+from elasticflow_airflow.runtime.manifest import list_candidates, verify_candidate
+from elasticflow_airflow.runtime.membership import Adoption, Dismissed
 from elasticflow_airflow.runtime.protocol import Report, ReportKind, append_report, report_path
+from elasticflow_airflow.runtime.saving import turn_of_survivors
 from elasticflow_airflow.runtime.session import Session
+from elasticflow_airflow.runtime.session_core import Leaving
 from elasticflow_airflow.runtime.watching import PlanWatcher
 
 
@@ -28,11 +35,13 @@ class Somewhere:
         self.group, self.rank, self.size, self.joined = WorkerGroup(), 1, 2, True
         self.members = ("first", "second")
         self.watcher = PlanWatcher(folder, "second", lambda plan: None)
-        self.told_to_stop = False
+        self.told_to_stop = self.everybody_stops = False
         self.switch_is_due = True
 
     def recover(self, *arguments: Any) -> Adoption:
         self.said = arguments
+        if self.told_to_stop or arguments[3]():
+            raise Dismissed
         return self.adoption
 
     def switch(self, *arguments: Any) -> Adoption:
@@ -123,6 +132,63 @@ def test_nobody_waits_for_a_plan_once_rank_0_has_finished(session, tmp_path):
     append_report(path, Report(kind=ReportKind.FINISHED, generation=2, worker_id="first", rank=0, step=300))
     assert is_over()
     session._place = None
+
+
+@pytest.fixture
+def checkpoints(session) -> Iterator[Callable[[], list[int]]]:
+    """The steps of the candidates that are there."""
+    yield lambda: [verify_candidate(folder).step for folder in list_candidates(session._context.checkpoints)]
+    session._finished = True  # it has left
+
+
+def test_a_stop_that_finds_the_group_broken_is_saved_by_who_lives(session, tmp_path, checkpoints):
+    place = at(session, tmp_path)
+    place.told_to_stop = place.everybody_stops = True
+    with pytest.raises(Leaving):
+        session.recover(GroupBroken("dead"), None)
+    assert checkpoints() == [1]
+
+
+def test_a_sigterm_that_finds_the_group_broken_is_answered_by_saving(session, tmp_path, checkpoints):
+    at(session, tmp_path)
+    session._terminated = True
+    with pytest.raises(Leaving):
+        session.recover(GroupBroken("dead"), None)
+    assert checkpoints() == [1]
+
+
+def test_who_is_not_in_the_plan_of_the_survivors_saves_nothing(session, tmp_path, checkpoints):
+    place = at(session, tmp_path)
+    place.told_to_stop = True
+    with pytest.raises(Leaving):
+        session.recover(GroupBroken("dead"), None)
+    assert checkpoints() == []
+
+
+def test_everybody_leaves_and_who_was_to_save_dies(session, tmp_path, checkpoints):
+    place = at(session, tmp_path)
+    place.group = Breaking(deaths=1)
+    with pytest.raises(Leaving):
+        session._leave()
+    assert checkpoints() == [1]
+
+
+def test_survivors_save_one_after_the_other_and_only_what_is_newer(tmp_path, session):
+    order: list[Any] = []
+
+    def save(step: int) -> None:
+        with turn_of_survivors(tmp_path / "c", 2, step) as needed:
+            order.append((step, needed, "begins"))
+            if needed:
+                save_checkpoint(
+                    session._registered, tmp_path / "c", incarnation=1, generation=2, step=step, metadata={}
+                )
+            order.append((step, needed, "ends"))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(save, [5, 5, 5, 6]))
+    assert all(a[0] == b[0] and b[2] == "ends" for a, b in itertools.pairwise(order) if a[2] == "begins")
+    assert [step for step, needed, what in order if needed and what == "begins"] in ([5, 6], [6])
 
 
 class Breaking(WorkerGroup):
