@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from elasticflow_airflow.scheduler_core.allocation import share_later, share_now
+from elasticflow_airflow.scheduler_core.calendar_guard import beside
 from elasticflow_airflow.scheduler_core.draft import Draft
 from elasticflow_airflow.scheduler_core.explain import duration, moment, workers
 from elasticflow_airflow.scheduler_core.jobs import LiveJob
@@ -37,6 +38,8 @@ class Admission:
         self.job = newcomer
         self.stored = planner.stored()
         self.stored.drop(newcomer.job_id)
+        self.room = beside(self.stored, planner.expected) if planner.expected else self.stored
+        """The stored plan with the expected runs beside it; None when they do not all fit there."""
         self.base_known = False
         self.base: Draft | None = None
 
@@ -91,15 +94,15 @@ class Admission:
         newcomer = replace(work, limit_s=limit)
         if self.planner.now + self._least(work) > limit + TOLERANCE_S:
             return None
-        course = share_now(self.stored, newcomer, limit)
-        if course is not None:
-            return self._with(self.stored, course), False
+        course = share_now(self.room, newcomer, limit) if self.room is not None else None
+        if course is not None and self.room is not None:
+            return self._with(self.room, course), False
         draft = self.planner.fresh(newcomer, guarded=True)
         if draft is not None:
             return self.planner.unguarded(draft), True
-        course = share_later(self.stored, newcomer, limit)
-        if course is not None:
-            return self._with(self.stored, course), False
+        course = share_later(self.room, newcomer, limit) if self.room is not None else None
+        if course is not None and self.room is not None:
+            return self._with(self.room, course), False
         base = self._base_draft()
         if base is not None:
             course = share_later(base, newcomer, limit)
@@ -112,7 +115,7 @@ class Admission:
         return None
 
     def _with(self, draft: Draft, course: Course) -> Draft:
-        twin = draft.copy()
+        twin = self.planner.unexpected(draft.copy())
         twin.put(self.job.job_id, course)
         return twin
 
@@ -130,7 +133,7 @@ class Admission:
         """The earliest deadline that would be admitted now, by bisection between hopeless and surely possible."""
         config, now = self.planner.config, self.planner.now
         certain = INFINITY
-        for draft in (self.stored, self._base_draft()):
+        for draft in (self.room, self._base_draft()):
             if draft is not None:
                 course = share_later(draft, replace(work, limit_s=INFINITY), INFINITY)
                 if course is not None:
@@ -193,10 +196,12 @@ class Admission:
         slots = self.planner.layout.usable_at(now).bit_count()
         others = sum(1 for job in self.planner.jobs if job.promised)
         between = f"between {moment(worst[0])} and {moment(worst[1])}"
+        count = len(self.planner.expected)
+        coming = f" and {count} expected {'runs' if count > 1 else 'run'}" if count else ""
         have = f"at most {workers(free)} at a time" if free else "none"
         return (
             f"needs {workers(size)} for {duration(needed)} ({costs}) before {moment(deadline)}; beside the "
-            f"{others} promised jobs, of the cluster's {slots} slots {have} can be had {between}"
+            f"{others} promised jobs{coming}, of the cluster's {slots} slots {have} can be had {between}"
         )
 
     def _scarcest(self, draft: Draft, size: int, limit: float) -> tuple[tuple[float, float], int]:
@@ -204,6 +209,7 @@ class Admission:
         now = self.planner.now
         free = FreeCapacity(self.planner.layout, now)
         promised = {job.job_id for job in self.planner.jobs if job.promised}
+        promised |= {work.job_id for work in self.planner.expected}
         for job_id, course in draft.courses.items():
             if job_id in promised:
                 for start, end, mask in course.holdings:

@@ -42,6 +42,7 @@ def fill(
 
 def minimum_share(free: FreeCapacity, work: Work, now: float, extra_s: float = 0.0) -> list[Share] | None:
     """Find the smallest level at which the job ends by its limit, or None. Does not reserve."""
+    now = max(now, work.release_s)
     limit = work.limit_s + TOLERANCE_S / 2
     left = work.left_at(now)
     cost = work.cost_of_change(now)

@@ -32,6 +32,8 @@ class Planner:
         self.jobs = jobs
         self.now = now
         self._free: FreeCapacity | None = None
+        self.expected: Sequence[Work] = ()
+        """Stand-ins for expected runs, which a newcomer must fit beside."""
 
     @property
     def free(self) -> FreeCapacity:
@@ -118,12 +120,13 @@ class Planner:
     def fresh(self, newcomer: Work | None = None, *, rescue: int = 0, guarded: bool = False) -> Draft | None:
         """Plan all promises anew (and the newcomer's); None when no order that was tried proves them all.
 
-        ``guarded``: with the turns of best-effort jobs that waited too long, as stand-ins that :meth:`unguarded`
-        drops.
+        ``guarded``: with the turns of best-effort jobs that waited too long and with the expected runs, as stand-ins
+        that :meth:`unguarded` drops.
         """
         works = self.promised()
         if guarded:
             works += self.turns()
+            works += self.expected
         if newcomer is not None:
             works.append(newcomer)
         draft = self._proven(deadline_order(works))
@@ -139,6 +142,12 @@ class Planner:
         for job in self.jobs:
             if job.best_effort:
                 draft.drop(job.job_id)
+        return self.unexpected(draft)
+
+    def unexpected(self, draft: Draft) -> Draft:
+        """Take the stand-ins of expected runs out again."""
+        for work in self.expected:
+            draft.drop(work.job_id)
         return draft
 
     def _proven(self, ordered: list[Work]) -> Draft | None:

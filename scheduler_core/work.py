@@ -47,6 +47,8 @@ class Work:
     tail_s: float
     limit_s: float
     expected: float = INFINITY
+    release_s: float = -INFINITY
+    """It cannot hold slots before; only of work that has not come yet."""
 
     def left_at(self, now: float) -> float:
         """Steps left at ``now`` if nothing has changed since ``since_s``."""
