@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from elasticflow_airflow.scheduler_core.calendar import Calendar, CalendarPolicy
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.decisions import (
     AtRisk,
@@ -35,8 +36,9 @@ _SLACK_S = 1e-3
 class Board:
     """Everything the scheduler remembers."""
 
-    def __init__(self, config: SchedulerConfig, nodes: Iterable[Node]) -> None:
+    def __init__(self, config: SchedulerConfig, nodes: Iterable[Node], calendar: CalendarPolicy | None = None) -> None:
         self.config = config
+        self.calendar = Calendar(calendar)
         self.nodes = {node.node_id: node for node in nodes}
         self.jobs: dict[str, LiveJob] = {}
         self.layout = Layout(self.nodes.values())
@@ -292,5 +294,8 @@ class Board:
                     times.append(job.job.deadline_s - least)
             elif job.competes and job.best_effort and not job.mask:
                 times.append(job.waiting_since_s + self.config.ageing_s)
+        if any(job.phase is Phase.WAITING for job in self.jobs.values()):
+            expiry = self.calendar.next_expiry()
+            times += [] if expiry is None else [expiry]
         later = [t for t in times if t > now + TOLERANCE_S]
         return [WakeMeAt(min(later))] if later else []

@@ -11,6 +11,8 @@ from dataclasses import replace
 
 from elasticflow_airflow.scheduler_core.admission import Admission, Verdict
 from elasticflow_airflow.scheduler_core.board import Board
+from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy
+from elasticflow_airflow.scheduler_core.calendar_guard import keepable, reserved
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.decisions import (
     Admit,
@@ -40,9 +42,14 @@ from elasticflow_airflow.scheduler_core.work import plan_of as public_plan
 class Decider:
     """Live jobs, their plans, and the decisions about them."""
 
-    def __init__(self, config: SchedulerConfig | None = None, nodes: Iterable[Node] = ()) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig | None = None,
+        nodes: Iterable[Node] = (),
+        calendar: CalendarPolicy | None = None,
+    ) -> None:
         self.config = config or SchedulerConfig()
-        self._board = Board(self.config, nodes)
+        self._board = Board(self.config, nodes, calendar)
         self._numbers = 0
         self._promises = 0
 
@@ -143,7 +150,11 @@ class Decider:
         return False
 
     def _ask(self, live: LiveJob, now: float) -> Verdict:
-        planner = Planner(self.config, self._board.layout, [j for j in self._board.jobs.values() if j is not live], now)
+        board = self._board
+        planner = Planner(self.config, board.layout, [j for j in board.jobs.values() if j is not live], now)
+        if board.calendar.runs and not live.foreseen:
+            runs, policy = board.calendar.runs.values(), board.calendar.policy
+            planner.expected = keepable(planner, reserved(runs, board.layout, self.config, policy, now))
         return Admission(planner, live).decide()
 
     def _admit(self, live: LiveJob, verdict: Verdict, terms: Terms, now: float) -> list[Decision]:

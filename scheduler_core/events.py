@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elasticflow_airflow.scheduler_core.calendar import ExpectedRun
 from elasticflow_airflow.scheduler_core.values import Job, Node, Placement, RescaleCosts, Slot
 
 
@@ -153,6 +154,20 @@ class SlotSlow:
 
 
 @dataclass(frozen=True, slots=True)
+class RunExpected:
+    """The calendar expects a run of a recurring task (or knows better now what it expects under this id)."""
+
+    run: ExpectedRun
+
+
+@dataclass(frozen=True, slots=True)
+class RunForgotten:
+    """A run is no longer expected: it will not come, or its time is past."""
+
+    run_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class WakeUp:
     """The time that the scheduler asked for with WakeMeAt has come (or the shell thinks it is a good time)."""
 
@@ -176,3 +191,6 @@ Event = (
     | SlotSlow
     | WakeUp
 )
+
+CalendarEvent = RunExpected | RunForgotten
+"""Only the scheduler itself knows a calendar; other policies are never told these."""

@@ -51,6 +51,8 @@ class LiveJob:
     parked_from: Phase | None = None
     expected: float | None = None
     """Steps left by a prediction, at ``as_of_s``; None: there is none."""
+    foreseen: bool = False
+    """The calendar expected it, so that it need not fit beside what else is expected."""
     _work: Work | None = None
 
     @property
@@ -163,6 +165,7 @@ class LiveJob:
             failed_sizes=tuple(sorted(self.failed_sizes)),
             profile_until_s=self.profiling.until_s if self.profiling else None,
             expected_steps=self.expected,
+            foreseen=self.foreseen,
             reserved=tuple(
                 Reservation(h.start_s, h.end_s, layout.placement_of(h.mask, self.placement)) for h in holdings
             ),

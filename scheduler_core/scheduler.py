@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.calendar import ExpectedRun
 from elasticflow_airflow.scheduler_core.decider import Decider
 from elasticflow_airflow.scheduler_core.decisions import (
     Amended,
@@ -45,6 +46,10 @@ class Scheduler(Decider):
         """Everything remembered of every live job, in order of arrival; input of :meth:`restore`."""
         return tuple(job.state(self._board.layout) for job in self._board.jobs.values())
 
+    def expected_runs(self) -> tuple[ExpectedRun, ...]:
+        """The runs that the calendar expects, as last told, without those that were submitted or have not come."""
+        return tuple(self._board.calendar.runs.values())
+
     def projected_finish_s(self, job_id: str) -> float | None:
         """When the last step of a live job is expected, by its plan; None when that is not known.
 
@@ -55,12 +60,13 @@ class Scheduler(Decider):
             return None
         return likely_end(job.work(self._board.layout, self.config), job.course, job.as_of_s)
 
-    def handle(self, event: ev.Event, now: float) -> list[Decision]:
+    def handle(self, event: ev.Event | ev.CalendarEvent, now: float) -> list[Decision]:
         """Take in one event and say what follows from it. Events of jobs that are gone are ignored.
 
         Raises:
             ValueError: a job is submitted whose id is live already, or whose fields contradict each other.
         """
+        self._board.calendar.expire(now)
         match event:
             case ev.JobSubmitted():
                 return self._submitted(event.job, now)
@@ -68,6 +74,13 @@ class Scheduler(Decider):
                 return self._replan(now, "the plan of the cluster says so", retry=True)
             case ev.NodeJoined() | ev.NodeLost() | ev.NodeDraining():
                 return self._nodes_changed(event, now)
+            case ev.RunExpected():
+                self._board.calendar.expect(event.run)
+                return self._board.wake(now)
+            case ev.RunForgotten():
+                if not self._board.calendar.forget(event.run_id):
+                    return self._board.wake(now)
+                return self._replan(now, "a run that was expected does not come", retry=True)
             case _:
                 job = self._board.jobs.get(event.job_id)
                 if job is None:
@@ -135,6 +148,7 @@ class Scheduler(Decider):
                 self._new(job, now), now, f"{reason}: runs as best effort; no deadline is kept"
             )
         live = self._new(job, now)
+        live.foreseen = self._board.calendar.take(job.task, now) is not None
         if job.deadline_s is None:
             return self._take_best_effort(live, now, "best effort: runs on slots that no promise needs")
         if job.curve is None:
@@ -362,6 +376,7 @@ def _job_of(state: JobState, mask: int) -> LiveJob:
         number=state.number,
         remaining=state.remaining_steps,
         expected=state.expected_steps,
+        foreseen=state.foreseen,
         as_of_s=state.as_of_s,
         waiting_since_s=state.waiting_since_s or state.as_of_s,
         placement=state.placement,

@@ -119,6 +119,8 @@ class Job:
     """False: never profile (a plain script that reports nothing); it then runs as best effort at ``min_workers``."""
     explore: bool = True
     """False: never try a size that ``curve`` does not name (the user gave the curve, and means it)."""
+    task: str = ""
+    """The recurring task that it is a run of, by which the calendar knows it; empty: none."""
     requested_workers: int | None = None
     """What a fixed-size request would ask for; only policies that do not choose sizes themselves look at it."""
     curves: Mapping[str, ScalingCurve] = field(default_factory=dict)
@@ -217,6 +219,8 @@ class JobState:
     """Until when the size that is being profiled may take."""
     expected_steps: float | None = None
     """At ``as_of_s``: what a prediction says is left, if there is one; less than ``remaining_steps``."""
+    foreseen: bool = False
+    """The calendar expected it: it has taken the place of its reservation."""
     reserved: tuple[Reservation, ...] = ()
     """The stored plan on its very slots: the proof of its promise. Without it a restore has to find a proof anew."""
     memory: Mapping[str, float] = field(default_factory=dict)
