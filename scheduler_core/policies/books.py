@@ -40,6 +40,7 @@ class Books:
         self._nodes = {node.node_id: node for node in nodes}
         self.layout = Layout(self._nodes.values())
         self._numbers = 0
+        self._wake_s: float | None = None
 
     def nodes(self) -> tuple[Node, ...]:
         """The nodes as last told."""

@@ -192,6 +192,12 @@ class GangPolicy(Books, ABC):
                 return Wait(job.job_id, f"waits for capacity until {moment(until)}: {reason}", until)
         return Reject(job.job_id, reason, offer_s)
 
+    def seats(self, wanted: Wanted, free: int) -> tuple[dict[str, int], dict[str, str]]:
+        """Slots (masks) for what is wanted, out of ``free``, and why each job has them."""
+        grants, reasons = self._grant(wanted, Room(self.layout, free))
+        held = {job_id: self.jobs[job_id].mask for job_id, _ in grants}
+        return seat(self.layout, free, grants, held), reasons
+
     # -- admission -------------------------------------------------------------------------------------------------
 
     def _submitted(self, job: Job, now: float) -> list[Decision]:
@@ -200,12 +206,13 @@ class GangPolicy(Books, ABC):
         live = self.live_job(job, now)
         if self._nodes and not live.sizes(self.largest, self.config):
             reason = f"no block of at least {job.min_workers} slots exists in this cluster, or none it was measured at"
-            return [Reject(job.job_id, reason, None), *self._replan(now, "a job was rejected")]
+            return [Reject(job.job_id, reason, None), *self._wake(now)]
         verdict = self.judge(self.view(live, now))
-        if not isinstance(verdict, Reject):
-            self._numbers += 1
-            self.jobs[job.job_id] = live
-            self._accept(live, verdict)
+        if isinstance(verdict, Reject):  # leaves no trace: a plan that was rolled forward stays true to the last digit
+            return [verdict, *self._wake(now)]
+        self._numbers += 1
+        self.jobs[job.job_id] = live
+        self._accept(live, verdict)
         return [verdict, *self._replan(now, "slots are free")]
 
     def _accept(self, job: GangJob, verdict: Admit | Wait) -> None:
@@ -245,7 +252,7 @@ class GangPolicy(Books, ABC):
                 job.changed()
                 offer = verdict.earliest_deadline_s if isinstance(verdict, Reject) else None
                 answer = AmendRejected(job.job_id, verdict.reason, offer)
-                return [answer, *self._replan(now, "an amendment was rejected")]
+                return [answer, *self._wake(now)]
         return [
             Amended(job.job_id, deadline, value, None),
             *self._replan(now, f"{job.job_id} was amended", retry=True),
@@ -287,9 +294,7 @@ class GangPolicy(Books, ABC):
                 views.append(view)
         free = usable & ~kept
         wanted = self.wanted(Scene(views, Room(self.layout, free), now))
-        grants, reasons = self._grant(wanted, Room(self.layout, free))
-        held = {job_id: self.jobs[job_id].mask for job_id, _ in grants}
-        seats = seat(self.layout, free, grants, held)
+        seats, reasons = self.seats(wanted, free)
         self._order(seats, kept, reasons, now, out, why)
         times = [t - LEAVE_S for t, _ in self.layout.drains] + [t for t, _ in self.layout.avoided]
         if wanted.look_again_s is not None:
@@ -297,7 +302,12 @@ class GangPolicy(Books, ABC):
         later = [t for t in times if t > now + TOLERANCE_S]
         if any(job.phase is Phase.WAITING for job in self.jobs.values()):
             later += self._hopeless_times(now)
-        return [*out, WakeMeAt(min(later))] if later else out
+        self._wake_s = min(later, default=None)
+        return out + self._wake(now)
+
+    def _wake(self, now: float) -> list[Decision]:
+        """Ask again for what was last asked for."""
+        return [] if self._wake_s is None else [WakeMeAt(max(self._wake_s, now))]
 
     def _hopeless_times(self, now: float) -> list[float]:
         times = [

@@ -29,10 +29,45 @@ def _gang_fifo_knee(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePo
     return GangFifo(config, nodes, at_knee=True)
 
 
+def _edf(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
+    from elasticflow_airflow.scheduler_core.policies.edf import Edf
+
+    return Edf(config, nodes)
+
+
+def _edf_plain(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
+    from elasticflow_airflow.scheduler_core.policies.edf import Edf
+
+    return Edf(config, nodes, plain=True)
+
+
+def _edf_admission(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
+    from elasticflow_airflow.scheduler_core.policies.edf import AdmittingEdf
+
+    return AdmittingEdf(config, nodes)
+
+
+def _edf_elastic(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
+    from elasticflow_airflow.scheduler_core.policies.edf import ElasticEdf
+
+    return ElasticEdf(config, nodes)
+
+
+def _optimus(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
+    from elasticflow_airflow.scheduler_core.policies.optimus import Optimus
+
+    return Optimus(config, nodes)
+
+
 _FACTORIES: dict[str, Factory] = {
     "elasticflow": _elasticflow,
+    "edf": _edf,
+    "edf-plain": _edf_plain,
+    "edf+elastic": _edf_elastic,
+    "edf+admission": _edf_admission,
     "gang-fifo": _gang_fifo,
     "gang-fifo+knee": _gang_fifo_knee,
+    "optimus": _optimus,
 }
 POLICY_NAMES: tuple[str, ...] = tuple(_FACTORIES)
 """All names that :func:`make_policy` knows, the default first."""

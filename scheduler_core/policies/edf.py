@@ -1,0 +1,202 @@
+"""Earliest deadline first, and with it one of ElasticFlow's two modules each: the ablations of its section 6.4.
+
+ElasticFlow (ASPLOS 2023) compares itself with EDF (jobs in order of their deadlines, each on as many GPUs as it scales
+to) and takes itself apart into *EDF + admission control* and *EDF + elastic scaling*.
+
+``edf`` gives the next deadline the size at which it ends soonest, the pause of a change counted, out of what is left.
+No job is refused and one that is late already keeps its place, as in the paper; best effort comes last. The paper's
+artifact lets a job grow past the peak of its curve, where more GPUs make it slower; ours stops at the knee, and
+``edf-plain`` is the artifact's way, for comparison.
+
+``edf+admission`` (:class:`AdmittingEdf`) promises. The paper puts its admission control, which reasons about minimum
+shares, in front of EDF, which hands out as much as helps: what the one admits the other may still make late. Ours asks
+the question of the policy that will run: a newcomer is admitted if EDF itself, rolled forward without further arrivals,
+ends it and everyone admitted before in time.
+
+``edf+elastic`` (:class:`ElasticEdf`) refuses nobody: jobs in order of their deadlines get their minimum satisfactory
+share (Algorithm 1; pauses are part of it), and what is left goes by marginal return (Algorithm 2), to those who cannot
+make their deadline as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
+
+from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.decisions import Admit, Reject, Terms, Wait, WakeMeAt
+from elasticflow_airflow.scheduler_core.explain import duration
+from elasticflow_airflow.scheduler_core.filling import minimum_share
+from elasticflow_airflow.scheduler_core.policies.gang import Claim, GangPolicy, Scene, Wanted
+from elasticflow_airflow.scheduler_core.policies.live import GangJob, JobView
+from elasticflow_airflow.scheduler_core.policies.seating import Room
+from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
+from elasticflow_airflow.scheduler_core.values import Node
+from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Work
+
+_SOONER_S = 1e-3
+"""An end that is not earlier by this much is not worth a change."""
+
+
+def by_deadline(job: JobView) -> tuple[float, int]:
+    """Order of EDF: deadline, then arrival; best effort at the end."""
+    deadline = job.job.job.deadline_s
+    return (INFINITY if deadline is None else deadline), job.job.number
+
+
+class Edf(GangPolicy):
+    """Earliest deadline first on as many slots as help."""
+
+    def __init__(
+        self, config: SchedulerConfig | None = None, nodes: Iterable[Node] = (), *, plain: bool = False
+    ) -> None:
+        super().__init__(config, nodes)
+        self._plain = plain
+
+    def wanted(self, scene: Scene) -> Wanted:
+        """Everyone in order of deadline, at the size that ends it soonest."""
+        ordered = sorted(scene.jobs, key=by_deadline)
+        return Wanted([Claim(job.job_id, self._sizes(job), "its deadline is next") for job in ordered])
+
+    def _sizes(self, job: JobView) -> tuple[int, ...]:
+        if self._plain:
+            return tuple(sorted(job.speeds, reverse=True))
+        if job.left == INFINITY:
+            return job.rising[::-1]
+        soonest = {size: job.end_s(size) - (_SOONER_S if size == job.size else 0.0) for size in job.rising}
+        return tuple(sorted(job.rising, key=lambda size: (soonest[size], size)))
+
+
+class AdmittingEdf(Edf):
+    """EDF that admits only what EDF will finish in time, beside everyone admitted before."""
+
+    def judge(self, newcomer: JobView) -> Admit | Reject | Wait:
+        """Roll a copy of everything forward, the newcomer in it."""
+        job = newcomer.job
+        deadline = job.job.deadline_s
+        if deadline is None:
+            return self.take(newcomer, "best effort: runs on slots that no deadline needs")
+        twin = self.twin()
+        trial = twin.jobs.setdefault(job.job_id, self._promised(job))
+        trial.phase, trial.best_effort = self._promised(job).phase, False
+        late = twin.first_late(newcomer.now)
+        if late is None:
+            reason = "earliest deadline first ends it and all admitted before in time"
+            return Admit(job.job_id, Terms.DEADLINE, deadline, None, reason)
+        who, by_s = late
+        who = "it" if who == job.job_id else who
+        return self.refuse(newcomer, f"earliest deadline first would end {who} {duration(by_s)} late")
+
+    def first_late(self, now: float) -> tuple[str, float] | None:
+        """Roll forward without further arrivals; the first promise that would be broken, and by how much.
+
+        Uses this object up: roll a :meth:`twin`.
+        """
+        decided = self._replan(now, "a trial")
+        while any(job.promised for job in self.jobs.values()):
+            wake = min((d.at_s for d in decided if isinstance(d, WakeMeAt)), default=INFINITY)
+            ends = {
+                job_id: finish + job.job.costs.tail_s
+                for job_id, job in self.jobs.items()
+                if job.mask and (finish := self.projected_finish_s(job_id)) is not None
+            }
+            hopeless = self._hopeless(ends)
+            if hopeless is not None:
+                return hopeless
+            first = min(ends, key=ends.__getitem__, default=None)
+            if first is not None and ends[first] <= wake:
+                now = max(now, ends[first])
+                decided = self.handle(ev.JobFinished(first), now)
+            elif wake < INFINITY:
+                now = wake
+                decided = self.handle(ev.WakeUp(), now)
+            else:
+                starved = next(job_id for job_id, job in self.jobs.items() if job.promised)
+                return starved, INFINITY
+        return None
+
+    def _hopeless(self, ends: dict[str, float]) -> tuple[str, float] | None:
+        """Someone whose end is beyond its deadline, and who already runs as fast as it can or would have ended next."""
+        for job_id, end in ends.items():
+            job = self.jobs[job_id]
+            deadline = job.job.deadline_s
+            if not job.promised or deadline is None or end <= deadline + TOLERANCE_S:
+                continue
+            if end == min(ends.values()) or job.size >= self.view(job, job.as_of_s).rising[-1]:
+                return job_id, end - deadline
+        return None
+
+    def _promised(self, job: GangJob) -> GangJob:
+        live = self.live_job(job.job, job.as_of_s)
+        live.best_effort = False
+        return live
+
+
+class ElasticEdf(GangPolicy):
+    """Minimum satisfactory shares in order of deadlines, the rest by marginal return; no admission control."""
+
+    def wanted(self, scene: Scene) -> Wanted:
+        """Shares first, then whatever else helps."""
+        free = FreeCapacity(self.layout, scene.now)
+        sizes: dict[str, int] = {}
+        times: list[float] = []
+        for job in sorted(scene.jobs, key=by_deadline):
+            sizes[job.job_id] = 0
+            work = self._work(job)
+            shares = minimum_share(free, work, scene.now) if work.limit_s < INFINITY else None
+            for start, end, size in shares or ():
+                free.reserve(start, end, size)
+                times += [start, end]
+                if start <= scene.now + TOLERANCE_S and scene.room.fits(size):
+                    sizes[job.job_id] = size
+                    scene.room.take(size)
+        self._grow(scene, sizes)
+        claims = [Claim(job_id, (size,)) for job_id, size in sizes.items() if size]
+        return Wanted(claims, min((t for t in times if t > scene.now + 1.0), default=None))
+
+    def _work(self, job: JobView) -> Work:
+        speeds = {size: job.speeds[size] for size in job.rising}
+        work = job.job.work(self.layout, self.config)
+        deadline = job.job.job.deadline_s
+        return replace(work, sizes=job.rising, speeds=speeds, limit_s=INFINITY if deadline is None else deadline)
+
+    def _grow(self, scene: Scene, sizes: dict[str, int]) -> None:
+        """Algorithm 2: the next step up goes to whoever saves most slot-seconds with each extra slot."""
+        jobs = {job.job_id: job for job in scene.jobs}
+        options = [option for job_id in sizes if (option := self._option(jobs[job_id], sizes[job_id], scene.room))]
+        heapify(options)
+        while options:
+            _, _, job_id, target = heappop(options)
+            scene.room.give_back(sizes[job_id]) if sizes[job_id] else None
+            if scene.room.fits(target):
+                sizes[job_id] = target
+            scene.room.take(sizes[job_id]) if sizes[job_id] else None
+            again = self._option(jobs[job_id], sizes[job_id], scene.room)
+            if again:
+                heappush(options, again)
+
+    def _option(self, job: JobView, size: int, room: Room) -> tuple[float, float, str, int] | None:
+        """The best larger size that fits: (minus the slot-seconds saved per extra slot, deadline, job, size)."""
+        larger = [s for s in job.rising if s > size]
+        candidates = {*larger[:1], *(s for s in larger if s == job.size)}
+        best: tuple[float, float, str, int] | None = None
+        if size:
+            room.give_back(size)
+        for target in candidates:
+            if not room.fits(target):
+                continue
+            rate = INFINITY
+            if size:
+                before, after = job.end_s(size) - job.now, job.end_s(target) - job.now
+                least = _SOONER_S if target == job.size else self.config.min_saving_pauses * job.pause_s + _SOONER_S
+                if not before - after >= least:
+                    continue
+                rate = (size * before - target * after) / (target - size)
+            option = (-rate, by_deadline(job)[0], job.job_id, target)
+            if best is None or option < best:
+                best = option
+        if size:
+            room.take(size)
+        return best
