@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.simulator.curves import Curves, curve_for
 from elasticflow_airflow.scheduler_core.simulator.problems import InputError
 from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob
@@ -60,7 +61,7 @@ def prepare(trace: Trace, curves: Curves, nodes: Sequence[Node], conditions: Con
     Raises:
         InputError: a job's model is unknown, or it cannot run on this cluster at any size.
     """
-    largest = 1 << (sum(node.slots for node in nodes).bit_length() - 1)
+    largest = 1 << (Layout(nodes).levels - 1)
     costs = RescaleCosts(
         startup_s=conditions.pause_s if conditions.startup_s is None else conditions.startup_s,
         pause_s=conditions.pause_s,
@@ -93,7 +94,7 @@ def prepare(trace: Trace, curves: Curves, nodes: Sequence[Node], conditions: Con
             explore=False,
             requested_workers=row.workers,
         )
-        truth = _truth(curve, conditions.throughput_error, chaos)
+        truth = _truth(curve, conditions.throughput_error, random.Random(f"{conditions.seed} speeds {row.job_id}"))
         prepared.append(SimulatedJob(job=job, truth=truth, arrives_s=row.submitted_s))
     return prepared
 

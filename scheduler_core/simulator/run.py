@@ -88,7 +88,7 @@ class _Run:
 class _Due(NamedTuple):
     """Something that a running gang will do, unless its slots change before (then ``version`` is another)."""
 
-    what: Literal["start", "report", "end"]
+    what: Literal["start", "report", "slow", "end"]
     run: _Run
     version: int
 
@@ -99,7 +99,9 @@ class Simulation:
 
     ``report_after_s``/``report_every_s``: when running jobs report progress and measured speed; None: never, which is
     right when curves are exact. ``checkpoint_s``: a lost gang loses its steps since the last multiple of it.
-    ``startup_factor`` scales every real start-up and pause (1: as promised).
+    ``startup_factor`` scales every real start-up and pause (1: as promised). ``straggler_after_s``: a gang of
+    several that makes steps with a slow slot for so long is told of it, and that the slot is to be
+    avoided for ``straggler_avoid_s`` (None: the policy learns of it by the reported speed only).
     """
 
     name: str
@@ -111,6 +113,8 @@ class Simulation:
     report_every_s: float = 600.0
     checkpoint_s: float = 300.0
     startup_factor: float = 1.0
+    straggler_after_s: float | None = None
+    straggler_avoid_s: float = 3600.0
     on_change: Callable[[Change], None] | None = None
     on_progress: Callable[[int, float], None] | None = None
     """Called now and then with the number of jobs that are over and the virtual time."""
@@ -200,6 +204,8 @@ class Simulation:
         if happening.what == "start":
             return [ev.GangStarted(job_id, Placement(run.slots))]
         run.settle(now)
+        if happening.what == "slow":
+            return self._tell_of_straggler(run, now)
         if happening.what == "report":
             self._push(now + self.report_every_s, 3, happening)
             return [ev.JobProgressed(job_id, run.left, steps_per_s=run.speed)]
@@ -235,6 +241,14 @@ class Simulation:
             self._types[node.node_id] = node.gpu_type
             self._slots.update(Slot(node.node_id, i) for i in range(node.slots) if i not in node.busy)
         return [disturbance.event, *told]
+
+    def _tell_of_straggler(self, run: _Run, now: float) -> list[ev.Event]:
+        """Name the slowest slot of a gang; and what leaving it would gain, if the speed with it was reported."""
+        factors = sorted((self._slow.get(slot, 1.0), slot) for slot in run.slots)
+        (slowest, slot), (next_slowest, _) = factors[:2]
+        after, reported = self.straggler_after_s, self.report_after_s
+        gain = next_slowest / slowest if after is not None and reported is not None and reported <= after else 1.0
+        return [ev.SlotSlow(run.record.job_id, slot, now + self.straggler_avoid_s, gain=gain)]
 
     # -- what is decided -------------------------------------------------------------------------------------------
 
@@ -348,3 +362,5 @@ class Simulation:
             if run.ready_s > now:
                 self._push(run.ready_s, 2, _Due("start", run, run.version))
             self._push(counted + self.report_after_s, 3, _Due("report", run, run.version))
+        if self.straggler_after_s is not None and size > 1 and run.speed < truth[max(known)]:
+            self._push(counted + self.straggler_after_s, 4, _Due("slow", run, run.version))
