@@ -82,6 +82,10 @@ class Layout:
                 usable &= ~mask
         return usable
 
+    def type_of(self, mask: int) -> str:
+        """GPU type of the slots of ``mask``, which are of one type; empty if there are none."""
+        return next((gpu_type for gpu_type, members in self.of_type.items() if mask & members), "")
+
     def blocks(self, free: int, level: int) -> int:
         """First addresses of the free blocks of size ``2**level``."""
         starts = self.starts

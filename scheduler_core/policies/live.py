@@ -9,7 +9,7 @@ from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.jobs import LiveJob
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.values import JobState, Placement
-from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S
+from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Work
 
 _ATTAINED, _RAN = "attained_slot_s", "ran_s"
 
@@ -26,18 +26,27 @@ class GangJob(LiveJob):
     ran_s: float = 0.0
     """Seconds during which it held slots."""
     memory: dict[str, float] = field(default_factory=dict)
+    gpu_type: str = ""
+    """Type of the slots that it holds, where its speed depends on that."""
 
     @property
     def size(self) -> int:
         """Slots that it holds now."""
         return self.mask.bit_count()
 
+    def work(self, layout: Layout, config: SchedulerConfig) -> Work:
+        """The planner's view, at the speeds of the type of GPU that it stands on."""
+        if self._work is None and self.job.curves:
+            self.gpu_type = layout.type_of(self.mask)
+        return LiveJob.work(self, layout, config)
+
     def sizes(self, largest: int, config: SchedulerConfig) -> dict[int, float]:  # noqa: ARG002  (no margin: no promise)
         """All measured sizes that this cluster and the job's limits allow; one of speed 0 where nothing is known."""
         job = self.job
         most = min(job.max_workers or largest, largest)
-        if job.curve is not None:
-            measured = {n: v for n, v in job.curve.steps_per_s.items() if job.min_workers <= n <= most}
+        curve = job.curves.get(self.gpu_type, job.curve)
+        if curve is not None:
+            measured = {n: v for n, v in curve.steps_per_s.items() if job.min_workers <= n <= most}
             if measured:
                 return measured
         smallest = 1 << max(0, job.min_workers - 1).bit_length()
