@@ -93,6 +93,7 @@ def prepare(trace: Trace, curves: Curves, nodes: Sequence[Node], conditions: Con
             on_reject=conditions.on_reject,
             explore=False,
             requested_workers=row.workers,
+            task=row.task if row.expected else "",
         )
         truth = _truth(curve, conditions.throughput_error, random.Random(f"{conditions.seed} speeds {row.job_id}"))
         prepared.append(SimulatedJob(job=job, truth=truth, arrives_s=row.submitted_s))

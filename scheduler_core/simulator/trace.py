@@ -3,10 +3,11 @@
 Read are the public traces of the ElasticFlow paper (``submission_time, num_iteration, model_name, deadline, …``), their
 T4 kind (``submit_time, iteration, model_name, ddl, …``) and a form of our own::
 
-    job_id,submitted_s,steps,model,batch_size,deadline_s,workers,duration_s,best_effort,value,task,expected
+    job_id,submitted_s,steps,model,batch_size,deadline_s,workers,duration_s,best_effort,value,task,expected,due_s
 
 ``deadline_s`` is absolute (empty: none), ``workers`` what a fixed-size request would ask for, ``duration_s`` the time
-at that size. ``task`` names the recurring task that a job is a run of, ``expected`` whether the calendar knows of it.
+at that size. ``task`` names the recurring task that a job is a run of, ``expected`` whether the calendar knows of it,
+``due_s`` when its timetable says that it is due (empty: unknown).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "value": ("value",),
     "task": ("task",),
     "expected": ("expected",),
+    "due_s": ("due_s",),
 }
 _REQUIRED = ("job_id", "submitted_s", "steps", "model", "batch_size", "deadline_s")
 COLUMNS = tuple(_ALIASES)
@@ -53,6 +55,7 @@ class TraceJob:
     value: float = 1.0
     task: str = ""
     expected: bool = False
+    due_s: float | None = None
     line: int = 0
 
 
@@ -125,6 +128,7 @@ def write_trace(path: Path, jobs: Iterable[TraceJob]) -> None:
                     job.value,
                     job.task,
                     int(job.expected),
+                    "" if job.due_s is None else job.due_s,
                 ]
             )
     partial.replace(path)
@@ -201,5 +205,6 @@ def _job(row: list[str], width: int, columns: Mapping[str, int], path: Path, lin
         value=value,
         task=text("task"),
         expected=bool(whole("expected", 0.0, 0)),
+        due_s=number("due_s") if text("due_s") else None,
         line=line,
     )
