@@ -61,7 +61,7 @@ class Admission:
 
     def _effort(self, tries: int) -> int:
         """Bound tries by how much each costs, so that a decision among many jobs stays quick."""
-        return min(tries, max(2, 300 // (len(self.planner.jobs) + 1))) if tries else 0
+        return min(tries, max(2, self.planner.config.rescue_effort // (len(self.planner.jobs) + 1))) if tries else 0
 
     def _impossible(self, work: Work) -> str | None:
         job = self.job.job

@@ -23,8 +23,10 @@ class SchedulerConfig:
     """An offered deadline is rounded up to a multiple of this, in UTC: people copy it."""
     offer_probes: int = 6
     """How often bisection tries a deadline with the full admission; more is more exact and slower."""
-    rescue_orders: int = 6
+    rescue_orders: int = 12
     """How many other orders of filling are tried before a rejection."""
+    rescue_effort: int = 400
+    """... and at most so many divided by the number of jobs, so that a decision among many stays quick."""
     proof_rounds: int = 8
     """How often the filling is repeated with the pauses of the migrations that placing it turned out to need."""
 

@@ -8,10 +8,15 @@ Works on counts per block size; where the gangs stand is decided by :mod:`~elast
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from enum import StrEnum
 from typing import NamedTuple
 
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Work
+
+
+_HALVINGS = 7
+"""How often the moment of a change of level is halved in search of the best."""
 
 
 class Share(NamedTuple):
@@ -22,8 +27,23 @@ class Share(NamedTuple):
     size: int
 
 
+class Shape(StrEnum):
+    """How a share uses the time until its limit, where one level would end well before it."""
+
+    FLAT = "flat"
+    """One level throughout."""
+    FALLING = "falling"
+    """The level as briefly as possible, then the next smaller size to the limit: fewer slot-seconds, a pause more."""
+    RISING = "rising"
+    """The next smaller size first, for as long as possible."""
+
+
 def fill(
-    free: FreeCapacity, works: Iterable[Work], now: float, extra_pauses: Mapping[str, int]
+    free: FreeCapacity,
+    works: Iterable[Work],
+    now: float,
+    extra_pauses: Mapping[str, int],
+    shape: Shape = Shape.FLAT,
 ) -> tuple[dict[str, list[Share]], str | None]:
     """Fill in the given order; the shares so far and the id of the first job that did not fit (None: all did).
 
@@ -31,7 +51,10 @@ def fill(
     """
     shares: dict[str, list[Share]] = {}
     for work in works:
-        share = minimum_share(free, work, now, extra_pauses.get(work.job_id, 0) * work.pause_s)
+        extra_s = extra_pauses.get(work.job_id, 0) * work.pause_s
+        share = minimum_share(free, work, now, extra_s)
+        if share is not None and shape is not Shape.FLAT:
+            share = _slimmed(free, work, now, extra_s, shape, share)
         if share is None:
             return shares, work.job_id
         for start, end, size in share:
@@ -64,20 +87,64 @@ def minimum_share(free: FreeCapacity, work: Work, now: float, extra_s: float = 0
             if limit == INFINITY:
                 horizon = max(free.times[-1], now) + 10.0 * len(work.sizes) * (work.least_time_s() + extra_s) + 1e6
             runs = free.placeable(work.sizes, now, horizon)
-        share = _follow(work, now, level, extra_s, runs)
+        share = _follow(work, now, extra_s, _capped(runs, level))
         if share is not None:
             return share
     return None
 
 
-def _follow(
-    work: Work, now: float, level: int, extra_s: float, runs: list[tuple[float, float, int]]
-) -> list[Share] | None:
-    """Hold ``min(level, what fits)`` at every moment of ``runs``, changing only where a change repays its pause."""
+def _slimmed(
+    free: FreeCapacity, work: Work, now: float, extra_s: float, shape: Shape, share: list[Share]
+) -> list[Share]:
+    """The share with part of its time at the next smaller size, so that it ends just in time; itself if that is no less.
+
+    Between two sizes of a concave curve every mixture costs fewer slot-seconds than the larger one throughout.
+    """
+    level = max(piece.size for piece in share)
+    place = work.sizes.index(level) if level in work.sizes else 0
+    limit = work.limit_s
+    if place == 0 or limit == INFINITY or work.release_s > now:
+        return share
+    smaller = work.sizes[place - 1]
+    runs = free.placeable(work.sizes, now, limit)
+    best, least = share, _slot_seconds(share)
+    enough, too_short = (limit, now) if shape is Shape.FALLING else (now, limit)
+    for _ in range(_HALVINGS):
+        switch = (enough + too_short) / 2
+        first, second = (level, smaller) if shape is Shape.FALLING else (smaller, level)
+        capped = _capped([run for run in _cut(runs, switch) if run[1] <= switch], first)
+        capped += _capped([run for run in _cut(runs, switch) if run[0] >= switch], second)
+        found = _follow(work, now, extra_s, capped)
+        if found is None:
+            too_short = switch
+            continue
+        enough = switch
+        if (cost := _slot_seconds(found)) < least:
+            best, least = found, cost
+    return best
+
+
+def _slot_seconds(share: list[Share]) -> float:
+    return sum(piece.size * (piece.end_s - piece.start_s) for piece in share)
+
+
+def _cut(runs: list[tuple[float, float, int]], at_s: float) -> list[tuple[float, float, int]]:
+    """``runs`` with a border at ``at_s``."""
+    out = []
+    for start, end, fit in runs:
+        if start < at_s < end:
+            out += [(start, at_s, fit), (at_s, end, fit)]
+        else:
+            out.append((start, end, fit))
+    return out
+
+
+def _follow(work: Work, now: float, extra_s: float, runs: list[tuple[float, float, int]]) -> list[Share] | None:
+    """Hold what ``runs`` say at every moment, changing only where a change repays its pause."""
     shares: list[Share] = []
     left, size, ready, starting = work.left_at(now), work.size, work.since_s, work.starting
     owed = extra_s
-    for start, end, fit in _capped(runs, level):
+    for start, end, fit in runs:
         if fit == 0:
             size = 0
             continue
@@ -115,6 +182,8 @@ def _follow(
 
 def _capped(runs: list[tuple[float, float, int]], level: int) -> list[tuple[float, float, int]]:
     """Cut the sizes of ``runs`` at ``level`` and join what has become equal."""
+    if not runs:
+        return []
     joined: list[tuple[float, float, int]] = []
     since, before = runs[0][0], min(level, runs[0][2])
     for start, _, fit in runs:

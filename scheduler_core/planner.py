@@ -13,7 +13,7 @@ from elasticflow_airflow.scheduler_core.allocation import as_soon_as_possible, g
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.draft import Draft, mask_at
 from elasticflow_airflow.scheduler_core.exploring import try_next_size
-from elasticflow_airflow.scheduler_core.filling import minimum_share
+from elasticflow_airflow.scheduler_core.filling import Shape, minimum_share
 from elasticflow_airflow.scheduler_core.jobs import LiveJob, overdue
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.profiling import next_size, window_s
@@ -129,11 +129,18 @@ class Planner:
             works += self.expected
         if newcomer is not None:
             works.append(newcomer)
-        draft = self._proven(deadline_order(works))
+        draft, unfit = self._proven(deadline_order(works))
         if draft is None and rescue and all(work.sizes for work in works):
-            for order in rescue_orders(works, self.now, rescue):
-                draft = self._proven(order)
-                if draft is not None:
+            orders = rescue_orders(works, self.now, rescue)
+            order = next(orders, None)
+            while order is not None:
+                for shape in Shape:
+                    draft, unfit = self._proven(order, shape)
+                    if draft is not None:
+                        return draft
+                try:
+                    order = orders.send(unfit)
+                except StopIteration:
                     break
         return draft
 
@@ -150,11 +157,10 @@ class Planner:
             draft.drop(work.job_id)
         return draft
 
-    def _proven(self, ordered: list[Work]) -> Draft | None:
-        courses, _ = prove(self.layout, self.free, ordered, self.now, self.held(), self.config.proof_rounds)
-        if courses is None:
-            return None
-        return self._draft(courses)
+    def _proven(self, ordered: list[Work], shape: Shape = Shape.FLAT) -> tuple[Draft | None, str | None]:
+        """A draft of all, or whom it did not fit."""
+        courses, unfit = prove(self.layout, self.free, ordered, self.now, self.held(), self.config.proof_rounds, shape)
+        return (None, unfit) if courses is None else (self._draft(courses), None)
 
     def _draft(self, courses: dict[str, Course]) -> Draft:
         for job in self.jobs:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
-from elasticflow_airflow.scheduler_core.filling import fill
+from elasticflow_airflow.scheduler_core.filling import Shape, fill
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.rolling import NoPlaceError, place
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
@@ -13,7 +13,13 @@ from elasticflow_airflow.scheduler_core.work import TOLERANCE_S, Course, Work, c
 
 
 def prove(
-    layout: Layout, free: FreeCapacity, ordered: Sequence[Work], now: float, avoid: int, rounds: int
+    layout: Layout,
+    free: FreeCapacity,
+    ordered: Sequence[Work],
+    now: float,
+    avoid: int,
+    rounds: int,
+    shape: Shape = Shape.FLAT,
 ) -> tuple[dict[str, Course] | None, str | None]:
     """Plan all jobs in the given order so that each meets its limit; (None, who did not fit) if that fails.
 
@@ -23,7 +29,7 @@ def prove(
     extra: dict[str, int] = {}
     late: str | None = None
     for _ in range(rounds):
-        shares, unfit = fill(free.copy(), ordered, now, extra)
+        shares, unfit = fill(free.copy(), ordered, now, extra, shape)
         if unfit is not None:
             return None, unfit
         try:
@@ -48,32 +54,50 @@ def deadline_order(works: Sequence[Work]) -> list[Work]:
     return sorted(works, key=lambda work: (work.limit_s, work.job_id))
 
 
-def rescue_orders(works: Sequence[Work], now: float, count: int) -> Iterator[list[Work]]:
-    """Up to ``count`` other orders of filling, in the sequence in which they are worth trying.
+def rescue_orders(works: Sequence[Work], now: float, count: int) -> Generator[list[Work], str | None, None]:
+    """Up to ``count`` other orders of filling, in the sequence in which they are worth trying; always the same ones.
 
-    By the latest possible start at the fastest size, at the smallest size, then random perturbations of the deadline
-    order; always the same ones for the same jobs.
+    By the latest possible start at the fastest size, then at the smallest; then, like a squeaky wheel that gets the
+    grease (Joslin and Clements, JAIR 1999), whoever did not fit (sent by the caller) is filled earlier than in the order
+    before; where that has been tried, random perturbations of the deadline order.
     """
     first = [work.job_id for work in deadline_order(works)]
     seen = {tuple(first)}
+    by_id = {work.job_id: work for work in works}
 
     def slack(work: Work, size: int) -> float:
         return work.limit_s - work.left_at(now) / work.speeds[size]
 
     chaos = random.Random(len(works))
-    made = 0
+    made, last, unfit = 0, first, None
     for attempt in range(4 * count):
         if made >= count:
             return
         if attempt == 0:
-            order = sorted(works, key=lambda w: (slack(w, w.sizes[-1]), w.job_id))
+            order = [w.job_id for w in sorted(works, key=lambda w: (slack(w, w.sizes[-1]), w.job_id))]
         elif attempt == 1:
-            order = sorted(works, key=lambda w: (slack(w, w.sizes[0]), w.job_id))
+            order = [w.job_id for w in sorted(works, key=lambda w: (slack(w, w.sizes[0]), w.job_id))]
         else:
-            blur = {w.job_id: chaos.uniform(-0.3, 0.3) * max(1.0, w.limit_s - now) for w in works}
-            order = sorted(works, key=lambda w: (w.limit_s + blur[w.job_id], w.job_id))
-        name = tuple(work.job_id for work in order)
-        if name not in seen:
-            seen.add(name)
+            order = _promoted(last, unfit, seen) if attempt % 2 else None
+            if order is None:
+                blur = {w.job_id: chaos.uniform(-0.3, 0.3) * max(1.0, w.limit_s - now) for w in works}
+                order = [w.job_id for w in sorted(works, key=lambda w: (w.limit_s + blur[w.job_id], w.job_id))]
+        if tuple(order) not in seen:
+            seen.add(tuple(order))
             made += 1
-            yield order
+            unfit = yield [by_id[job_id] for job_id in order]
+            last = order
+
+
+def _promoted(order: list[str], unfit: str | None, seen: set[tuple[str, ...]]) -> list[str] | None:
+    """The order with ``unfit`` moved to the front by half its place, or further; None when all that was tried."""
+    if unfit is None:
+        return None
+    place = order.index(unfit)
+    while place > 0:
+        place //= 2
+        rest = [job_id for job_id in order if job_id != unfit]
+        rest.insert(place, unfit)
+        if tuple(rest) not in seen:
+            return rest
+    return None
