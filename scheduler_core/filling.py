@@ -14,7 +14,6 @@ from typing import NamedTuple
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Work
 
-
 _HALVINGS = 7
 """How often the moment of a change of level is halved in search of the best."""
 
@@ -96,7 +95,7 @@ def minimum_share(free: FreeCapacity, work: Work, now: float, extra_s: float = 0
 def _slimmed(
     free: FreeCapacity, work: Work, now: float, extra_s: float, shape: Shape, share: list[Share]
 ) -> list[Share]:
-    """The share with part of its time at the next smaller size, so that it ends just in time; itself if that is no less.
+    """The share with a part at the next smaller size, so that it ends just in time; itself if that is no less.
 
     Between two sizes of a concave curve every mixture costs fewer slot-seconds than the larger one throughout.
     """

@@ -57,9 +57,9 @@ def deadline_order(works: Sequence[Work]) -> list[Work]:
 def rescue_orders(works: Sequence[Work], now: float, count: int) -> Generator[list[Work], str | None, None]:
     """Up to ``count`` other orders of filling, in the sequence in which they are worth trying; always the same ones.
 
-    By the latest possible start at the fastest size, then at the smallest; then, like a squeaky wheel that gets the
-    grease (Joslin and Clements, JAIR 1999), whoever did not fit (sent by the caller) is filled earlier than in the order
-    before; where that has been tried, random perturbations of the deadline order.
+    By the latest possible start at the fastest size, then at the smallest; then in turn random perturbations of the
+    deadline order and, like a squeaky wheel that gets the grease (Joslin and Clements, JAIR 1999), the order before
+    with whoever did not fit (sent by the caller) filled earlier.
     """
     first = [work.job_id for work in deadline_order(works)]
     seen = {tuple(first)}
