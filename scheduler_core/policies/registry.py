@@ -59,6 +59,36 @@ def _optimus(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
     return Optimus(config, nodes)
 
 
+def _gandiva(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
+    from elasticflow_airflow.scheduler_core.policies.gandiva import Gandiva
+
+    return Gandiva(config, nodes)
+
+
+def _tiresias(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
+    from elasticflow_airflow.scheduler_core.policies.tiresias import Tiresias
+
+    return Tiresias(config, nodes)
+
+
+def _themis(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
+    from elasticflow_airflow.scheduler_core.policies.themis import Themis
+
+    return Themis(config, nodes)
+
+
+def _aonline(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
+    from elasticflow_airflow.scheduler_core.policies.aonline import AOnline
+
+    return AOnline(config, nodes)
+
+
+def _oasis(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
+    from elasticflow_airflow.scheduler_core.policies.oasis import Oasis
+
+    return Oasis(config, nodes)
+
+
 _FACTORIES: dict[str, Factory] = {
     "elasticflow": _elasticflow,
     "edf": _edf,
@@ -67,7 +97,12 @@ _FACTORIES: dict[str, Factory] = {
     "edf+admission": _edf_admission,
     "gang-fifo": _gang_fifo,
     "gang-fifo+knee": _gang_fifo_knee,
+    "gandiva": _gandiva,
+    "tiresias": _tiresias,
+    "themis": _themis,
     "optimus": _optimus,
+    "oasis": _oasis,
+    "aonline": _aonline,
 }
 POLICY_NAMES: tuple[str, ...] = tuple(_FACTORIES)
 """All names that :func:`make_policy` knows, the default first."""
