@@ -311,7 +311,7 @@ class GangPolicy(Books, ABC):
 
     def _hopeless_times(self, now: float) -> list[float]:
         times = [
-            job.job.deadline_s - job.work(self.layout, self.config).least_time_s()
+            job.job.deadline_s - self.view(job, now).least_time_s
             for job in self.jobs.values()
             if job.phase is Phase.WAITING and job.job.deadline_s is not None
         ]

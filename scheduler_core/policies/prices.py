@@ -89,13 +89,23 @@ def stretches(
     return found
 
 
-def cost_of(holdings: Sequence[Holding], over: Sequence[Stretch]) -> float:
-    """What holdings cost at the prices of the stretches that they overlap."""
-    total = 0.0
-    for start, end, mask in holdings:
-        size = mask.bit_count()
+class Bill:
+    """What holdings cost at the prices of stretches that follow on each other; nothing outside of them."""
+
+    def __init__(self, over: Sequence[Stretch]) -> None:
+        self._times = [stretch.start_s for stretch in over]
+        self._prices = [stretch.price for stretch in over]
+        self._end_s = over[-1].end_s if over else 0.0
+        self._sums = [0.0]
         for stretch in over:
-            overlap = min(end, stretch.end_s) - max(start, stretch.start_s)
-            if overlap > 0.0:
-                total += size * overlap * stretch.price
-    return total
+            self._sums.append(self._sums[-1] + (stretch.end_s - stretch.start_s) * stretch.price)
+
+    def _until(self, when_s: float) -> float:
+        k = bisect_right(self._times, when_s) - 1
+        if k < 0:
+            return 0.0
+        return self._sums[k] + (min(when_s, self._end_s) - self._times[k]) * self._prices[k]
+
+    def of(self, holdings: Sequence[Holding]) -> float:
+        """The sum over holdings of size times price, over their time."""
+        return sum(h.mask.bit_count() * (self._until(h.end_s) - self._until(h.start_s)) for h in holdings)
