@@ -16,6 +16,7 @@ from elasticflow_airflow.scheduler_core.draft import Draft
 from elasticflow_airflow.scheduler_core.explain import duration, moment, workers
 from elasticflow_airflow.scheduler_core.jobs import LiveJob
 from elasticflow_airflow.scheduler_core.planner import Planner
+from elasticflow_airflow.scheduler_core.pricing import Protection
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Work
 
@@ -33,9 +34,16 @@ class Verdict:
 class Admission:
     """Admission of one newcomer beside the jobs of a planner."""
 
-    def __init__(self, planner: Planner, newcomer: LiveJob) -> None:
+    def __init__(
+        self, planner: Planner, newcomer: LiveJob, protection: Protection | None = None, *, thorough: bool = True
+    ) -> None:
+        """``thorough``: also other orders, and when refused the reason and an offer; else quickly yes or no."""
         self.planner = planner
         self.job = newcomer
+        self.protection = protection
+        self.thorough = thorough
+        self.priced_out = False
+        """Whether the last try failed by what is kept free for others, whatever else there is."""
         self.stored = planner.stored()
         self.stored.drop(newcomer.job_id)
         self.room = beside(self.stored, planner.expected) if planner.expected else self.stored
@@ -53,11 +61,15 @@ class Admission:
         problem = self._impossible(work)
         if problem is not None:
             return Verdict(None, False, problem, None)
-        found = self._try(work, deadline - config.deadline_margin_s, self._effort(config.rescue_orders))
+        tries = self._effort(config.rescue_orders) if self.thorough else 0
+        found = self._try(work, deadline - config.deadline_margin_s, tries)
+        if found is None and not self.thorough:
+            return Verdict(None, False, "nothing has changed for it", None)
         if found is not None:
             draft, anew = found
             return Verdict(draft, anew, self._why_admitted(draft), deadline)
-        return Verdict(None, False, self._why_not(work, deadline), self._earliest(work))
+        reason = self._why_not(work, deadline)  # before other deadlines are tried
+        return Verdict(None, False, reason, self._earliest(work))
 
     def _effort(self, tries: int) -> int:
         """Bound tries by how much each costs, so that a decision among many jobs stays quick."""
@@ -94,6 +106,9 @@ class Admission:
         newcomer = replace(work, limit_s=limit)
         if self.planner.now + self._least(work) > limit + TOLERANCE_S:
             return None
+        self.priced_out = not self._leaves_room(newcomer, limit)
+        if self.priced_out:
+            return None
         course = share_now(self.room, newcomer, limit) if self.room is not None else None
         if course is not None and self.room is not None:
             return self._with(self.room, course), False
@@ -113,6 +128,16 @@ class Admission:
             if draft is not None:
                 return self.planner.unguarded(draft), True
         return None
+
+    def _leaves_room(self, work: Work, limit: float) -> bool:
+        """Whether cheaper arrivals that are expected find room beside it (always, if first come)."""
+        if self.protection is None:
+            return True
+        base = self._base_draft() or self.stored
+        promised = {job.job_id for job in self.planner.jobs if job.promised}
+        planned = (h for job_id, course in base.courses.items() if job_id in promised for h in course.holdings)
+        slots = self.planner.layout.usable_at(self.planner.now).bit_count()
+        return self.protection.leaves_room(work, self.job.job.value, self.planner.now, limit, slots, planned)
 
     def _with(self, draft: Draft, course: Course) -> Draft:
         twin = self.planner.unexpected(draft.copy())
@@ -173,6 +198,11 @@ class Admission:
         """Name the capacity that is missing and when."""
         now = self.planner.now
         limit = deadline - self.planner.config.deadline_margin_s
+        if self.priced_out:
+            return (
+                "would take slots that jobs which need fewer for the same value are expected to need before "
+                f"{moment(deadline)} (objective: value)"
+            )
         costs = f"start-up {duration(work.startup_s)} and tail {duration(work.tail_s)} included"
         if limit <= now:
             return f"the deadline {moment(deadline)} is past: it is {moment(now)} now"

@@ -291,7 +291,7 @@ class Board:
             elif job.phase is Phase.WAITING and job.job.deadline_s is not None:
                 least = job.work(self.layout, self.config).least_time_s()
                 if least < INFINITY:
-                    times.append(job.job.deadline_s - least)
+                    times += [job.job.deadline_s - least, now + self.config.waiting_retry_s]
             elif job.competes and job.best_effort and not job.mask:
                 times.append(job.waiting_since_s + self.config.ageing_s)
         if any(job.phase is Phase.WAITING for job in self.jobs.values()):

@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Objective(StrEnum):
+    """Whom to admit when not everybody can be."""
+
+    FIRST_COME = "first-come"
+    """Whatever fits beside the promises, in order of arrival."""
+    VALUE = "value"
+    """Whatever is worth more than what it takes from those who are expected (see :mod:`pricing`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +39,14 @@ class SchedulerConfig:
     """... and at most so many divided by the number of jobs, so that a decision among many stays quick."""
     proof_rounds: int = 8
     """How often the filling is repeated with the pauses of the migrations that placing it turned out to need."""
+
+    objective: Objective = Objective.FIRST_COME
+    protection_weight: float = 1.0
+    """With ``objective="value"``: how much of what cheaper arrivals are expected to use is kept free for them."""
+    protection_half_lives_s: tuple[float, ...] = (6 * 3600.0, 12 * 3600.0)
+    """... and how fast arrivals are forgotten; the memory that expects more wins."""
+    waiting_retry_s: float = 600.0
+    """A job that waits for capacity is asked for again at least this often."""
 
     min_saving_pauses: float = 0.5
     """A job grows only when it then ends earlier by this many of its pauses, the pause itself already paid."""

@@ -13,7 +13,7 @@ from elasticflow_airflow.scheduler_core.admission import Admission, Verdict
 from elasticflow_airflow.scheduler_core.board import Board
 from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy
 from elasticflow_airflow.scheduler_core.calendar_guard import keepable, reserved
-from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.config import Objective, SchedulerConfig
 from elasticflow_airflow.scheduler_core.decisions import (
     Admit,
     Decision,
@@ -26,6 +26,7 @@ from elasticflow_airflow.scheduler_core.draft import Draft
 from elasticflow_airflow.scheduler_core.explain import duration, moment
 from elasticflow_airflow.scheduler_core.jobs import LiveJob
 from elasticflow_airflow.scheduler_core.planner import Planner
+from elasticflow_airflow.scheduler_core.pricing import Arrival, Protection, footprint_of
 from elasticflow_airflow.scheduler_core.profiling import candidate_sizes, enough, wait_limit
 from elasticflow_airflow.scheduler_core.values import (
     Job,
@@ -52,6 +53,9 @@ class Decider:
         self._board = Board(self.config, nodes, calendar)
         self._numbers = 0
         self._promises = 0
+        self._protection: Protection | None = None
+        if self.config.objective is Objective.VALUE:
+            self._protection = Protection(self.config.protection_half_lives_s, self.config.protection_weight)
 
     def plan_of(self, job_id: str) -> Plan | None:
         """The stored plan of a live job from its last change on; None while it has none.
@@ -135,10 +139,21 @@ class Decider:
             stale = board.broken or bool(board.late) or self._behind(now)
             if stale:
                 before = self._replan(now, "the plan of the cluster says so", retry=False, wake=False)
+        self._note_arrival(live, now)
         verdict = self._ask(live, now)
         if verdict.draft is not None:
             return before + self._admit(live, verdict, Terms.DEADLINE, now)
         return before + self._refuse(live, verdict, now)
+
+    def _note_arrival(self, live: LiveJob, now: float) -> None:
+        """Let the protection price learn from a job that asks for the first time."""
+        deadline = live.job.deadline_s
+        if self._protection is None or live.noted or deadline is None:
+            return
+        live.noted = True
+        footprint = footprint_of(live.work(self._board.layout, self.config), now, deadline)
+        if footprint is not None:
+            self._protection.note(Arrival(now, footprint, max(1.0, deadline - now), live.job.value))
 
     def _behind(self, now: float) -> bool:
         for job in self._board.jobs.values():
@@ -149,13 +164,13 @@ class Decider:
                     return True
         return False
 
-    def _ask(self, live: LiveJob, now: float) -> Verdict:
+    def _ask(self, live: LiveJob, now: float, *, thorough: bool = True) -> Verdict:
         board = self._board
         planner = Planner(self.config, board.layout, [j for j in board.jobs.values() if j is not live], now)
         if board.calendar.runs and not live.foreseen:
             runs, policy = board.calendar.runs.values(), board.calendar.policy
             planner.expected = keepable(planner, reserved(runs, board.layout, self.config, policy, now))
-        return Admission(planner, live).decide()
+        return Admission(planner, live, self._protection, thorough=thorough).decide()
 
     def _admit(self, live: LiveJob, verdict: Verdict, terms: Terms, now: float) -> list[Decision]:
         if verdict.draft is None:
@@ -194,10 +209,12 @@ class Decider:
             least = live.work(self._board.layout, self.config).least_time_s()
             until = job.deadline_s - least
             if until > now:
+                changed = known and live.phase is not Phase.WAITING
                 live.phase = Phase.WAITING
                 live.course = None
+                live.thorough_s = now + max(self.config.waiting_retry_s, (until - now) / 2)
                 self._register(live)
-                rest = self._replan(now, f"{live.job_id} waits", retry=False) if known else self._board.wake(now)
+                rest = self._replan(now, f"{live.job_id} waits", retry=False) if changed else self._board.wake(now)
                 if live.said_waiting == "wait":
                     return rest
                 live.said_waiting = "wait"
@@ -231,10 +248,30 @@ class Decider:
             draft = planner.stored()
         self._finish(planner, draft, now, out, why)
         if retry:
-            for job in [j for j in board.jobs.values() if j.phase is Phase.WAITING]:
-                out += [d for d in self._decide(job, now) if not is_wake(d)]
+            self._retry(now, out)
         self._say_waiting(out)
         return out + (board.wake(now) if wake else [])
+
+    def _retry(self, now: float, out: list[Decision]) -> None:
+        """Ask again for those who wait: who needs least for its value first; in order of arrival if first come."""
+        waiting = [job for job in self._board.jobs.values() if job.phase is Phase.WAITING]
+        if self._protection is not None:
+            waiting.sort(key=lambda job: self._price(job, now))
+        for job in waiting:
+            deadline = job.job.deadline_s or INFINITY
+            until = deadline - job.work(self._board.layout, self.config).least_time_s()
+            thorough = now >= min(job.thorough_s, until) - TOLERANCE_S
+            verdict = self._ask(job, now, thorough=thorough)
+            if verdict.draft is not None:
+                out += [d for d in self._admit(job, verdict, Terms.DEADLINE, now) if not is_wake(d)]
+            elif thorough:
+                out += [d for d in self._refuse(job, verdict, now) if not is_wake(d)]
+
+    def _price(self, job: LiveJob, now: float) -> float:
+        """Slot-seconds that a job needs at least for a value of 1 (infinite: it cannot be kept any more)."""
+        work = job.work(self._board.layout, self.config)
+        footprint = footprint_of(work, now, job.job.deadline_s or INFINITY)
+        return INFINITY if footprint is None or job.job.value <= 0.0 else footprint / job.job.value
 
     def _finish(self, planner: Planner, draft: Draft, now: float, out: list[Decision], why: str) -> None:
         """Complete a draft of promises, prefer a fresh plan if that feeds more jobs, and adopt."""

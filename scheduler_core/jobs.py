@@ -46,6 +46,10 @@ class LiveJob:
     """Slots now of its minimum satisfactory share when everything was last planned afresh (0: not known)."""
     running_since_s: float = 0.0
     said_waiting: str = ""
+    thorough_s: float = 0.0
+    """While it waits: when it is next asked for with all orders that may help."""
+    noted: bool = False
+    """Whether the protection price has learned from its arrival."""
     turn_until_s: float = 0.0
     """End of the turn that a best-effort job got because it had waited too long."""
     parked_from: Phase | None = None

@@ -1,0 +1,110 @@
+"""What a newcomer would take from those who are expected: a protection price, as in airline seat control.
+
+Under contention, admitting whatever fits in order of arrival lets one large job cost twenty small ones. With
+``objective="value"`` a newcomer is admitted only if it finds room beside what is promised *and* what cheaper arrivals
+are expected to use until its deadline; cheaper is who needs fewer slot-seconds for the same value. What arrives is
+learned from the arrivals themselves, with two half-lives, of which the one that expects more wins: a short memory alone
+admits a monster in a lull (Littlewood's rule, 1972, with a stream of jobs in place of a stream of passengers; beside it
+OASiS, INFOCOM 2018, prices slots by their use alone). Pure; knows no slots, only their number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticflow_airflow.scheduler_core.work import TOLERANCE_S, Holding, Work
+
+_FORGOTTEN = 8.0
+"""Arrivals older than this many of the longest half-life weigh nothing."""
+_BINS = 48
+
+
+class Arrival(NamedTuple):
+    """One job that asked for a deadline: when, the least slot-seconds that it needed, in what time, for what value."""
+
+    at_s: float
+    footprint: float
+    window_s: float
+    value: float
+
+
+def footprint_of(work: Work, now: float, limit_s: float) -> float | None:
+    """Least slot-seconds, at one size throughout, with which the job keeps a limit alone; None: not even alone."""
+    left, cost = work.left_at(now), work.cost_of_change(now)
+    least: float | None = None
+    for size in work.sizes:
+        seconds = cost + left / work.speeds[size] + work.tail_s
+        if now + seconds <= limit_s + TOLERANCE_S:
+            needed = size * seconds
+            least = needed if least is None else min(least, needed)
+    return least
+
+
+class Protection:
+    """Learns what arrives and says what is to be kept free of a newcomer."""
+
+    def __init__(self, half_lives_s: tuple[float, ...], weight: float) -> None:
+        self.half_lives_s = half_lives_s
+        self.weight = weight
+        self.arrivals: list[Arrival] = []
+
+    def note(self, arrival: Arrival) -> None:
+        """Remember an arrival, whatever becomes of it."""
+        self.arrivals.append(arrival)
+        oldest = arrival.at_s - _FORGOTTEN * max(self.half_lives_s)
+        if len(self.arrivals) > 64 and self.arrivals[len(self.arrivals) // 4].at_s < oldest:
+            self.arrivals = [known for known in self.arrivals if known.at_s >= oldest]
+
+    def expected_use(self, now: float, price: float, times: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Slots that arrivals after ``now`` are expected to use at each of ``times`` (``> now``).
+
+        Counted are those that need less than ``price`` slot-seconds for a value of 1. Each uses its footprint evenly
+        over its window, at a rate of arrivals as remembered.
+        """
+        expected = np.zeros(len(times))
+        if not self.arrivals:
+            return expected
+        known = np.array(self.arrivals, dtype=np.float64)
+        cheaper = (known[:, 1] < price * known[:, 3]) & (known[:, 0] <= now)
+        if not cheaper.any():
+            return expected
+        first = float(known[:, 0].min())
+        use = known[cheaper, 1] / known[cheaper, 2]
+        windows = known[cheaper, 2]
+        ages = now - known[cheaper, 0]
+        ahead = np.minimum((times - now)[:, None], windows[None, :])
+        for half_life in self.half_lives_s:
+            decay = math.log(2.0) / half_life
+            weights = np.exp(-decay * ages)
+            observed = (1.0 - math.exp(-decay * max(now - first, half_life))) / decay
+            expected = np.maximum(expected, ahead @ (weights * use) / observed)
+        return self.weight * expected
+
+    def leaves_room(
+        self, work: Work, value: float, now: float, limit_s: float, slots: int, planned: Iterable[Holding]
+    ) -> bool:
+        """Whether the job can be done by its limit in what promises and cheaper arrivals leave of ``slots``."""
+        footprint = footprint_of(work, now, limit_s)
+        if footprint is None:
+            return False
+        edges = np.linspace(now, limit_s, _BINS + 1)
+        width = (limit_s - now) / _BINS
+        used = np.zeros(_BINS)
+        for start, end, mask in planned:
+            overlap = np.clip(np.minimum(edges[1:], end) - np.maximum(edges[:-1], start), 0.0, width)
+            used += mask.bit_count() * overlap / width
+        middles = (edges[:-1] + edges[1:]) / 2
+        price = footprint / value if value > 0.0 else math.inf
+        room = np.clip(slots - used - self.expected_use(now, price, middles), 0.0, None)
+        sizes = np.array(work.sizes, dtype=np.float64)
+        speeds = np.array([work.speeds[size] for size in work.sizes])
+        rates = (speeds[None, :] * np.minimum(1.0, room[:, None] / sizes[None, :])).max(axis=1)
+        usable_s = np.full(_BINS, width)
+        lost = work.cost_of_change(now) + work.tail_s
+        steps = float((rates * usable_s).sum()) * max(0.0, 1.0 - lost / (limit_s - now))
+        return steps >= work.left_at(now)
