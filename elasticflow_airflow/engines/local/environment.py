@@ -26,7 +26,7 @@ _NAMES = frozenset(
         "no_proxy",
     }
 )
-_PREFIXES = ("CUDA_", "HF_", "LC_", "NCCL_", "NVIDIA_", "PYTORCH_", "TRANSFORMERS_")
+_PREFIXES = ("CUBLAS_", "CUDA_", "CUDNN_", "HF_", "LC_", "NCCL_", "NVIDIA_", "PYTORCH_", "TORCH_NCCL_", "TRANSFORMERS_")
 _NEVER = frozenset({"CUDA_VISIBLE_DEVICES", "HF_TOKEN", "HF_TOKEN_PATH"})
 """The engine sets the devices; a token is a secret and comes by ``secret_env``."""
 

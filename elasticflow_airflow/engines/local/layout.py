@@ -5,12 +5,15 @@ One machine may be presented as several virtual nodes, so that placement, spanni
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elasticflow_airflow.engines.local.gpus import Gpu, visible_gpus
+
+logger = logging.getLogger("elasticflow.engine")
 
 MAX_DEFAULT_CPU_SLOTS = 4
 
@@ -49,7 +52,7 @@ def detect_nodes(
 ) -> tuple[NodeLayout, ...]:
     """Divide this machine. ``slots`` defaults to all GPUs, or to the cores, at most four. Raises ValueError."""
     environ = os.environ if environ is None else environ
-    gpus = visible_gpus(environ)
+    gpus = _of_one_model(visible_gpus(environ), explicit="CUDA_VISIBLE_DEVICES" in environ)
     cores = sorted(os.sched_getaffinity(0))
     if virtual_nodes:
         nodes, per_node = parse_virtual_nodes(virtual_nodes)
@@ -78,10 +81,38 @@ def detect_nodes(
     )
 
 
+def _of_one_model(gpus: Sequence[Gpu], *, explicit: bool) -> Sequence[Gpu]:
+    """Return GPUs on which the same training gives the same weights: those of one model, the one that most have.
+
+    Raises ValueError where the user named others as well.
+    """
+    models = [gpu.model for gpu in gpus]
+    if len(set(models)) < 2:
+        return gpus
+    if explicit:
+        raise ValueError(
+            f"CUDA_VISIBLE_DEVICES names GPUs of different models ({', '.join(sorted(set(models)))}): a job that moves "
+            "between them would not train the same weights, nor at one speed. Name those of one model"
+        )
+    most = max(models, key=models.count)
+    left_out = sorted({model for model in models if model != most})
+    logger.warning(
+        "%d GPUs (%s) are used; of other models, and left out: %s. CUDA_VISIBLE_DEVICES names others",
+        models.count(most),
+        most,
+        ", ".join(left_out),
+    )
+    return [gpu for gpu in gpus if gpu.model == most]
+
+
 def _gpu_slots(gpus: Sequence[Gpu], total: int, cores: int) -> list[SlotLayout]:
     # Not pinned: a GPU worker's data loaders want whatever cores are free.
     threads = max(1, cores // len(gpus))
-    return [SlotLayout(lock_name=f"gpu-{gpu.uuid}", threads=threads, gpu=gpu.uuid) for gpu in gpus[:total]]
+    return [
+        # Older drivers put slashes into the names of MIG instances.
+        SlotLayout(lock_name=f"gpu-{gpu.uuid.replace('/', '-')}", threads=threads, gpu=gpu.uuid)
+        for gpu in gpus[:total]
+    ]
 
 
 def _cpu_slots(cores: Sequence[int], total: int) -> list[SlotLayout]:

@@ -24,6 +24,9 @@ from elasticflow_airflow.engines.port import EngineError, GangSpec
 from elasticflow_airflow.runtime.protocol import Membership, RescaleMode
 from elasticflow_airflow.scheduler_core.values import Slot
 
+_ON_GPUS = {"NCCL_SOCKET_IFNAME": "lo", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""For workers with a GPU, where the job says nothing else: all on this machine, and matrix products that repeat."""
+
 
 class Starter:
     """Starts supervisors, and remembers those that it started itself."""
@@ -190,11 +193,12 @@ class Starter:
         layout = self.layout(slot)
         env = {name: threads for name, threads in _threads_of(layout).items() if name not in spec.env}
         env["ELASTICFLOW_CORES"] = ",".join(map(str, layout.cores))
-        # Its own device first: cuda:0 is right. Then the job's others, so that peer-to-peer copies work.
-        others = [self.layout(other).gpu for other in spec.placement if other != slot]
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for gpu in (layout.gpu, *others) if gpu)
-        if layout.gpu and "NCCL_SOCKET_IFNAME" not in spec.env:
-            env["NCCL_SOCKET_IFNAME"] = "lo"
+        # Its own device and no other: what the job has changes while it trains, a script that takes what it sees would
+        # take another worker's, and NCCL copies between devices that the processes do not see (since CUDA 10.1).
+        env["CUDA_VISIBLE_DEVICES"] = layout.gpu or ""
+        if layout.gpu:
+            said = spec.env.keys() | self._environ.keys()
+            env |= {name: value for name, value in _ON_GPUS.items() if name not in said}
         return env
 
     def layout(self, slot: Slot) -> SlotLayout:
