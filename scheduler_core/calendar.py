@@ -156,20 +156,26 @@ class Calendar:
     def __init__(self, policy: CalendarPolicy | None = None) -> None:
         self.policy = policy or CalendarPolicy()
         self.runs: dict[str, ExpectedRun] = {}
+        self._expiry: dict[str, float] = {}
 
     def expect(self, run: ExpectedRun) -> None:
         """Add a run, or replace what was expected under its id."""
         self.runs[run.run_id] = run
+        self._expiry[run.run_id] = run.forgotten_s(self.policy)
 
     def forget(self, run_id: str) -> bool:
         """Release a run; whether it was known."""
+        self._expiry.pop(run_id, None)
         return self.runs.pop(run_id, None) is not None
 
     def expire(self, now: float) -> list[ExpectedRun]:
         """Release the runs that are so late that they are taken not to come."""
-        gone = [run for run in self.runs.values() if run.forgotten_s(self.policy) <= now]
+        first = self.next_expiry()
+        if first is None or first > now:
+            return []
+        gone = [self.runs[run_id] for run_id, when in self._expiry.items() if when <= now]
         for run in gone:
-            del self.runs[run.run_id]
+            self.forget(run.run_id)
         return gone
 
     def take(self, task: str, now: float) -> ExpectedRun | None:
@@ -178,9 +184,9 @@ class Calendar:
         if not task or not due:
             return None
         run = min(due, key=lambda run: (run.due_s, run.run_id))
-        del self.runs[run.run_id]
+        self.forget(run.run_id)
         return run
 
     def next_expiry(self) -> float | None:
         """When the next run is released if it does not come."""
-        return min((run.forgotten_s(self.policy) for run in self.runs.values()), default=None)
+        return min(self._expiry.values(), default=None)

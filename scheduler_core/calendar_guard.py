@@ -6,11 +6,12 @@ good. As long as admission proves a joint plan that includes the stand-ins, the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.draft import Draft
+from elasticflow_airflow.scheduler_core.filling import minimum_share
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.planner import Planner
 from elasticflow_airflow.scheduler_core.proof import deadline_order, prove
@@ -103,22 +104,52 @@ def reserved(
 def keepable(planner: Planner, stand_ins: Sequence[Work]) -> list[Work]:
     """Those of the stand-ins that can be kept beside the promises, so that one that cannot does not veto everybody.
 
-    By a joint plan in deadline order, giving up who does not fit; when that leads nowhere, beside the stored plan.
+    All, if they fit beside the stored plan as it is. Else by a joint plan in deadline order that leaves out who does
+    not fit; when that leads nowhere, whoever fits beside the stored plan.
     """
-    kept = list(stand_ins)
-    promises = [*planner.promised(), *planner.turns()]
+    fitting = _fitting(planner, stand_ins)
+    if len(fitting) == len(stand_ins):
+        return fitting
+    kept, promises = list(stand_ins), [*planner.promised(), *planner.turns()]
     for _ in range(_TRIES):
+        left_out = _left_out(planner, deadline_order([*promises, *kept]), {work.job_id for work in kept})
+        kept = [work for work in kept if work.job_id not in left_out]
+        if not left_out:
+            works = deadline_order([*promises, *kept])
+            courses, unfit = prove(
+                planner.layout, planner.free, works, planner.now, planner.held(), planner.config.proof_rounds
+            )
+            if courses is not None:
+                break
+            victim = next((work for work in kept if work.job_id == unfit), None)
+            kept = [work for work in kept if work is not (victim or max(kept, key=footprint))]
         if not kept:
             break
-        works = deadline_order([*promises, *kept])
-        courses, unfit = prove(
-            planner.layout, planner.free, works, planner.now, planner.held(), planner.config.proof_rounds
-        )
-        if courses is not None:
-            return kept
-        victim = next((work for work in kept if work.job_id == unfit), None)
-        kept.remove(victim or max(kept, key=lambda work: (footprint(work), work.job_id)))
-    draft, fitting = planner.stored(), []
+    else:
+        kept = []
+    return kept if len(kept) > len(fitting) else fitting
+
+
+def _left_out(planner: Planner, ordered: Sequence[Work], may: Collection[str]) -> set[str]:
+    """Which of the works named in ``may`` do not fit by counts; the largest of them for a promise that does not."""
+    free, left_out, filled = planner.free.copy(), set[str](), list[Work]()
+    for work in ordered:
+        share = minimum_share(free, work, planner.now)
+        if share is not None:
+            for start, end, size in share:
+                free.reserve(start, end, size)
+            if work.job_id in may:
+                filled.append(work)
+        elif work.job_id in may:
+            left_out.add(work.job_id)
+        elif filled:
+            return {max(filled, key=lambda work: (footprint(work), work.job_id)).job_id}
+    return left_out
+
+
+def _fitting(planner: Planner, stand_ins: Sequence[Work]) -> list[Work]:
+    """As many stand-ins as fit beside the stored plan, the earliest deadline first."""
+    draft, fitting = planner.stored(), list[Work]()
     for work in sorted(stand_ins, key=lambda work: (work.limit_s, work.job_id)):
         course = place_from(draft, work)
         if course is not None:
