@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from elasticflow_airflow import __version__
+from elasticflow_airflow.cli import simulation
 from elasticflow_airflow.cli.connection import StateDir, Url, client
 
 app = typer.Typer(
@@ -20,6 +21,9 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 _POLL_S = 1.0
+
+app.command()(simulation.simulate)
+app.command()(simulation.compare)
 
 
 def _print(*lines: object) -> None:

@@ -39,6 +39,7 @@ OPTIONAL = {
     "remote": {"fsspec"},
     "transformers": {"transformers"},
     "trainer": {"transformers", "accelerate"},
+    "plots": {"matplotlib"},
     "lightning": {"lightning", "pytorch_lightning"},
 }
 """What modules of that name, or that begin with it, import besides: they are for those alone who use that."""

@@ -1,0 +1,316 @@
+"""``elasticflow simulate`` and ``elasticflow compare``: traces in, schedules, tables and plots out.
+
+Only options stand here at the top: whatever simulates or draws is imported when a command runs. A command writes all
+its files or none, whatever ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from elasticflow_airflow.scheduler_core.simulator.experiment import Setting
+
+BAD_INPUT, INTERRUPTED, TERMINATED = 2, 130, 143
+"""Exit statuses: bad input, Ctrl-C, SIGTERM."""
+WIDE = 200
+
+
+class Objective(StrEnum):
+    """Whom to prefer where not everybody fits."""
+
+    FIRST_COME = "first-come"
+    VALUE = "value"
+
+
+class WhenRejected(StrEnum):
+    """What a job does whose deadline cannot be promised when it is submitted."""
+
+    FAIL = "fail"
+    WAIT = "wait"
+
+
+Trace = typer.Option(..., "--trace", help="Jobs: a CSV file, one a line (docs/reference/simulate.md has its columns).")
+Curves = typer.Option(..., "--curves", help="Folder of measured scaling curves, one CSV table for each model.")
+Nodes = typer.Option(..., "--nodes", min=1, help="Nodes of the cluster.")
+SlotsPerNode = typer.Option(..., "--slots-per-node", min=1, help="Slots (GPUs) of each node.")
+PauseS = typer.Option(
+    30.0, "--pause-s", min=0, help="Seconds that each change of a job's slots stops it, its start included."
+)
+StartupS = typer.Option(None, "--startup-s", min=0, help="Seconds that a start takes, where that is not --pause-s.")
+ObjectiveOf = typer.Option(
+    Objective.FIRST_COME, "--objective", help="Whom elasticflow admits: who comes first, or by value under a price."
+)
+OnReject = typer.Option(
+    WhenRejected.FAIL, "--on-reject", help="A job that cannot be promised: fail at once, or wait and be tried again."
+)
+Seed = typer.Option(0, "--seed", help="Of all that is random: errors of speed, failures.")
+ThroughputError = typer.Option(
+    0.0,
+    "--throughput-error",
+    min=0,
+    help="Sigma of a log-normal factor between each job's real speed at a size and its curve.",
+)
+MtbfH = typer.Option(None, "--mtbf-h", min=0, help="Mean hours between failures of one node; default: none fails.")
+Export = typer.Option(None, "--export", help="Write the schedule here, one JSON object a line.")
+Out = typer.Option(Path("comparison"), "--out", help="Folder for the tables and plots.")
+AsJson = typer.Option(False, "--json", help="Print JSON instead of text.")
+
+
+def simulate(
+    trace: Path = Trace,
+    curves: Path = Curves,
+    nodes: int = Nodes,
+    slots_per_node: int = SlotsPerNode,
+    policy: str = typer.Option("elasticflow", help="Who schedules; a wrong name lists all."),
+    objective: Objective = ObjectiveOf,
+    on_reject: WhenRejected = OnReject,
+    pause_s: float = PauseS,
+    startup_s: float | None = StartupS,
+    seed: int = Seed,
+    throughput_error: float = ThroughputError,
+    mtbf_h: float | None = MtbfH,
+    export: Path | None = Export,
+    as_json: bool = AsJson,
+) -> None:
+    """Simulate a trace under one policy: the very scheduler of the service on a virtual clock."""
+    with _answering():
+        from elasticflow_airflow.cli.simulation_display import Bars, note, simulation_lines
+        from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, play
+        from elasticflow_airflow.scheduler_core.simulator.export import write_schedule
+
+        contender = Contender(policy=policy, objective=str(objective))
+        if export is not None:
+            _writable(export, [trace])
+        setting = _setting(
+            trace,
+            curves,
+            nodes,
+            slots_per_node,
+            pause_s=pause_s,
+            startup_s=startup_s,
+            on_reject=on_reject,
+            seed=seed,
+            throughput_error=throughput_error,
+            mtbf_h=mtbf_h,
+        )
+        if objective != Objective.FIRST_COME and policy != "elasticflow":
+            note(f"--objective {objective} is elasticflow's; {policy} knows none")
+        with Bars(len(setting.trace.jobs)) as bars:
+            played = play(setting, contender, on_progress=bars.start(contender.label))
+        if export is not None:
+            write_schedule(export, setting.nodes, played.changes)
+    if as_json:
+        _print_json({"setting": setting.facts(), "result": played.result.summary()})
+    else:
+        _print(*simulation_lines(setting, played, export))
+
+
+def compare(
+    trace: Path = Trace,
+    curves: Path = Curves,
+    nodes: int = Nodes,
+    slots_per_node: int = SlotsPerNode,
+    policies: str = typer.Option(
+        "all",
+        help="Names with commas between, or all; elasticflow:value:wait is elasticflow with that objective and choice.",
+    ),
+    out: Path = Out,
+    objective: Objective = ObjectiveOf,
+    on_reject: WhenRejected = OnReject,
+    pause_s: float = PauseS,
+    startup_s: float | None = StartupS,
+    seed: int = Seed,
+    throughput_error: float = ThroughputError,
+    mtbf_h: float | None = MtbfH,
+    bound: bool = typer.Option(True, "--bound/--no-bound", help="Compute what no schedule can beat; needs scipy."),
+    capacity_sweep: bool = typer.Option(
+        False, "--capacity-sweep", help="Find the smallest cluster on which each policy keeps all the promises."
+    ),
+    max_nodes: int | None = typer.Option(None, min=1, help="Largest cluster of the sweep; default: 4 times --nodes."),
+    plots: bool = typer.Option(True, "--plots/--no-plots", help="Draw PNG and SVG files; needs matplotlib."),
+    window_h: tuple[float, float] | None = typer.Option(
+        None, help="Window of the Gantt plots: begin and length in hours; default: the six busiest hours."
+    ),
+    schedules: bool = typer.Option(False, "--schedules", help="Write each policy's schedule, too."),
+    as_json: bool = AsJson,
+) -> None:
+    """Simulate a trace under several policies side by side; print and write tables and plots."""
+    with _answering():
+        from dataclasses import replace
+
+        from elasticflow_airflow.cli.simulation_display import Bars, comparison_lines
+        from elasticflow_airflow.scheduler_core.simulator import compare as comparing
+        from elasticflow_airflow.scheduler_core.simulator import plots as drawing
+        from elasticflow_airflow.scheduler_core.simulator.capacity import smallest_cluster
+        from elasticflow_airflow.scheduler_core.simulator.experiment import parse_contenders
+        from elasticflow_airflow.scheduler_core.simulator.problems import InputError
+
+        contenders = parse_contenders([policies], objective=str(objective))
+        if plots:
+            drawing.require_library()
+        if bound:
+            comparing.require_solver()
+        if window_h is not None and (window_h[0] < 0 or window_h[1] <= 0):
+            raise InputError(f"--window-h is {window_h}; give its begin, at least 0, and its length, above 0")
+        limit = 4 * nodes if max_nodes is None else max_nodes
+        if capacity_sweep and limit < nodes:
+            raise InputError(f"--max-nodes is {limit}, less than --nodes, which is {nodes}")
+        _writable(out / "summary.csv", [trace])
+        setting = _setting(
+            trace,
+            curves,
+            nodes,
+            slots_per_node,
+            pause_s=pause_s,
+            startup_s=startup_s,
+            on_reject=on_reject,
+            seed=seed,
+            throughput_error=throughput_error,
+            mtbf_h=mtbf_h,
+        )
+        with Bars(len(setting.trace.jobs)) as bars:
+            limit_met = bars.wait("bound", lambda: comparing.bound_of(setting)) if bound else None
+            comparison = comparing.compare(
+                setting, contenders, bound=limit_met, on_start=lambda contender: bars.start(contender.label)
+            )
+            if capacity_sweep:
+                found = []
+                for contender in contenders:
+                    with bars.trying(f"{contender.label} on fewer and more nodes") as tried:
+                        found.append(smallest_cluster(setting, contender, limit, tried))
+                comparison = replace(comparison, capacities=tuple(found))
+            with comparing.whole_or_nothing(out) as folder:
+                written = comparing.write_comparison(comparison, folder, schedules=schedules)
+                if plots:
+                    written += bars.wait("plots", lambda: drawing.draw(comparison, folder, window_h=window_h))
+    if as_json:
+        _print_json(comparison.as_json())
+    else:
+        _print(
+            *comparison_lines(comparison, _width()),
+            f"{len(written)} files in {out}: {', '.join(f.name for f in written)}",
+        )
+
+
+def _setting(
+    trace: Path,
+    curves: Path,
+    nodes: int,
+    slots_per_node: int,
+    *,
+    pause_s: float,
+    startup_s: float | None,
+    on_reject: WhenRejected,
+    seed: int,
+    throughput_error: float,
+    mtbf_h: float | None,
+) -> Setting:
+    """Read the files and put everything together; notes what was not understood."""
+    from elasticflow_airflow.cli.simulation_display import note
+    from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
+    from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles
+    from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, Setting
+    from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster
+    from elasticflow_airflow.scheduler_core.simulator.trace import read_trace
+    from elasticflow_airflow.scheduler_core.values import OnReject
+
+    jobs = read_trace(trace)
+    if jobs.ignored:
+        note(f"{trace}: columns that are not known are ignored: {', '.join(jobs.ignored)}")
+    setting = Setting(
+        trace=jobs,
+        curves=read_curves(curves),
+        nodes=cluster(nodes, slots_per_node),
+        conditions=Conditions(
+            pause_s=pause_s,
+            startup_s=startup_s,
+            on_reject=OnReject(str(on_reject)),
+            throughput_error=throughput_error,
+            seed=seed,
+        ),
+        troubles=Troubles(seed=seed, mtbf_h=mtbf_h),
+    )
+    setting.jobs(Contender(policy="elasticflow"))  # says of each row whether it can be simulated, before anything runs
+    return setting
+
+
+def _writable(path: Path, inputs: list[Path]) -> None:
+    """Find out before the simulation, not after it, that a file cannot be written.
+
+    Raises:
+        InputError: it cannot, or it is one of the inputs.
+    """
+    from elasticflow_airflow.scheduler_core.simulator.problems import InputError
+
+    if path.exists() and not path.is_file():
+        raise InputError("is no regular file; name one to write to", path)
+    if any(path.exists() and given.exists() and path.samefile(given) for given in inputs):
+        raise InputError("is read by this very command; name another file to write to", path)
+    above = path.parent
+    while not above.exists():
+        above = above.parent
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise InputError(f"cannot be written: {above} is no folder that may be written to", path)
+
+
+class _Terminated(BaseException):
+    """SIGTERM came."""
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    """Say what was wrong and end with the status for it; clean up at SIGTERM as at Ctrl-C."""
+    from elasticflow_airflow.scheduler_core.simulator.problems import InputError
+    from elasticflow_airflow.scheduler_core.simulator.run import SimulationError
+
+    def leave(*_: object) -> NoReturn:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    except InputError as problem:
+        _fail(str(problem), BAD_INPUT)
+    except SimulationError as problem:
+        _fail(f"a defect of the policy, nothing was written: {problem}", 1)
+    except OSError as problem:
+        _fail(f"nothing was written: {problem}", 1)
+    except KeyboardInterrupt:
+        _fail("interrupted, nothing was written", INTERRUPTED)
+    except _Terminated:
+        _fail("terminated, nothing was written", TERMINATED)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _fail(text: str, status: int) -> NoReturn:
+    Console(stderr=True).print(f"elasticflow: {text}", style="red", highlight=False, soft_wrap=True, markup=False)
+    raise typer.Exit(status) from None
+
+
+def _width() -> int:
+    """Columns to print to; files and pipes have room."""
+    console = Console()
+    return console.width if console.is_terminal else WIDE
+
+
+def _print(*lines: object) -> None:
+    console = Console(highlight=False, soft_wrap=True, width=_width())
+    for line in lines:
+        console.print(line, markup=False)
+
+
+def _print_json(value: object) -> None:
+    import json
+
+    typer.echo(json.dumps(value, indent=2))

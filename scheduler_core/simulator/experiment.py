@@ -1,0 +1,195 @@
+"""One policy on one trace: the setting that all contenders of a comparison share, and who plays in it.
+
+Knows how to make a policy and a simulation of it; reads and writes no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES, make_policy
+from elasticflow_airflow.scheduler_core.simulator.curves import Curves
+from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles, disturbances
+from elasticflow_airflow.scheduler_core.simulator.outcome import Result
+from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
+from elasticflow_airflow.scheduler_core.simulator.problems import InputError
+from elasticflow_airflow.scheduler_core.simulator.run import Change, SimulatedJob, Simulation
+from elasticflow_airflow.scheduler_core.simulator.trace import Trace
+from elasticflow_airflow.scheduler_core.values import Node, OnReject
+
+OBJECTIVES = ("first-come", "value")
+ON_REJECT = (OnReject.FAIL, OnReject.WAIT)
+OURS = "elasticflow"
+"""The policy that has objectives."""
+REPORT_AFTER_S = 60.0
+"""Where speeds are not exact, a gang first reports its own so long after it began to train."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """A policy as it takes part. ``on_reject`` None: as the conditions say."""
+
+    policy: str
+    objective: str = "first-come"
+    on_reject: OnReject | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICY_NAMES:
+            raise InputError(f"unknown policy {self.policy!r}; there are {', '.join(POLICY_NAMES)}")
+        if self.objective not in OBJECTIVES:
+            raise InputError(f"unknown objective {self.objective!r}; there are {', '.join(OBJECTIVES)}")
+
+    @classmethod
+    def parse(cls, text: str) -> Contender:
+        """Read ``POLICY[:OBJECTIVE][:fail|wait]``, such as ``elasticflow:value:wait``.
+
+        Raises:
+            InputError: a part is unknown.
+        """
+        policy, *choices = text.strip().split(":")
+        contender = cls(policy=policy)
+        for choice in choices:
+            if choice in OBJECTIVES:
+                contender = replace(contender, objective=choice)
+            elif choice in ON_REJECT:
+                contender = replace(contender, on_reject=OnReject(choice))
+            else:
+                known = ", ".join([*OBJECTIVES, *ON_REJECT])
+                raise InputError(f"{text!r}: {choice!r} is no choice of a policy; there are {known}")
+        return contender
+
+    @property
+    def label(self) -> str:
+        """What :meth:`parse` reads, short: what is as usual is left out."""
+        parts = [self.policy]
+        if self.objective != OBJECTIVES[0]:
+            parts.append(self.objective)
+        if self.on_reject is not None:
+            parts.append(str(self.on_reject))
+        return ":".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is the same for every contender: the jobs, the cluster, the costs, and what goes wrong."""
+
+    trace: Trace
+    curves: Curves
+    nodes: tuple[Node, ...]
+    conditions: Conditions
+    troubles: Troubles = field(default_factory=Troubles)
+
+    @property
+    def horizon_s(self) -> tuple[float, float]:
+        """First submission, and a time by which any sensible schedule is over: trouble is drawn between the two."""
+        first = min(job.submitted_s for job in self.trace.jobs)
+        last = max(job.deadline_s or job.submitted_s for job in self.trace.jobs)
+        return first, last + (last - first)
+
+    @property
+    def slots(self) -> int:
+        """Slots of the whole cluster."""
+        return sum(node.slots for node in self.nodes)
+
+    def facts(self) -> dict[str, float | int | str | None]:
+        """What a reader must know to make the same again, for tables and files."""
+        conditions, jobs = self.conditions, self.trace.jobs
+        return {
+            "trace": self.trace.name,
+            "jobs": len(jobs),
+            "deadlines": sum(job.deadline_s is not None for job in jobs),
+            "nodes": len(self.nodes),
+            "slots": self.slots,
+            "pause_s": conditions.pause_s,
+            "startup_s": conditions.pause_s if conditions.startup_s is None else conditions.startup_s,
+            "on_reject": str(conditions.on_reject),
+            "throughput_error": conditions.throughput_error,
+            "mtbf_h": self.troubles.mtbf_h,
+            "seed": conditions.seed,
+        }
+
+    def jobs(self, contender: Contender) -> list[SimulatedJob]:
+        """The jobs as they are submitted to a contender.
+
+        Raises:
+            InputError: a job cannot be simulated.
+        """
+        conditions = self.conditions
+        if contender.on_reject is not None:
+            conditions = replace(conditions, on_reject=contender.on_reject)
+        return prepare(self.trace, self.curves, self.nodes, conditions)
+
+    def resized(self, nodes: int) -> Setting:
+        """The same on a cluster of so many equal nodes."""
+        return replace(self, nodes=cluster(nodes, self.nodes[0].slots))
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """How one contender did, and every change that it made, in order of time."""
+
+    contender: Contender
+    result: Result
+    changes: tuple[Change, ...]
+
+
+def play(
+    setting: Setting,
+    contender: Contender,
+    *,
+    on_progress: Callable[[int, float], None] | None = None,
+    on_change: Callable[[Change], None] | None = None,
+) -> Played:
+    """Simulate one contender to the last job.
+
+    Raises:
+        InputError: the setting cannot be simulated.
+        SimulationError: the policy decided something that cannot be.
+    """
+    changes: list[Change] = []
+
+    def note(change: Change) -> None:
+        changes.append(change)
+        if on_change is not None:
+            on_change(change)
+
+    trouble = disturbances(setting.nodes, setting.troubles, *setting.horizon_s)
+    exact = setting.conditions.throughput_error == 0.0 and not trouble
+    simulation = Simulation(
+        name=contender.label,
+        policy=make_policy(contender.policy, setting.nodes, config_for(contender)),
+        nodes=setting.nodes,
+        jobs=setting.jobs(contender),
+        disturbances=trouble,
+        report_after_s=None if exact else REPORT_AFTER_S,
+        on_change=note,
+        on_progress=on_progress,
+    )
+    return Played(contender, simulation.run(), tuple(changes))
+
+
+def config_for(contender: Contender) -> SchedulerConfig:
+    """The scheduler's settings for a contender: one configuration for all traces but for what the contender names."""
+    chosen: dict[str, Any] = {} if contender.objective == OBJECTIVES[0] else {"objective": contender.objective}
+    return replace(SchedulerConfig(), **chosen)
+
+
+def parse_contenders(texts: Sequence[str], objective: str = OBJECTIVES[0]) -> tuple[Contender, ...]:
+    """Read several, ``all`` being one of each policy; each once, in order. ``objective`` is ours where none is named.
+
+    Raises:
+        InputError: one is unknown, or there is none.
+    """
+    found: dict[str, Contender] = {}
+    names = [part.strip() for text in texts for part in text.split(",") if part.strip()]
+    for name in [one for given in names for one in (POLICY_NAMES if given == "all" else (given,))]:
+        contender = Contender.parse(name)
+        if contender.policy == OURS and not set(name.split(":")) & set(OBJECTIVES):
+            contender = replace(contender, objective=objective)
+        found[contender.label] = contender
+    if not found:
+        raise InputError(f"no policy to simulate; there are {', '.join(POLICY_NAMES)}, or all of them: all")
+    return tuple(found.values())
