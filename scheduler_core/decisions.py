@@ -63,6 +63,8 @@ class Resize:
     placement: Placement
     purpose: Purpose
     reason: str
+    batch_size: int | None = None
+    """The global batch size to train with, for a job that lets it be chosen (None: its own)."""
 
 
 @dataclass(frozen=True, slots=True)

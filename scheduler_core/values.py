@@ -73,6 +73,25 @@ class ScalingCurve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchChoice:
+    """For a job whose global batch size may be chosen: ``batch_size`` is its own, ``curves`` the speeds by batch size.
+
+    ``noise_scale`` is that of its gradients, in samples: the batch from which on larger ones pay little (Pollux, OSDI
+    2021, section 3.1).
+    """
+
+    batch_size: int
+    curves: Mapping[int, ScalingCurve]
+    noise_scale: float
+
+    def __post_init__(self) -> None:
+        if self.batch_size not in self.curves:
+            raise ValueError(f"the job's own batch size {self.batch_size} has no curve; there are {list(self.curves)}")
+        if not 0.0 <= self.noise_scale < float("inf"):
+            raise ValueError(f"noise scale {self.noise_scale!r}; it must be a number of samples of at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RescaleCosts:
     """What is lost around training, in seconds; measured per recurring task.
 
@@ -125,6 +144,8 @@ class Job:
     """What a fixed-size request would ask for; only policies that do not choose sizes themselves look at it."""
     curves: Mapping[str, ScalingCurve] = field(default_factory=dict)
     """Speed by ``Node.gpu_type``, if that is known; ``curve`` is then one that every type keeps (the slowest)."""
+    batches: BatchChoice | None = None
+    """None: the batch size stays what it is. Steps are always counted at the job's own."""
 
 
 class Phase(StrEnum):

@@ -89,6 +89,12 @@ def _oasis(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
     return Oasis(config, nodes)
 
 
+def _pollux(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
+    from elasticflow_airflow.scheduler_core.policies.pollux import Pollux
+
+    return Pollux(config, nodes)
+
+
 _FACTORIES: dict[str, Factory] = {
     "elasticflow": _elasticflow,
     "edf": _edf,
@@ -101,6 +107,7 @@ _FACTORIES: dict[str, Factory] = {
     "tiresias": _tiresias,
     "themis": _themis,
     "optimus": _optimus,
+    "pollux": _pollux,
     "oasis": _oasis,
     "aonline": _aonline,
 }

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from elasticflow_airflow.scheduler_core.placement import Layout
+from elasticflow_airflow.scheduler_core.policies.goodput import goodput
 from elasticflow_airflow.scheduler_core.simulator.curves import Curves, curve_for
 from elasticflow_airflow.scheduler_core.simulator.problems import InputError
 from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob
-from elasticflow_airflow.scheduler_core.simulator.trace import Trace
-from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, RescaleCosts, ScalingCurve
+from elasticflow_airflow.scheduler_core.simulator.trace import Trace, TraceJob
+from elasticflow_airflow.scheduler_core.values import BatchChoice, Job, Node, OnReject, RescaleCosts, ScalingCurve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,8 @@ class Conditions:
     on_reject: OnReject = OnReject.FAIL
     throughput_error: float = 0.0
     seed: int = 0
+    noise_batches: float | None = None
+    """Lets policies choose batch sizes: an assumed gradient noise scale, in multiples of each job's own batch size."""
     deadline_jitter: float = 0.0
     """Each deadline's distance from its submission is scaled by a factor within so much of 1."""
 
@@ -39,6 +43,8 @@ class Conditions:
                 raise InputError(f"{name} is {value!r}; it must be a number of at least 0")
         if self.startup_s is not None and not 0.0 <= self.startup_s < math.inf:
             raise InputError(f"startup_s is {self.startup_s!r}; it must be a number of at least 0")
+        if self.noise_batches is not None and not 0.0 <= self.noise_batches < math.inf:
+            raise InputError(f"noise_batches is {self.noise_batches!r}; it must be a number of at least 0")
         if self.deadline_jitter >= 1.0:
             raise InputError(f"deadline_jitter is {self.deadline_jitter!r}; it must be below 1")
 
@@ -55,8 +61,17 @@ def cluster(nodes: int, slots_per_node: int) -> tuple[Node, ...]:
     return tuple(Node(node_id=f"n{number:0{width}}", slots=slots_per_node) for number in range(nodes))
 
 
-def prepare(trace: Trace, curves: Curves, nodes: Sequence[Node], conditions: Conditions) -> list[SimulatedJob]:
+def prepare(
+    trace: Trace,
+    curves: Curves,
+    nodes: Sequence[Node],
+    conditions: Conditions,
+    by_type: Mapping[str, Curves] | None = None,
+) -> list[SimulatedJob]:
     """The jobs of a trace under conditions, in order of submission.
+
+    ``by_type`` has the curves of each ``Node.gpu_type`` of a mixed cluster and takes the place of ``curves``: a policy
+    that knows no types is told the slowest.
 
     Raises:
         InputError: a job's model is unknown, or it cannot run on this cluster at any size.
@@ -70,7 +85,9 @@ def prepare(trace: Trace, curves: Curves, nodes: Sequence[Node], conditions: Con
     chaos = random.Random(conditions.seed)
     prepared = []
     for row in trace.jobs:
-        curve = curve_for(curves, row.model, row.batch_size, (trace.path, row.line))
+        where = (trace.path, row.line)
+        typed = {name: curve_for(tables, row.model, row.batch_size, where) for name, tables in (by_type or {}).items()}
+        curve = slowest(typed.values(), where) if typed else curve_for(curves, row.model, row.batch_size, where)
         smallest = min(curve.steps_per_s)
         if smallest > largest:
             raise InputError(
@@ -94,10 +111,57 @@ def prepare(trace: Trace, curves: Curves, nodes: Sequence[Node], conditions: Con
             explore=False,
             requested_workers=row.workers,
             task=row.task if row.expected else "",
+            curves=typed,
+            batches=_batches(curves, row, conditions.noise_batches) if not typed else None,
         )
         truth = _truth(curve, conditions.throughput_error, random.Random(f"{conditions.seed} speeds {row.job_id}"))
-        prepared.append(SimulatedJob(job=job, truth=truth, arrives_s=row.submitted_s))
+        factors = {size: truth[size] / speed for size, speed in curve.steps_per_s.items()}
+        prepared.append(
+            SimulatedJob(
+                job=job,
+                truth=truth,
+                arrives_s=row.submitted_s,
+                truths={name: _scaled(other.steps_per_s, factors) for name, other in typed.items()},
+                by_batch=_goodputs(job.batches, factors),
+            )
+        )
     return prepared
+
+
+def slowest(curves: Iterable[ScalingCurve], where: tuple[Path | None, int | None]) -> ScalingCurve:
+    """At each size that all types have, the speed of the slowest.
+
+    Raises:
+        InputError: there is no such size.
+    """
+    speeds: dict[int, float] = {}
+    for number, curve in enumerate(curves):
+        known = curve.steps_per_s
+        both = known if number == 0 else {size: min(speeds[size], known[size]) for size in speeds if size in known}
+        speeds = dict(both)
+    if not speeds:
+        raise InputError("the types of GPU of this cluster have no number of workers in common for this job", *where)
+    return ScalingCurve(speeds)
+
+
+def _scaled(speeds: Mapping[int, float], factors: Mapping[int, float]) -> dict[int, float]:
+    return {size: speed * factors.get(size, 1.0) for size, speed in speeds.items()}
+
+
+def _batches(curves: Curves, row: TraceJob, noise_batches: float | None) -> BatchChoice | None:
+    if noise_batches is None:
+        return None
+    known = {batch: curve for (model, batch), curve in curves.items() if model == row.model}
+    return BatchChoice(batch_size=row.batch_size, curves=known, noise_scale=noise_batches * row.batch_size)
+
+
+def _goodputs(batches: BatchChoice | None, factors: Mapping[int, float]) -> dict[int, dict[int, float]]:
+    if batches is None:
+        return {}
+    return {
+        batch: _scaled({size: goodput(batches, batch, size) for size in curve.steps_per_s}, factors)
+        for batch, curve in batches.curves.items()
+    }
 
 
 def _truth(curve: ScalingCurve, sigma: float, chaos: random.Random) -> dict[int, float]:

@@ -39,6 +39,8 @@ class SimulatedJob:
     truth: Mapping[int, float]
     arrives_s: float
     truths: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    by_batch: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    """Real speeds by global batch size, in steps of the job's own, if it may be chosen (else ``truth`` holds)."""
 
 
 class Disturbance(NamedTuple):
@@ -75,6 +77,7 @@ class _Run:
     """From when on it makes steps."""
     as_of_s: float = 0.0
     starting: bool = False
+    batch: int | None = None
     version: int = 0
     gone: bool = False
 
@@ -337,6 +340,8 @@ class Simulation:
         if len(types) > 1:
             raise SimulationError(f"{self.name} spreads {run.record.job_id!r} over several types of GPU: {types}")
         truths = run.simulated.truths
+        if run.batch is not None and run.batch in run.simulated.by_batch:
+            return run.simulated.by_batch[run.batch]
         if not truths:
             return run.simulated.truth
         if types[0] not in truths:
