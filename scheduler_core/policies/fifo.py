@@ -27,9 +27,15 @@ class GangFifo(GangPolicy):
 
     def wanted(self, scene: Scene) -> Wanted:
         """Whoever runs goes on; then the line, as far as it fits."""
-        running = [Claim(job.job_id, (job.size,)) for job in scene.jobs if job.size]
-        line = [Claim(job.job_id, (self._size(job),), "first in line") for job in scene.jobs if not job.size]
-        return Wanted([*running, *line], blocking=True)
+        claims = []
+        for job in sorted(scene.jobs, key=lambda job: job.size == 0):
+            size = self._size(job)
+            if scene.room.fits(size):
+                scene.room.take(size)
+                claims.append(Claim(job.job_id, (size,), "first in line"))
+            elif not job.size:
+                break  # the head of the line
+        return Wanted(claims)
 
     def _size(self, job: JobView) -> int:
         if not self._at_knee:

@@ -27,7 +27,7 @@ from elasticflow_airflow.scheduler_core.policies.seating import Room
 from elasticflow_airflow.scheduler_core.values import Node
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S
 
-_HAD_UNTIL = "had_a_turn_until_s"
+_HAD_UNTIL, _SLICE_ENDS = "had_a_turn_until_s", "slice_ends_s"
 
 
 class Gandiva(GangPolicy):
@@ -44,7 +44,6 @@ class Gandiva(GangPolicy):
         super().__init__(config, nodes)
         self._slice_s = slice_s
         self._slice_starts = slice_starts
-        self._slice_ends_s = -INFINITY
 
     def wanted(self, scene: Scene) -> Wanted:
         """Whose turn it is, at the size asked for; then growth if nobody waits."""
@@ -55,14 +54,15 @@ class Gandiva(GangPolicy):
         running = [job for job in scene.jobs if job.size]
         waiting = sorted((job for job in scene.jobs if not job.size), key=_waited_since)
         longest = max((self.slice_of(job) for job in scene.jobs), default=self._slice_s)
-        if now >= self._slice_ends_s - TOLERANCE_S:
+        slice_ends = max((job.job.memory.get(_SLICE_ENDS, -INFINITY) for job in scene.jobs), default=-INFINITY)
+        if now >= slice_ends - TOLERANCE_S:
             if waiting:
                 fresh = [job for job in running if now - job.job.running_since_s < longest / 2]
                 old = [job for job in running if job not in fresh]
                 order = [*waiting[:1], *fresh, *waiting[1:], *old]
             else:
                 order = running
-            self._slice_ends_s = now + longest
+            slice_ends = now + longest
         else:
             order = [*running, *waiting]
         sizes: dict[str, int] = {}
@@ -71,11 +71,13 @@ class Gandiva(GangPolicy):
             if room.fits(size):
                 room.take(size)
                 sizes[job.job_id] = size
+        for job in scene.jobs:  # remembered by the jobs, to be found again after a restart
+            job.job.memory[_SLICE_ENDS] = slice_ends
         left_out = len(sizes) < len(scene.jobs)
         if not left_out:
             self._grow(scene.jobs, sizes, room)
         claims = [Claim(job_id, (size,), "its turn") for job_id, size in sizes.items()]
-        return Wanted(claims, self._slice_ends_s if left_out else None)
+        return Wanted(claims, slice_ends if left_out else None)
 
     def slice_of(self, job: JobView) -> float:
         """How long a turn of this job should be, so that its start does not eat it."""

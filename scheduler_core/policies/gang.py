@@ -57,13 +57,11 @@ class Claim:
 class Wanted:
     """Claims in order of priority; who is not named holds nothing.
 
-    ``blocking``: a claim without room stops all claims after it (no backfilling). ``look_again_s``: ask again then, if
-    no event comes before; None: only events matter.
+    ``look_again_s``: ask again then, if no event comes before; None: only events matter.
     """
 
     claims: Sequence[Claim]
     look_again_s: float | None = None
-    blocking: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,8 +324,6 @@ class GangPolicy(Books, ABC):
                 room.take(size)
                 grants.append((claim.job_id, size))
                 reasons[claim.job_id] = claim.why
-            elif wanted.blocking:
-                break
         return grants, reasons
 
     def _order(

@@ -41,14 +41,12 @@ class GangJob(LiveJob):
         return LiveJob.work(self, layout, config)
 
     def sizes(self, largest: int, config: SchedulerConfig) -> dict[int, float]:  # noqa: ARG002  (no margin: no promise)
-        """All measured sizes that this cluster and the job's limits allow; one of speed 0 where nothing is known."""
+        """All measured sizes that this cluster and the job's limits allow; without a curve one of speed 0."""
         job = self.job
         most = min(job.max_workers or largest, largest)
         curve = job.curves.get(self.gpu_type, job.curve)
         if curve is not None:
-            measured = {n: v for n, v in curve.steps_per_s.items() if job.min_workers <= n <= most}
-            if measured:
-                return measured
+            return {n: v for n, v in curve.steps_per_s.items() if job.min_workers <= n <= most}
         smallest = 1 << max(0, job.min_workers - 1).bit_length()
         asked = max(smallest, _power_below(job.requested_workers or 1))
         return {size: 0.0 for size in (min(asked, _power_below(most)),) if smallest <= size <= most}
@@ -125,8 +123,8 @@ class JobView:
 
     @property
     def least_time_s(self) -> float:
-        """Seconds from nothing to the result on an empty cluster at its fastest size."""
-        return self.startup_s + self.run_s(max(self.speeds, key=self.speeds.__getitem__)) + self.tail_s
+        """Seconds from nothing to the result on an empty cluster at its fastest size; infinite if it cannot run."""
+        return self.startup_s + min((self.run_s(size) for size in self.speeds), default=INFINITY) + self.tail_s
 
     def end_s(self, size: int) -> float:
         """When its last step is made if it holds ``size`` slots from now on."""
