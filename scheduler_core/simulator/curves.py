@@ -66,7 +66,15 @@ def _read_table(path: Path) -> dict[int, ScalingCurve]:
         raise InputError(f"numbers of workers must be whole; the header is {rows[0]}", path, 1) from None
     if sizes != sorted(set(sizes)) or any(size < 1 or size & (size - 1) for size in sizes):
         raise InputError(f"numbers of workers must be rising powers of two; they are {sizes}", path, 1)
-    return dict(_read_row(row, sizes, path, line) for line, row in enumerate(rows[1:], start=2) if any(row))
+    found: dict[int, ScalingCurve] = {}
+    lines: dict[int, int] = {}
+    for line, row in enumerate(rows[1:], start=2):
+        if any(row):
+            batch, curve = _read_row(row, sizes, path, line)
+            if batch in found:
+                raise InputError(f"batch size {batch} is already that of line {lines[batch]}", path, line)
+            found[batch], lines[batch] = curve, line
+    return found
 
 
 def _read_row(row: list[str], sizes: list[int], path: Path, line: int) -> tuple[int, ScalingCurve]:
