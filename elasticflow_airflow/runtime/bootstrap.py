@@ -48,7 +48,12 @@ leave_abruptly = False
 current_step = 0
 """Kept by the session: the last completed step, for reports written on the way out."""
 
-_OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "CUDA out of memory", "out of memory")
+_OUT_OF_MEMORY_TEXTS = (
+    "can't allocate memory",
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

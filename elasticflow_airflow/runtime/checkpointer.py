@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from elasticflow_airflow.runtime.checkpoint import Registered, contents_of, files_of
 from elasticflow_airflow.runtime.manifest import CandidateInfo, CheckpointError
 from elasticflow_airflow.runtime.opening import open_store
@@ -124,7 +126,7 @@ class Checkpointer:
         self._start_writer()
         sizes = self._room_for(contents)
         self._preparing = threading.Thread(
-            target=self._allocate, args=(sizes, _is_on_gpu(contents)), name="elasticflow-prepare", daemon=True
+            target=self._allocate, args=(sizes, _gpu_of(contents)), name="elasticflow-prepare", daemon=True
         )
         self._preparing.start()
 
@@ -234,7 +236,7 @@ class Checkpointer:
         work = encode_work(str(self._where), order, files)
         if end + len(work) > buffer.size_bytes:
             self._description_bytes = len(work)
-            buffer = self._replace(buffer, self._room_for(contents)[0], _is_on_gpu(contents))
+            buffer = self._replace(buffer, self._room_for(contents)[0], _gpu_of(contents))
             return self._hand_over(contents, order, buffer)
         buffer.put(work, end)
         self._count += 1
@@ -261,7 +263,7 @@ class Checkpointer:
             self._preparing = None
         sizes = self._room_for(contents)
         if not self._buffers and self.in_background:
-            self._allocate(sizes[:1], _is_on_gpu(contents))
+            self._allocate(sizes[:1], _gpu_of(contents))
         if not self.in_background:
             return None
         while True:
@@ -271,7 +273,7 @@ class Checkpointer:
                 break
             self._take_answers(limit_s=None)
         if free is not None and free.size_bytes < sizes[0]:
-            free = self._replace(free, sizes[0], _is_on_gpu(contents))
+            free = self._replace(free, sizes[0], _gpu_of(contents))
         return free
 
     def _room_for(self, contents: Sequence[Content]) -> list[int]:
@@ -284,7 +286,7 @@ class Checkpointer:
         most = self._most_buffers or (2 if 4 * size < available_bytes() else 1)
         return [size] * most
 
-    def _allocate(self, sizes: Sequence[int], pin: bool) -> None:
+    def _allocate(self, sizes: Sequence[int], gpu: torch.device | None) -> None:
         for size in sizes:
             if size > _OF_FREE_MEMORY * available_bytes():
                 break
@@ -293,17 +295,17 @@ class Checkpointer:
             except (OSError, MemoryError):
                 break
             try:
-                buffer.touch(pin=pin)
+                buffer.touch(pin_for=gpu)
             except (OSError, MemoryError):
                 buffer.close()
                 break
             self._buffers.append(buffer)
         self.in_background = bool(self._buffers)
 
-    def _replace(self, old: SharedBuffer, size_bytes: int, pin: bool) -> SharedBuffer:
+    def _replace(self, old: SharedBuffer, size_bytes: int, gpu: torch.device | None) -> SharedBuffer:
         """The state has grown."""
         new = SharedBuffer(self._next_number(), size_bytes)
-        new.touch(pin=pin)
+        new.touch(pin_for=gpu)
         self._replaced[new.number] = old.number
         self._buffers[self._buffers.index(old)] = new
         self._known_to_writer.discard(old.number)
@@ -388,8 +390,9 @@ def _split(contents: Sequence[Content], part: Part | None) -> list[Content]:
     return list(contents) if part is None else shard(contents, part.rank, part.size)
 
 
-def _is_on_gpu(contents: Sequence[Content]) -> bool:
-    return any(piece.tensor.device.type == "cuda" for content in contents for piece in content.pieces)
+def _gpu_of(contents: Sequence[Content]) -> torch.device | None:
+    devices = (piece.tensor.device for content in contents for piece in content.pieces)
+    return next((device for device in devices if device.type == "cuda"), None)
 
 
 def _saved(generation: int, step: int, info: CandidateInfo | None, stall_s: float, write_s: float) -> Saved:

@@ -50,10 +50,11 @@ class RunningStatistics:
     def leaf_done(self) -> None:
         """Take one logical worker's statistics in."""
         if self._counters:
-            now = [int(b) for b in self._counters]
+            # One copy from a device, not one a buffer: each makes the host wait.
+            now = [int(count) for count in torch.stack([b.to(torch.int64) for b in self._counters]).tolist()]
             self._counts = [max(a, b) for a, b in zip(self._counts or now, now, strict=True)]
         if self._floats:
-            leaf = torch.cat([b.reshape(-1).to("cpu", torch.float64) for b in self._floats])
+            leaf = torch.cat([b.reshape(-1).to(torch.float64) for b in self._floats]).cpu()
             height = 0
             while self._partial and self._partial[-1][0] == height:
                 leaf = self._partial.pop()[1].add_(leaf)
@@ -81,6 +82,8 @@ class RunningStatistics:
         """Make the merged statistics the model's."""
         if merged is not None:
             offset = 0
+            if self._floats:
+                merged = merged.to(self._floats[0].device)
             for buffer in self._floats:
                 part = merged[offset : offset + buffer.numel()].view_as(buffer)
                 buffer.copy_(part)

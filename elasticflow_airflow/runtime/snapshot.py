@@ -8,9 +8,11 @@ standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +129,7 @@ class SharedBuffer:
         self.number = number
         self.size_bytes = max(_PAGE_BYTES, -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES)
         self.descriptor = os.memfd_create(f"elasticflow-checkpoint-{number}")
-        self._pinned_at = 0
+        self._pinned_for: torch.device | None = None
         try:
             os.ftruncate(self.descriptor, self.size_bytes)
             self._map = mmap.mmap(self.descriptor, self.size_bytes)
@@ -138,17 +140,25 @@ class SharedBuffer:
         self._views: list[Tensor] = []
         self._layout: list[tuple[torch.dtype, torch.Size]] = []
 
-    def touch(self, *, pin: bool) -> None:
-        """Get every page from the system now, not at the first save. ``pin``: lock them for copies from a GPU."""
+    def touch(self, *, pin_for: torch.device | None) -> None:
+        """Get every page from the system now, not at the first save; lock them for copies from a GPU, if there is one.
+
+        Pages that cannot be locked serve as well, only slower. May be called in any thread.
+        """
         for start in range(0, self.size_bytes, _TOUCH_BYTES):
             # Both calls let other threads run; in pieces, so that memory that is not there is noticed as OSError.
             os.posix_fallocate(self.descriptor, start, min(_TOUCH_BYTES, self.size_bytes - start))
             self._whole[start : start + _TOUCH_BYTES : _PAGE_BYTES].zero_()
-        if pin and not self._pinned_at:
-            address = self._whole.data_ptr()
-            result = torch.cuda.cudart().cudaHostRegister(address, self.size_bytes, 0)  # type: ignore[no-untyped-call]  # torch's
-            if int(result) == 0:
-                self._pinned_at = address
+        if pin_for is not None and self._pinned_for is None:
+            # Of a new thread, device 0 is the current one: it would get a context that nobody uses.
+            with torch.cuda.device(pin_for):
+                if _cudart_answers("cudaHostRegister", self._whole.data_ptr(), self.size_bytes, 0):
+                    self._pinned_for = pin_for
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a GPU copies into it without the host's help."""
+        return self._pinned_for is not None
 
     @torch.no_grad()
     def take(self, contents: Sequence[Content]) -> list[list[int]]:
@@ -164,11 +174,12 @@ class SharedBuffer:
                 # Takes six tenths of the time of copy_: it does not read the memory that it overwrites.
                 ctypes.memmove(view.data_ptr(), tensor.data_ptr(), piece.nbytes)
                 continue
-            view.copy_(tensor, non_blocking=self._pinned_at != 0)
+            view.copy_(tensor, non_blocking=self.is_pinned)
             if tensor.device.type == "cuda":
                 devices.add(tensor.device)
         for device in devices:
-            torch.cuda.synchronize(device)
+            # The copies alone, all of them on this thread's stream: another may hold what waits for other workers.
+            torch.cuda.current_stream(device).synchronize()
         places = iter(self._offsets(pieces))
         return [[next(places) for _ in content.pieces] for content in contents]
 
@@ -179,9 +190,10 @@ class SharedBuffer:
     def close(self) -> None:
         """Give the memory back."""
         self._views, self._layout = [], []
-        if self._pinned_at:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned_at)  # type: ignore[no-untyped-call]  # torch's
-            self._pinned_at = 0
+        if self._pinned_for is not None:
+            with torch.cuda.device(self._pinned_for):
+                _cudart_answers("cudaHostUnregister", self._whole.data_ptr())
+            self._pinned_for = None
         del self._whole
         self._map.close()
         os.close(self.descriptor)
@@ -200,6 +212,18 @@ class SharedBuffer:
             offsets.append(position)
             position += _aligned(piece.nbytes)
         return offsets
+
+
+def _cudart_answers(function: str, *arguments: int) -> bool:
+    """Call a function of CUDA's; False when it fails. The error is cleared: torch's next kernel would report it."""
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's
+    status = int(getattr(cudart, function)(*arguments))
+    if status == 0:
+        return True
+    sys.stderr.write(f"elasticflow: {function} failed with CUDA error {status}: checkpoints are copied more slowly\n")
+    with contextlib.suppress(RuntimeError):  # That very error; a device that is really lost says so again.
+        torch.zeros(1, device="cuda")
+    return False
 
 
 def available_bytes() -> int:

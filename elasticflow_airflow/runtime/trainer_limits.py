@@ -80,7 +80,7 @@ def _refuse_parallelism(trainer: Any) -> None:
                 f"this process sees {args.n_gpu} GPUs, and a worker uses one: start it with CUDA_VISIBLE_DEVICES=0, or "
                 f"with torchrun --nproc-per-node={args.n_gpu}"
             )
-        args._n_gpu = 1  # the others are there for peer-to-peer copies, or are other workers'
+        args._n_gpu = 1  # the others are other workers'
 
 
 def _refuse_dataset(dataset: Any) -> None:

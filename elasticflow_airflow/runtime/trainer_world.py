@@ -40,8 +40,9 @@ def hide_world() -> None:
             original(self, *args, **kwargs)
         if fresh:
             if self.device.type == "cuda" and local_rank is not None:
-                # One process a device: the workers of a bare torchrun share the visible ones.
-                PartialState._shared_state["device"] = torch.device("cuda", int(local_rank))
+                # The workers of a bare torchrun share the visible ones out; several may have one.
+                index = int(local_rank) % torch.cuda.device_count()
+                PartialState._shared_state["device"] = torch.device("cuda", index)
             set_rank(int(os.environ.get("RANK", "0")))
 
     PartialState.__init__ = init

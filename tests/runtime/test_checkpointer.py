@@ -445,5 +445,5 @@ def test_snapshots_of_a_gpu_are_copied_into_pinned_memory(checkpointers, tmp_pat
     saver.prepare(registered)
     save(saver, registered, 1)
     (saved,) = saver.flush()
-    assert all(buffer._pinned_at for buffer in saver._buffers)
+    assert all(buffer.is_pinned for buffer in saver._buffers)
     assert torch.equal(weight_in(tmp_path / "checkpoints" / saved.name), registered.model[0].weight.cpu())
