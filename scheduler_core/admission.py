@@ -14,9 +14,11 @@ from elasticflow_airflow.scheduler_core.allocation import share_later, share_now
 from elasticflow_airflow.scheduler_core.calendar_guard import beside
 from elasticflow_airflow.scheduler_core.draft import Draft
 from elasticflow_airflow.scheduler_core.explain import duration, moment, workers
+from elasticflow_airflow.scheduler_core.filling import fill, minimum_share
 from elasticflow_airflow.scheduler_core.jobs import LiveJob
 from elasticflow_airflow.scheduler_core.planner import Planner
 from elasticflow_airflow.scheduler_core.pricing import Protection
+from elasticflow_airflow.scheduler_core.proof import deadline_order
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Work
 
@@ -130,14 +132,19 @@ class Admission:
         return None
 
     def _leaves_room(self, work: Work, limit: float) -> bool:
-        """Whether cheaper arrivals that are expected find room beside it (always, if first come)."""
+        """Whether it finds a share beside what cheaper arrivals are expected to use (always, if first come)."""
         if self.protection is None:
             return True
-        base = self._base_draft() or self.stored
-        promised = {job.job_id for job in self.planner.jobs if job.promised}
-        planned = (h for job_id, course in base.courses.items() if job_id in promised for h in course.holdings)
-        slots = self.planner.layout.usable_at(self.planner.now).bit_count()
-        return self.protection.leaves_room(work, self.job.job.value, self.planner.now, limit, slots, planned)
+        planner = self.planner
+        kept = self.protection.kept_free(work, self.job.job.value, planner.now, limit)
+        if kept is None:
+            return False
+        free = planner.free.copy()
+        earlier = [other for other in planner.promised() if other.limit_s <= limit and other.job_id != work.job_id]
+        fill(free, deadline_order(earlier), planner.now, {})
+        for start, end, slots in kept:
+            free.withhold(start, end, slots)
+        return minimum_share(free, work, planner.now) is not None
 
     def _with(self, draft: Draft, course: Course) -> Draft:
         twin = self.planner.unexpected(draft.copy())

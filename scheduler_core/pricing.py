@@ -11,13 +11,12 @@ OASiS, INFOCOM 2018, prices slots by their use alone). Pure; knows no slots, onl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticflow_airflow.scheduler_core.work import TOLERANCE_S, Holding, Work
+from elasticflow_airflow.scheduler_core.work import TOLERANCE_S, Work
 
 _FORGOTTEN = 8.0
 """Arrivals older than this many of the longest half-life weigh nothing."""
@@ -85,26 +84,13 @@ class Protection:
             expected = np.maximum(expected, ahead @ (weights * use) / observed)
         return self.weight * expected
 
-    def leaves_room(
-        self, work: Work, value: float, now: float, limit_s: float, slots: int, planned: Iterable[Holding]
-    ) -> bool:
-        """Whether the job can be done by its limit in what promises and cheaper arrivals leave of ``slots``."""
+    def kept_free(self, work: Work, value: float, now: float, limit_s: float) -> list[tuple[float, float, int]] | None:
+        """Slots to keep free of a job until its limit: ``(start, end, slots)``; None: not even alone can it be kept."""
         footprint = footprint_of(work, now, limit_s)
         if footprint is None:
-            return False
+            return None
         edges = np.linspace(now, limit_s, _BINS + 1)
-        width = (limit_s - now) / _BINS
-        used = np.zeros(_BINS)
-        for start, end, mask in planned:
-            overlap = np.clip(np.minimum(edges[1:], end) - np.maximum(edges[:-1], start), 0.0, width)
-            used += mask.bit_count() * overlap / width
-        middles = (edges[:-1] + edges[1:]) / 2
         price = footprint / value if value > 0.0 else math.inf
-        room = np.clip(slots - used - self.expected_use(now, price, middles), 0.0, None)
-        sizes = np.array(work.sizes, dtype=np.float64)
-        speeds = np.array([work.speeds[size] for size in work.sizes])
-        rates = (speeds[None, :] * np.minimum(1.0, room[:, None] / sizes[None, :])).max(axis=1)
-        usable_s = np.full(_BINS, width)
-        lost = work.cost_of_change(now) + work.tail_s
-        steps = float((rates * usable_s).sum()) * max(0.0, 1.0 - lost / (limit_s - now))
-        return steps >= work.left_at(now)
+        expected = self.expected_use(now, price, (edges[:-1] + edges[1:]) / 2)
+        slots = np.rint(expected).astype(int).tolist()
+        return [(a, b, n) for a, b, n in zip(edges[:-1].tolist(), edges[1:].tolist(), slots, strict=True) if n > 0]

@@ -79,6 +79,11 @@ class FreeCapacity:
         j = self._split(end_s)
         self.rows[: size.bit_length(), i:j] -= size
 
+    def withhold(self, start_s: float, end_s: float, slots: int) -> None:
+        """Take ``slots`` slots, wherever they are, out of the free capacity."""
+        i, j = self._split(start_s), self._split(end_s)
+        self.rows[:, i:j] = np.maximum(self.rows[:, i:j] - slots, 0)
+
     def placeable(self, sizes: tuple[int, ...], start_s: float, end_s: float) -> list[tuple[float, float, int]]:
         """For each stretch of ``[start_s, end_s)``: the largest of ``sizes`` that can be placed there (0: none)."""
         i, j = self.segment(start_s), bisect_left(self.times, end_s)
