@@ -50,6 +50,9 @@ class Machinery:
         self.statistics = RunningStatistics(registered.model)
         self.group = WorkerGroup()
         self._scaler: Any = registered.others.get("scaler")
+        if self.reducer.parameters:
+            # It makes its scale of the first loss, which a worker without samples in the first step does not have.
+            self.scale(torch.zeros((), device=self.reducer.parameters[0].device))
         self.noise = NoiseScale()
         """Of the gradients, from the steps that were measured."""
         self.measures = False

@@ -1,0 +1,85 @@
+"""Which device a worker trains on, and what makes its arithmetic repeat there bit for bit.
+
+May import torch and the standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import MutableMapping
+
+import torch
+
+_GIVEN = ("GPU-", "MIG-")
+"""How an engine names the device that a worker is given."""
+_CUBLAS_ENV, _CUBLAS_FIXED = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+_INDUCTOR_ENV = "TORCHINDUCTOR_DETERMINISTIC"
+
+
+def pick_device(environ: MutableMapping[str, str] = os.environ) -> torch.device:
+    """The GPU that is this worker's, made the current one; the CPU where there is none.
+
+    Workers of a bare torchrun share the visible ones out, and several have one where there are too few. Raises
+    RuntimeError when the worker was given a GPU that torch does not find: on the CPU it would train, but for days.
+    """
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    given = environ.get("CUDA_VISIBLE_DEVICES", "")
+    if given.startswith(_GIVEN):
+        why = (
+            "it was built without CUDA: give python= an interpreter whose torch has it"
+            if torch.version.cuda is None
+            else "look at what nvidia-smi and python -c 'import torch; torch.zeros(1).cuda()' say on this machine"
+        )
+        raise RuntimeError(
+            f"this worker was given a GPU (CUDA_VISIBLE_DEVICES={given}), and torch {torch.__version__} does not find "
+            f"it: {why}. To train on CPUs, start the service with CUDA_VISIBLE_DEVICES set to nothing"
+        )
+    return torch.device("cpu")
+
+
+def make_repeatable(device: torch.device, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have CUDA's libraries choose the same kernels in every run and on every worker. Does nothing for a CPU.
+
+    Call it before the first matrix product. Operators that do not repeat warn when they are used; a script that has
+    asked torch to refuse them keeps that. TF32 stays as it is: it repeats.
+    """
+    if device.type != "cuda":
+        return
+    environ.setdefault(_CUBLAS_ENV, _CUBLAS_FIXED[0])
+    environ.setdefault(_INDUCTOR_ENV, "1")
+    # By measuring, each worker may find another algorithm the fastest.
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    if not torch.are_deterministic_algorithms_enabled():
+        # Unlike use_deterministic_algorithms(), it does not import torch's compiler.
+        torch.set_deterministic_debug_mode("warn")
+        compiler = sys.modules.get("torch._inductor.config")
+        if compiler is not None:
+            compiler.deterministic = True  # type: ignore[attr-defined]  # a module of settings
+
+
+def what_may_not_repeat(device: torch.device, environ: MutableMapping[str, str] = os.environ) -> list[str]:
+    """Settings under which workers may compute other bits, as sentences: for a warning when training begins."""
+    if device.type != "cuda":
+        return []
+    found = []
+    if torch.backends.cudnn.benchmark:
+        found.append(
+            "torch.backends.cudnn.benchmark is on: each worker may choose other algorithms, and the weights then depend"
+            " on how many there are. Leave it off"
+        )
+    if environ.get(_CUBLAS_ENV) not in _CUBLAS_FIXED:
+        found.append(
+            f"{_CUBLAS_ENV}={environ.get(_CUBLAS_ENV, '')}: matrix products may come out otherwise each time. Set it to"
+            f" {' or '.join(_CUBLAS_FIXED)} before Python starts"
+        )
+    if not torch.are_deterministic_algorithms_enabled():
+        found.append(
+            "torch.use_deterministic_algorithms() was turned off: operators may come out otherwise each time. Leave it"
+            " on, or submit with consistency='fast'"
+        )
+    return found
