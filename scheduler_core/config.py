@@ -24,7 +24,15 @@ class SchedulerConfig:
     """
 
     speed_error: float = 0.0
-    """Fraction by which measured speeds may be too high: plans use ``speed * (1 - speed_error)``."""
+    """Fraction by which any speed may be too high, also a measured one: plans use ``speed * (1 - speed_error)``."""
+    speed_sigma: float = 0.0
+    """Stated error of the curves that jobs come with: the sigma of a log-normal factor per job and size. 0: exact."""
+    speed_shared: float = 0.5
+    """Part of that error's variance which is common to all sizes of a job (0: each size is off by itself)."""
+    speed_confidence: float = 0.9
+    """A size that never ran is as fast as planned with this probability; one that was measured needs no margin."""
+    report_sigma: float = 0.0
+    """Error of a reported speed, likewise; together with ``speed_sigma`` only."""
     deadline_margin_s: float = 0.0
     """New promises and new plans end this much before the deadline (delays of wake-ups, of the engine)."""
     offer_margin_s: float = 0.0
@@ -87,6 +95,13 @@ class SchedulerConfig:
             value = getattr(self, name)
             if not 0.0 <= value <= 1.0:
                 raise ValueError(f"{name} is {value!r}; it is a fraction between 0 and 1")
+        for name in ("speed_sigma", "report_sigma"):
+            if not 0.0 <= getattr(self, name) < 10.0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it is the sigma of a log-normal factor, say 0.1")
+        if not 0.0 <= self.speed_shared <= 1.0:
+            raise ValueError(f"speed_shared is {self.speed_shared!r}; it is a fraction between 0 and 1")
+        if not 0.5 <= self.speed_confidence < 1.0:
+            raise ValueError(f"speed_confidence is {self.speed_confidence!r}; it is a probability from 0.5 to below 1")
         if self.speed_error == 1.0:
             raise ValueError("speed_error is 1.0, which would leave no speed to plan with; use less")
         for name in ("deadline_margin_s", "offer_margin_s", "min_saving_pauses", "min_saving_s", "patience_pauses"):

@@ -25,6 +25,7 @@ from elasticflow_airflow.scheduler_core.decisions import (
 from elasticflow_airflow.scheduler_core.draft import Draft
 from elasticflow_airflow.scheduler_core.explain import duration, moment
 from elasticflow_airflow.scheduler_core.jobs import LiveJob
+from elasticflow_airflow.scheduler_core.mending import mend
 from elasticflow_airflow.scheduler_core.planner import Planner
 from elasticflow_airflow.scheduler_core.pricing import Arrival, Protection, footprint_of
 from elasticflow_airflow.scheduler_core.profiling import candidate_sizes, enough, wait_limit
@@ -242,7 +243,7 @@ class Decider:
         self._expire_profiling(now, out)
         planner = board.planner(now)
         if board.broken:
-            draft = planner.fresh(rescue=self.config.rescue_orders) or planner.salvage()
+            draft = mend(planner, self.config.rescue_orders)
             board.broken = False
         else:
             draft = planner.stored()

@@ -143,8 +143,8 @@ class NodeDraining:
 class SlotSlow:
     """A worker of a job is slow for good where it is: nothing is planned on that slot until ``until_s``.
 
-    Without it the job makes ``gain`` times the steps that were measured with it: at every size, as reports have scaled
-    its whole curve by then. Like a node that goes away, for one slot and a while (EDL, TPDS 2021, section 3).
+    Without it the job makes ``gain`` times the steps that were measured with it at its present size. Like a node that
+    goes away, for one slot and a while (EDL, TPDS 2021, section 3).
     """
 
     job_id: str

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.learning import believed, planned, smoothed
 from elasticflow_airflow.scheduler_core.placement import Layout
-from elasticflow_airflow.scheduler_core.values import Job, JobState, Phase, Placement, Reservation
+from elasticflow_airflow.scheduler_core.values import Job, JobState, Phase, Placement, Reservation, ScalingCurve
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Work
 
 
@@ -38,6 +39,9 @@ class LiveJob:
     ever_started: bool = False
     at_risk: bool = False
     measured: dict[int, float] = field(default_factory=dict)
+    """Speeds seen in this run, by size."""
+    told: ScalingCurve | None = None
+    """The curve before anything was seen; ``job.curve`` is what is believed now. None: nothing was seen yet."""
     failed_sizes: set[int] = field(default_factory=set)
     profiling: ProfilingRun | None = None
     promise: int = 0
@@ -82,8 +86,8 @@ class LiveJob:
         """Usable sizes on this cluster with their planned speeds; speed 0 where nothing is known."""
         most = min(self.job.max_workers or largest, largest)
         if self.job.curve is not None:
-            factor = 1.0 - config.speed_error
-            usable = {n: speed * factor for n, speed in self.job.curve.usable(self.job.min_workers, most).items()}
+            speeds = planned(self.job.curve, self.measured, config)
+            usable = ScalingCurve(speeds).usable(self.job.min_workers, most)
             if usable or not self.best_effort:
                 return usable
         if self.phase is Phase.PROFILING:
@@ -115,9 +119,25 @@ class LiveJob:
                 expected=INFINITY if self.expected is None else self.expected,
             )
             if size:
+                if size in self.measured and self.job.curve is not None:  # however slow: it is what the gang does now
+                    speeds.setdefault(size, planned(self.job.curve, self.measured, config)[size])
                 object.__setattr__(work, "speed_now", work.speed(size))
             self._work = work
         return self._work
+
+    def learn(self, size: int, steps_per_s: float, config: SchedulerConfig, *, exact: bool = False) -> None:
+        """Take in a speed seen in this run (``exact``: as it is, else smoothed with what was known of this size)."""
+        curve = self.job.curve
+        if self.told is None:
+            self.told = curve
+        known = curve.steps_per_s.get(size) if curve is not None else None
+        seen = steps_per_s
+        if not exact:
+            seen = smoothed(known, steps_per_s, first=size not in self.measured, config=config)
+        self.measured[size] = seen
+        told = self.told or ScalingCurve({size: seen})
+        self.job = replace(self.job, curve=believed(told, self.measured, config))
+        self._work = None
 
     def settle(self, layout: Layout, config: SchedulerConfig, now: float) -> None:
         """Bring ``remaining`` forward to ``now`` along the curve."""
@@ -159,6 +179,7 @@ class LiveJob:
             placement=self.placement,
             no_progress_until_s=self.ready_s,
             measured=dict(self.measured),
+            told=self.told,
             at_risk=self.at_risk,
             ever_started=self.ever_started,
             starting=self.starting,

@@ -27,7 +27,6 @@ from elasticflow_airflow.scheduler_core.values import (
     Node,
     Phase,
     Placement,
-    ScalingCurve,
 )
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding, likely_end
 
@@ -181,15 +180,11 @@ class Scheduler(Decider):
         return self._replan(now, f"{job.job_id} reported its progress", retry=False)
 
     def _learn_speed(self, job: LiveJob, steps_per_s: float) -> None:
-        """Scale the curve towards the speed seen at the present size."""
-        size, curve = job.mask.bit_count(), job.job.curve
-        known = curve.steps_per_s.get(size) if curve is not None else None
-        if curve is not None and known is not None:
-            factor = 1.0 + self.config.speed_smoothing * (steps_per_s / known - 1.0)
-            scaled = ScalingCurve({n: speed * factor for n, speed in curve.steps_per_s.items()})
-            job.job = replace(job.job, curve=scaled)
-        elif job.phase is not Phase.PROFILING and size & (size - 1) == 0:
-            job.job = replace(job.job, curve=ScalingCurve({**(curve.steps_per_s if curve else {}), size: steps_per_s}))
+        """Believe what was seen at the present size, and what it says about the others."""
+        size = job.mask.bit_count()
+        known = job.job.curve is not None and size in job.job.curve.steps_per_s
+        if known or (job.phase is not Phase.PROFILING and size & (size - 1) == 0):
+            job.learn(size, steps_per_s, self.config)
 
     def _measured(self, job: LiveJob, event: ev.JobMeasured, now: float) -> list[Decision]:
         board = self._board
@@ -199,8 +194,7 @@ class Scheduler(Decider):
         usable = not event.failed and event.steps_per_s is not None and event.steps_per_s > 0.0
         if job.phase is not Phase.PROFILING:
             if usable and event.steps_per_s is not None:
-                known = dict(job.job.curve.steps_per_s) if job.job.curve is not None else {}
-                job.job = replace(job.job, curve=ScalingCurve({**known, event.workers: event.steps_per_s}))
+                job.learn(event.workers, event.steps_per_s, self.config, exact=True)
             job.changed()
             board.late.add(job.job_id)
             return self._replan(now, f"{job.job_id} was measured with {event.workers}", retry=False)
@@ -334,9 +328,9 @@ class Scheduler(Decider):
         if node_id not in board.nodes:
             return board.wake(now)
         job.settle(board.layout, self.config, now)
-        if job.job.curve is not None:
-            faster = {size: speed * event.gain for size, speed in job.job.curve.steps_per_s.items()}
-            job.job = replace(job.job, curve=ScalingCurve(faster))
+        size, curve = job.mask.bit_count(), job.job.curve
+        if curve is not None and size in curve.steps_per_s:
+            job.learn(size, curve.steps_per_s[size] * event.gain, self.config, exact=True)
         job.changed()
         node = board.nodes[node_id]
         board.change_nodes(
@@ -386,6 +380,7 @@ def _job_of(state: JobState, mask: int) -> LiveJob:
         ever_started=state.ever_started,
         at_risk=state.at_risk,
         measured=dict(state.measured),
+        told=state.told,
         failed_sizes=set(state.failed_sizes),
         promise=state.promise,
         parked_from=state.parked_from,

@@ -211,7 +211,7 @@ class JobState:
 
     ``remaining_steps`` counts at ``as_of_s``; between reports the scheduler extrapolates with the curve.
     ``no_progress_until_s`` is the end of the start-up or pause that is under way.
-    ``measured`` are the sizes profiled so far (steps/s).
+    ``measured`` are the speeds seen in this run so far, by size (steps/s).
     """
 
     job: Job
@@ -244,5 +244,7 @@ class JobState:
     """The calendar expected it: it has taken the place of its reservation."""
     reserved: tuple[Reservation, ...] = ()
     """The stored plan on its very slots: the proof of its promise. Without it a restore has to find a proof anew."""
+    told: ScalingCurve | None = None
+    """The curve before anything was measured; ``job.curve`` is what is believed now. None: the same."""
     memory: Mapping[str, float] = field(default_factory=dict)
     """What a policy of :mod:`~elasticflow_airflow.scheduler_core.policies` remembers of it besides."""

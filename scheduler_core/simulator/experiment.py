@@ -14,7 +14,7 @@ from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES, m
 from elasticflow_airflow.scheduler_core.simulator.curves import Curves
 from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles, disturbances
 from elasticflow_airflow.scheduler_core.simulator.outcome import Result
-from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
+from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, aware_of, cluster, prepare
 from elasticflow_airflow.scheduler_core.simulator.problems import InputError
 from elasticflow_airflow.scheduler_core.simulator.run import Change, SimulatedJob, Simulation
 from elasticflow_airflow.scheduler_core.simulator.trace import Trace
@@ -160,7 +160,7 @@ def play(
     exact = setting.conditions.throughput_error == 0.0 and not trouble
     simulation = Simulation(
         name=contender.label,
-        policy=make_policy(contender.policy, setting.nodes, config_for(contender)),
+        policy=make_policy(contender.policy, setting.nodes, aware_of(setting.conditions, config_for(contender))),
         nodes=setting.nodes,
         jobs=setting.jobs(contender),
         disturbances=trouble,

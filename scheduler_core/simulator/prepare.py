@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.policies.goodput import goodput
 from elasticflow_airflow.scheduler_core.simulator.curves import Curves, curve_for
@@ -47,6 +48,13 @@ class Conditions:
             raise InputError(f"noise_batches is {self.noise_batches!r}; it must be a number of at least 0")
         if self.deadline_jitter >= 1.0:
             raise InputError(f"deadline_jitter is {self.deadline_jitter!r}; it must be below 1")
+
+
+def aware_of(conditions: Conditions, config: SchedulerConfig) -> SchedulerConfig:
+    """``config`` with margins that follow from how wrong the curves are; reports are exact here, and believed."""
+    if conditions.throughput_error == 0.0:
+        return config
+    return replace(config, speed_sigma=conditions.throughput_error, speed_shared=0.0, speed_smoothing=1.0)
 
 
 def cluster(nodes: int, slots_per_node: int) -> tuple[Node, ...]:

@@ -163,7 +163,7 @@ def test_a_slot_given_twice_is_an_error(simulated: Make) -> None:
 
 @pytest.mark.parametrize("place", [4, ("n7", 0)])
 def test_a_slot_that_is_not_there_is_an_error(simulated: Make, place: int | tuple[str, int]) -> None:
-    with pytest.raises(SimulationError, match="uses Slot.*, which is not there"):
+    with pytest.raises(SimulationError, match=r"uses Slot.*, which is not there"):
         run({("submitted", "a"): [resize("a", place)]}, [simulated("a")])
 
 
