@@ -41,7 +41,7 @@ _SOONER_S = 1e-3
 
 
 def by_deadline(job: JobView) -> tuple[float, int]:
-    """Order of EDF: deadline, then arrival; best effort at the end."""
+    """Order of EDF: deadline, then arrival; jobs without one at the end."""
     deadline = job.job.job.deadline_s
     return (INFINITY if deadline is None else deadline), job.job.number
 
@@ -57,8 +57,12 @@ class Edf(GangPolicy):
 
     def wanted(self, scene: Scene) -> Wanted:
         """Everyone in order of deadline, at the size that ends it soonest."""
-        ordered = sorted(scene.jobs, key=by_deadline)
+        ordered = sorted(scene.jobs, key=self.rank)
         return Wanted([Claim(job.job_id, self._sizes(job), "its deadline is next") for job in ordered])
+
+    def rank(self, job: JobView) -> tuple[float, int]:
+        """Who comes first."""
+        return by_deadline(job)
 
     def _sizes(self, job: JobView) -> tuple[int, ...]:
         if self._plain:
@@ -71,6 +75,12 @@ class Edf(GangPolicy):
 
 class AdmittingEdf(Edf):
     """EDF that admits only what EDF will finish in time, beside everyone admitted before."""
+
+    promises = True
+
+    def rank(self, job: JobView) -> tuple[float, int]:
+        """By deadline; those without a promise come after all promises, whatever they wish for."""
+        return by_deadline(job) if job.job.promised else (INFINITY, job.job.number)
 
     def judge(self, newcomer: JobView) -> Admit | Reject | Wait:
         """Roll a copy of everything forward, the newcomer in it."""

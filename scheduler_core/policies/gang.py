@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import (
@@ -79,6 +80,9 @@ class Scene:
 
 class GangPolicy(Books, ABC):
     """A policy that sizes gangs for now. Deterministic. Subclasses implement :meth:`wanted`, and may :meth:`judge`."""
+
+    promises: ClassVar[bool] = False
+    """Whether deadlines are promised on terms that any amendment may upset, so that each is judged."""
 
     # -- what a subclass decides -----------------------------------------------------------------------------------
 
@@ -243,7 +247,9 @@ class GangPolicy(Books, ABC):
             job.phase = Phase.ADMITTED if job.phase is Phase.WAITING else job.phase
         job.job = replace(before, value=value, deadline_s=deadline)
         job.changed()
-        if promised and deadline is not None and before.deadline_s is not None and deadline < before.deadline_s:
+        sooner = promised and deadline is not None and deadline < (before.deadline_s or deadline)
+        other = self.promises and deadline is not None and deadline != before.deadline_s
+        if sooner or (other and job.phase is not Phase.WAITING):
             verdict = self.judge(self.view(job, now))
             if not isinstance(verdict, Admit) or verdict.deadline_s is None:
                 job.job = before
@@ -251,6 +257,7 @@ class GangPolicy(Books, ABC):
                 offer = verdict.earliest_deadline_s if isinstance(verdict, Reject) else None
                 answer = AmendRejected(job.job_id, verdict.reason, offer)
                 return [answer, *self._wake(now)]
+            job.best_effort = False
         return [
             Amended(job.job_id, deadline, value, None),
             *self._replan(now, f"{job.job_id} was amended", retry=True),
