@@ -5,7 +5,7 @@ agree on it by what each says of its device. Sums are the same bit for bit eithe
 devices in the order of the tree (group.py); only who carries the bytes differs.
 
 Whoever waits for an operation waits on the host, in the thread of the group: its answer says that the bytes are there,
-and a kernel that waits for a dead worker blocks nobody but that thread, until :meth:`CudaGroup.abort` ends it.
+and a kernel that waits for a dead worker blocks nobody but that thread, until :meth:`CudaGroup.abort_device` ends it.
 May import torch and the standard library only; importing it touches no device.
 """
 
@@ -135,11 +135,11 @@ class CudaGroup:
     def _end_coalescing(self, _device: Any = None) -> Any:
         return self._on_device.end_together()
 
-    def abort(self) -> None:
+    def abort_device(self) -> None:
         """Free whoever waits for an operation on the device, with a RuntimeError. Thread-safe; returns at once."""
         self._on_device.abort()
 
-    def close(self) -> None:
+    def close_device(self) -> None:
         """Let go of the communicator, when nothing is under way. It may take a while: not in the training's thread."""
         self._on_device.close()
 

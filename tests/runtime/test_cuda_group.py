@@ -138,8 +138,8 @@ def test_all_workers_choose_alike_and_one_says_why(monkeypatch: pytest.MonkeyPat
         group.allgather([rows], [torch.tensor([float(rank)])]).wait()
         group._start_coalescing()
         assert group._end_coalescing().wait() is None
-        group.abort()
-        group.close()
+        group.abort_device()
+        group.close_device()
         return group.backend, torch.stack(rows)
 
     for backend, rows in in_each_worker(2, work):
