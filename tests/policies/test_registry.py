@@ -1,0 +1,116 @@
+"""Every policy by its name: it plays any list of jobs to the end, on any cluster, without giving a slot twice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.schedule_checker import check, read_jobs
+
+from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
+from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES, make_policy
+from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
+from elasticflow_airflow.scheduler_core.simulator.export import write_schedule
+from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, prepare
+from elasticflow_airflow.scheduler_core.simulator.run import Change, Simulation
+from elasticflow_airflow.scheduler_core.simulator.trace import read_trace
+from elasticflow_airflow.scheduler_core.values import Job, Node
+
+MakeJob = Callable[..., Job]
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+OURS = (
+    "edf",
+    "edf-plain",
+    "edf+elastic",
+    "edf+admission",
+    "gang-fifo",
+    "gang-fifo+knee",
+    "gandiva",
+    "tiresias",
+    "themis",
+)
+
+
+def policy_of(name: str, nodes: Any) -> Any:
+    try:
+        return make_policy(name, nodes, SchedulerConfig())
+    except ModuleNotFoundError as missing:
+        pytest.skip(f"{name} needs {missing.name}")
+
+
+def synthetic(make: MakeJob, seed: int, count: int, pause: float) -> list[Job]:
+    """Jobs of all kinds: short and long, urgent and not, with curves that rise, flatten and fall."""
+    chaos = random.Random(seed)
+    jobs, at = [], 0.0
+    for i in range(count):
+        at += chaos.expovariate(1 / 60.0)
+        first = chaos.uniform(0.5, 3.0)
+        gains = [1.0, chaos.uniform(1.1, 2.0), chaos.uniform(0.9, 2.0), chaos.uniform(0.7, 1.9)]
+        curve, speed = {}, first
+        for level, gain in enumerate(gains):
+            speed *= gain
+            curve[1 << level] = speed
+        asks = chaos.choice([1, 1, 1, 2, 4, 8])
+        steps = chaos.uniform(30.0, 900.0) * curve[asks]
+        deadline = None if i % 7 == 3 else at + chaos.uniform(0.5, 3.0) * steps / curve[asks] + pause
+        jobs.append(make(f"j{i:02}", steps, at=at, deadline=deadline, asks=asks, curve=curve, pause=pause))
+    return jobs
+
+
+def test_names_begin_with_the_default_and_make_what_they_say(nodes: Any) -> None:
+    assert POLICY_NAMES[0] == "elasticflow"
+    assert isinstance(make_policy("elasticflow", nodes(1, 1)), Scheduler)
+    assert set(OURS) < set(POLICY_NAMES)
+
+
+def test_an_unknown_name_is_told_what_there_is(nodes: Any) -> None:
+    with pytest.raises(ValueError, match=r"no policy 'edff'; choose one of elasticflow, .*gang-fifo"):
+        make_policy("edff", nodes(1, 1))
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_all_work_is_done_and_no_slot_given_twice(name: str, make: MakeJob, nodes: Any, play: Any) -> None:
+    cluster = nodes(2, 8)
+    played = play(policy_of(name, cluster), synthetic(make, 1, 30, pause=12.0), cluster)
+    summary = played.result.summary()
+    assert summary["unfinished"] == 0
+    assert summary["late_though_admitted"] == 0
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_uneven_nodes_are_used_block_by_block(name: str, make: MakeJob, play: Any) -> None:
+    cluster = [Node(node_id=f"n{i}", slots=size) for i, size in enumerate((8, 6, 4, 4, 1))]
+    played = play(policy_of(name, cluster), synthetic(make, 2, 20, pause=7.0), cluster)
+    assert played.result.summary()["unfinished"] == 0
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_same_events_give_the_same_decisions(name: str, make: MakeJob, nodes: Any, play: Any) -> None:
+    cluster = nodes(2, 4)
+    jobs = synthetic(make, 3, 15, pause=5.0)
+    schedules = [play(policy_of(name, cluster), jobs, cluster).changes for _ in range(2)]
+    assert schedules[0] == schedules[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trace", [("195job", 16, 8), ("t4_195job", 16, 4), ("cluster10", 32, 8)], ids=lambda t: t[0])
+@pytest.mark.parametrize("name", OURS)
+def test_shared_traces_are_free_of_faults(name: str, trace: tuple[str, int, int], nodes: Any, tmp_path: Path) -> None:
+    if not DATA.is_dir():
+        pytest.skip(f"needs the data folder {DATA} beside the checkout")
+    title, count, slots = trace
+    tables = DATA / "throughput" / ("t4" if title.startswith("t4") else "a100")
+    path, cluster = DATA / "traces" / f"{title}.csv", nodes(count, slots)
+    jobs = prepare(read_trace(path), read_curves(tables), cluster, Conditions(pause_s=30.0))
+    changes: list[Change] = []
+    policy = policy_of(name, cluster)
+    result = Simulation(name=name, policy=policy, nodes=cluster, jobs=jobs, on_change=changes.append).run()
+    write_schedule(tmp_path / "schedule.jsonl", cluster, changes)
+    with (tmp_path / "schedule.jsonl").open() as lines:
+        report = check(lines, read_jobs(path, tables), [slots] * count, 30.0)
+    assert not report.violations, report.violations[:5]
+    assert (report.met, report.changes) == (result.summary()["met"], result.summary()["changes"])
+    assert result.summary()["late_though_admitted"] == 0
