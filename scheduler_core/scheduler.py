@@ -159,6 +159,8 @@ class Scheduler(Decider):
         done = event.remaining_steps is not None and event.remaining_steps <= 0.0
         if done and job.mask and job.work(board.layout, self.config).left_at(now) <= 0.0:
             return board.wake(now)  # its last step was expected before; the tail has been counted since then
+        if self._as_expected(job, event, now):
+            return board.wake(now)
         job.settle(board.layout, self.config, now)
         if event.total_steps is not None:
             job.job = replace(job.job, total_steps=event.total_steps)
@@ -178,6 +180,17 @@ class Scheduler(Decider):
                 return self._decide_measured(job, now)
             return board.wake(now)
         return self._replan(now, f"{job.job_id} reported its progress", retry=False)
+
+    def _as_expected(self, job: LiveJob, event: ev.JobProgressed, now: float) -> bool:
+        """Whether a report says exactly what is known: nothing is planned again then, and nothing moves."""
+        left, seen = event.remaining_steps, job.measured.get(job.mask.bit_count())
+        if left is None or seen is None or event.total_steps is not None or not job.started:
+            return False
+        if job.course is None or job.job_id in self._board.late or event.expected_steps != job.expected:
+            return False
+        same_speed = event.steps_per_s is None or abs(event.steps_per_s - seen) <= 1e-9 * seen
+        ahead = abs(left - job.work(self._board.layout, self.config).left_at(now))
+        return job.competes and same_speed and ahead <= TOLERANCE_S * seen
 
     def _learn_speed(self, job: LiveJob, steps_per_s: float) -> None:
         """Believe what was seen at the present size, and what it says about the others."""
