@@ -25,7 +25,7 @@ BAD_INPUT, INTERRUPTED, TERMINATED = 2, 130, 143
 WIDE = 200
 
 
-class Objective(StrEnum):
+class ObjectiveChoice(StrEnum):
     """Whom to prefer where not everybody fits."""
 
     FIRST_COME = "first-come"
@@ -48,7 +48,9 @@ PauseS = typer.Option(
 )
 StartupS = typer.Option(None, "--startup-s", min=0, help="Seconds that a start takes, where that is not --pause-s.")
 ObjectiveOf = typer.Option(
-    Objective.FIRST_COME, "--objective", help="Whom elasticflow admits: who comes first, or by value under a price."
+    ObjectiveChoice.FIRST_COME,
+    "--objective",
+    help="Whom elasticflow admits: who comes first, or by value under a price.",
 )
 OnReject = typer.Option(
     WhenRejected.FAIL, "--on-reject", help="A job that cannot be promised: fail at once, or wait and be tried again."
@@ -72,7 +74,7 @@ def simulate(
     nodes: int = Nodes,
     slots_per_node: int = SlotsPerNode,
     policy: str = typer.Option("elasticflow", help="Who schedules; a wrong name lists all."),
-    objective: Objective = ObjectiveOf,
+    objective: ObjectiveChoice = ObjectiveOf,
     on_reject: WhenRejected = OnReject,
     pause_s: float = PauseS,
     startup_s: float | None = StartupS,
@@ -85,10 +87,11 @@ def simulate(
     """Simulate a trace under one policy: the very scheduler of the service on a virtual clock."""
     with _answering():
         from elasticflow_airflow.cli.simulation_display import Bars, note, simulation_lines
+        from elasticflow_airflow.scheduler_core.config import Objective
         from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, play
         from elasticflow_airflow.scheduler_core.simulator.export import write_schedule
 
-        contender = Contender(policy=policy, objective=str(objective))
+        contender = Contender(policy=policy, objective=Objective(objective))
         if export is not None:
             _writable(export, [trace])
         setting = _setting(
@@ -103,7 +106,7 @@ def simulate(
             throughput_error=throughput_error,
             mtbf_h=mtbf_h,
         )
-        if objective != Objective.FIRST_COME and policy != "elasticflow":
+        if objective != ObjectiveChoice.FIRST_COME and policy != "elasticflow":
             note(f"--objective {objective} is elasticflow's; {policy} knows none")
         with Bars(len(setting.trace.jobs)) as bars:
             played = play(setting, contender, on_progress=bars.start(contender.label))
@@ -125,7 +128,7 @@ def compare(
         help="Names with commas between, or all; elasticflow:value:wait is elasticflow with that objective and choice.",
     ),
     out: Path = Out,
-    objective: Objective = ObjectiveOf,
+    objective: ObjectiveChoice = ObjectiveOf,
     on_reject: WhenRejected = OnReject,
     pause_s: float = PauseS,
     startup_s: float | None = StartupS,
@@ -149,13 +152,14 @@ def compare(
         from dataclasses import replace
 
         from elasticflow_airflow.cli.simulation_display import Bars, comparison_lines
+        from elasticflow_airflow.scheduler_core.config import Objective
         from elasticflow_airflow.scheduler_core.simulator import compare as comparing
         from elasticflow_airflow.scheduler_core.simulator import plots as drawing
         from elasticflow_airflow.scheduler_core.simulator.capacity import smallest_cluster
         from elasticflow_airflow.scheduler_core.simulator.experiment import parse_contenders
         from elasticflow_airflow.scheduler_core.simulator.problems import InputError
 
-        contenders = parse_contenders([policies], objective=str(objective))
+        contenders = parse_contenders([policies], objective=Objective(objective))
         if plots:
             drawing.require_library()
         if bound:
@@ -165,7 +169,7 @@ def compare(
         limit = 4 * nodes if max_nodes is None else max_nodes
         if capacity_sweep and limit < nodes:
             raise InputError(f"--max-nodes is {limit}, less than --nodes, which is {nodes}")
-        _writable(out / "summary.csv", [trace])
+        _writable(out / "summary.csv", [trace], make=True)
         setting = _setting(
             trace,
             curves,
@@ -244,8 +248,8 @@ def _setting(
     return setting
 
 
-def _writable(path: Path, inputs: list[Path]) -> None:
-    """Find out before the simulation, not after it, that a file cannot be written.
+def _writable(path: Path, inputs: list[Path], *, make: bool = False) -> None:
+    """Find out before the simulation, not after it, that a file cannot be written. ``make``: its folder will be made.
 
     Raises:
         InputError: it cannot, or it is one of the inputs.
@@ -257,10 +261,10 @@ def _writable(path: Path, inputs: list[Path]) -> None:
     if any(path.exists() and given.exists() and path.samefile(given) for given in inputs):
         raise InputError("is read by this very command; name another file to write to", path)
     above = path.parent
-    while not above.exists():
+    while make and not above.exists():
         above = above.parent
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise InputError(f"cannot be written: {above} is no folder that may be written to", path)
+        raise InputError(f"cannot be written: {above} is no folder, or none that may be written to", path)
 
 
 class _Terminated(BaseException):

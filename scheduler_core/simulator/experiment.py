@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.config import Objective, SchedulerConfig
 from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES, make_policy
 from elasticflow_airflow.scheduler_core.simulator.curves import Curves
 from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles, disturbances
@@ -20,7 +19,7 @@ from elasticflow_airflow.scheduler_core.simulator.run import Change, SimulatedJo
 from elasticflow_airflow.scheduler_core.simulator.trace import Trace
 from elasticflow_airflow.scheduler_core.values import Node, OnReject
 
-OBJECTIVES = ("first-come", "value")
+OBJECTIVES = tuple(Objective)
 ON_REJECT = (OnReject.FAIL, OnReject.WAIT)
 OURS = "elasticflow"
 """The policy that has objectives."""
@@ -33,14 +32,12 @@ class Contender:
     """A policy as it takes part. ``on_reject`` None: as the conditions say."""
 
     policy: str
-    objective: str = "first-come"
+    objective: Objective = Objective.FIRST_COME
     on_reject: OnReject | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in POLICY_NAMES:
             raise InputError(f"unknown policy {self.policy!r}; there are {', '.join(POLICY_NAMES)}")
-        if self.objective not in OBJECTIVES:
-            raise InputError(f"unknown objective {self.objective!r}; there are {', '.join(OBJECTIVES)}")
 
     @classmethod
     def parse(cls, text: str) -> Contender:
@@ -53,7 +50,7 @@ class Contender:
         contender = cls(policy=policy)
         for choice in choices:
             if choice in OBJECTIVES:
-                contender = replace(contender, objective=choice)
+                contender = replace(contender, objective=Objective(choice))
             elif choice in ON_REJECT:
                 contender = replace(contender, on_reject=OnReject(choice))
             else:
@@ -65,8 +62,8 @@ class Contender:
     def label(self) -> str:
         """What :meth:`parse` reads, short: what is as usual is left out."""
         parts = [self.policy]
-        if self.objective != OBJECTIVES[0]:
-            parts.append(self.objective)
+        if self.objective is not Objective.FIRST_COME:
+            parts.append(str(self.objective))
         if self.on_reject is not None:
             parts.append(str(self.on_reject))
         return ":".join(parts)
@@ -173,11 +170,10 @@ def play(
 
 def config_for(contender: Contender) -> SchedulerConfig:
     """The scheduler's settings for a contender: one configuration for all traces but for what the contender names."""
-    chosen: dict[str, Any] = {} if contender.objective == OBJECTIVES[0] else {"objective": contender.objective}
-    return replace(SchedulerConfig(), **chosen)
+    return SchedulerConfig(objective=contender.objective)
 
 
-def parse_contenders(texts: Sequence[str], objective: str = OBJECTIVES[0]) -> tuple[Contender, ...]:
+def parse_contenders(texts: Sequence[str], objective: Objective = Objective.FIRST_COME) -> tuple[Contender, ...]:
     """Read several, ``all`` being one of each policy; each once, in order. ``objective`` is ours where none is named.
 
     Raises:

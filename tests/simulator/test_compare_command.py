@@ -1,0 +1,234 @@
+"""``elasticflow compare``: policies side by side, their tables and plots, and the smallest clusters."""
+
+from __future__ import annotations
+
+import csv
+import json
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from elasticflow_airflow.cli.main import app
+from elasticflow_airflow.scheduler_core.config import Objective
+from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES
+from elasticflow_airflow.scheduler_core.simulator import capacity, plots, series
+from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
+from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, Setting, parse_contenders, play
+from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster
+from elasticflow_airflow.scheduler_core.simulator.problems import InputError
+from elasticflow_airflow.scheduler_core.simulator.run import Change
+from elasticflow_airflow.scheduler_core.simulator.trace import read_trace
+from elasticflow_airflow.scheduler_core.values import OnReject, Slot
+
+CURVE = "global_batch_size,1,2,4\n64,1.0,2.0,4.0\n"
+ROWS = ("a,0,1000,net,64,1100,1", "b,0,1000,net,64,1100,4", "c,0,1000,net,64,1100,1", "d,0,9000,net,64,1100,4")
+HEADER = "job_id,submitted_s,steps,model,batch_size,deadline_s,workers"
+
+
+@pytest.fixture
+def options(trace_file: Callable[..., Path], curves_folder: Callable[..., Path], tmp_path: Path) -> list[str]:
+    trace, curves = trace_file(*ROWS, header=HEADER), curves_folder(CURVE)
+    out = tmp_path / "out"
+    return f"--trace {trace} --curves {curves} --nodes 1 --slots-per-node 4 --out {out} --pause-s 10".split()
+
+
+@pytest.fixture
+def setting(trace_file: Callable[..., Path], curves_folder: Callable[..., Path]) -> Setting:
+    trace, curves = read_trace(trace_file(*ROWS, header=HEADER)), read_curves(curves_folder(CURVE))
+    return Setting(trace=trace, curves=curves, nodes=cluster(1, 4), conditions=Conditions(pause_s=10.0))
+
+
+def compare(*options: str) -> Result:
+    return CliRunner().invoke(app, ["compare", *options])
+
+
+def test_writes_tables_plots_and_schedules(options: list[str], tmp_path: Path) -> None:
+    for library in ("matplotlib", "scipy"):
+        pytest.importorskip(library, reason="needs the extra [simulate]")
+    done = compare(*options, "--policies", "elasticflow:value:wait,edf", "--schedules", "--capacity-sweep")
+    assert done.exit_code == 0, done.output
+    out = tmp_path / "out"
+    labels = ["elasticflow:value:wait", "edf"]
+    names = [label.replace(":", "-") for label in labels]
+    figures = {"deadlines", "slots", "completion", "capacity", *(f"gantt-{name}" for name in names)}
+    assert {path.name for path in out.iterdir()} == {
+        *("summary.csv", "summary.json", "jobs.csv", "capacity.csv"),
+        *(f"schedule-{name}.jsonl" for name in names),
+        *(f"{figure}.{kind}" for figure in figures for kind in ("png", "svg")),
+    }
+    for figure in figures:
+        assert (out / f"{figure}.png").read_bytes().startswith(b"\x89PNG")
+        assert ET.parse(out / f"{figure}.svg").getroot().tag.endswith("svg")
+
+    with (out / "summary.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["policy"] for row in rows] == labels
+    # a, b and c fit side by side or one after the other; d would take nine times as long as it may.
+    assert [rows[0][name] for name in ("deadlines", "bound", "met", "of_bound")] == ["4", "3", "3", "1.0"]
+    assert all(row["late_though_admitted"] == "0" for row in rows)
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["bound"] == 3
+    assert summary["capacity"][0]["smallest_nodes"] == 1
+    assert set(summary["columns"]) == set(summary["policies"][0]) - {"policy"}
+    with (out / "jobs.csv").open() as file:
+        jobs = [row for row in csv.DictReader(file) if row["policy"] == labels[0]]
+    assert [row["met_by_bound"] for row in jobs] == ["1", "1", "1", "0"]
+    assert "d" in [row["job_id"] for row in jobs if row["reject_reason"]]
+    assert "4 deadlines, of which no schedule can meet more than 3" in done.stdout
+    assert "smallest cluster on which all 3 deadlines are met that can be met at all" in done.stdout
+
+
+def test_prints_json_and_does_without_what_is_not_wanted(options: list[str], tmp_path: Path) -> None:
+    done = compare(*options, "--policies", "elasticflow,gang-fifo", "--no-bound", "--no-plots", "--json")
+    printed = json.loads(done.stdout)
+    assert [row["policy"] for row in printed["policies"]] == ["elasticflow", "gang-fifo"]
+    assert printed["bound"] is None
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["jobs.csv", "summary.csv", "summary.json"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--policies", "edf,nobody"], "unknown policy 'nobody'; there are elasticflow, "),
+        (
+            ["--policies", "elasticflow:never"],
+            "'never' is no choice of a policy; there are first-come, value",
+        ),
+        (["--policies", ","], "no policy to simulate"),
+        (["--window-h", "1", "0"], "--window-h is (1.0, 0.0)"),
+        (["--capacity-sweep", "--nodes", "4", "--max-nodes", "2"], "--max-nodes is 2, less than --nodes, which is 4"),
+        (["--curves", "nowhere"], "nowhere: is not a folder"),
+    ],
+)
+def test_bad_options_are_refused(options: list[str], more: list[str], said: str, tmp_path: Path) -> None:
+    done = compare(*options, "--no-plots", "--no-bound", *more)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("library", "option"), [("matplotlib", "--no-plots"), ("scipy", "--no-bound")])
+def test_a_missing_library_is_said_before_anything_runs(
+    options: list[str], library: str, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from elasticflow_airflow.scheduler_core.simulator import compare as comparing
+
+    for module in (plots, comparing):
+        monkeypatch.setattr(module, "find_spec", lambda name: None if name == library else object())
+    done = compare(*options, "--policies", "elasticflow")
+    assert done.exit_code == 2
+    assert f"{library}, which is not installed; pip install 'elasticflow-airflow[simulate]'" in done.stderr
+    assert option in done.stderr
+
+
+def test_an_interrupt_while_drawing_leaves_no_file(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plots, "draw", interrupted)
+    monkeypatch.setattr(plots, "require_library", lambda: None)
+    done = compare(*options, "--policies", "elasticflow", "--no-bound")
+    assert done.exit_code == 130
+    assert not (tmp_path / "out").exists()
+
+
+def test_contenders_are_read_as_they_are_written() -> None:
+    for text in ("elasticflow", "elasticflow:value", "elasticflow:value:wait", "edf:wait"):
+        assert Contender.parse(text).label == text
+    assert Contender.parse("elasticflow:first-come").label == "elasticflow"
+    assert [contender.policy for contender in parse_contenders(["all"])] == list(POLICY_NAMES)
+    chosen = parse_contenders(["elasticflow, edf", "elasticflow:first-come"], objective=Objective.VALUE)
+    assert [contender.label for contender in chosen] == ["elasticflow:value", "edf", "elasticflow"]
+
+
+def test_each_contender_waits_or_not_as_it_says(setting: Setting) -> None:
+    waiting = setting.jobs(Contender(policy="elasticflow", on_reject=OnReject.WAIT))
+    assert {simulated.job.on_reject for simulated in waiting} == {OnReject.WAIT}
+    assert {simulated.job.on_reject for simulated in setting.jobs(Contender(policy="edf"))} == {OnReject.FAIL}
+
+
+# -- the smallest cluster ----------------------------------------------------------------------------------------------
+
+
+def test_the_smallest_cluster_keeps_what_can_be_kept_at_all(setting: Setting) -> None:
+    assert set(capacity.achievable(setting)) == {"a", "b", "c"}
+    ours = capacity.smallest_cluster(setting, Contender(policy="elasticflow"), limit=8)
+    # 3,000 steps within 1,100 s, at a step a second and slot: 3 slots and more, which is one node.
+    assert (ours.nodes, ours.needed, ours.monotone) == (1, 3, True)
+    # First come, first served, at the size that was asked for: c waits for b, which waits for a.
+    first_come = capacity.smallest_cluster(setting, Contender(policy="gang-fifo"), limit=8)
+    assert first_come.nodes == 2
+    nobody = capacity.smallest_cluster(setting.resized(1), Contender(policy="gang-fifo"), limit=1)
+    assert nobody.nodes is None
+    assert nobody.as_row()["largest_tried_nodes"] == 1
+
+
+@pytest.mark.parametrize(
+    ("keeping", "found", "monotone"),
+    [
+        (set(range(5, 17)), 5, True),
+        ({5, *range(7, 17)}, 5, False),
+        ({3, *range(6, 17)}, 6, True),  # two sizes fail in between: beyond the edge nobody looks
+        ({16}, 16, True),
+        (set(range(1, 17)), 1, True),
+        (set(), None, True),
+    ],
+)
+def test_the_search_looks_below_what_it_found(
+    setting: Setting, keeping: set[int], found: int | None, monotone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def keeps(resized: Setting, contender: Contender, promised: dict[str, float]) -> bool:
+        return len(resized.nodes) in keeping
+
+    monkeypatch.setattr(capacity, "_keeps", keeps)
+    asked: list[int] = []
+    result = capacity.smallest_cluster(setting.resized(8), Contender(policy="edf"), limit=16, on_try=asked.append)
+    assert result.nodes == found
+    assert result.monotone is monotone
+    assert len(asked) == len(set(asked))
+
+
+# -- series for the plots ----------------------------------------------------------------------------------------------
+
+X0, X1, Y0 = Slot("x", 0), Slot("x", 1), Slot("y", 0)
+CHANGES = [
+    Change(0.0, "a", (X0,)),
+    Change(10.0, "a", (X0, X1)),
+    Change(10.0, "b", (Y0,)),
+    Change(20.0, "b", ()),
+    Change(30.0, "a", ()),
+    Change(30.0, "a", (), "finished"),
+]
+
+
+def test_spans_of_a_schedule() -> None:
+    found = series.spans(CHANGES)
+    assert found == [("a", 0.0, 10.0, (X0,)), ("b", 10.0, 20.0, (Y0,)), ("a", 10.0, 30.0, (X0, X1))]
+    assert series.mean_use(found, 0.0, 40.0, 4) == [1.0, 3.0, 2.0, 0.0]
+    assert series.mean_use(found, 5.0, 25.0, 1) == [(5 + 15 * 2 + 10) / 20]
+    assert series.busiest_window(found, 5.0) == (10.0, 15.0)
+    assert series.busiest_window([], 5.0) == (0.0, 5.0)
+
+
+def test_rows_and_unbroken_blocks() -> None:
+    rows = series.rows_of(cluster(2, 2))
+    slots = [Slot("n1", 1), Slot("n0", 1), Slot("n0", 0)]
+    assert series.blocks(slots, rows) == [(0, 2), (3, 1)]
+
+
+def test_the_distribution_counts_jobs_that_were_refused(setting: Setting) -> None:
+    played = play(setting, Contender(policy="elasticflow"))
+    times, parts = series.completion_cdf(played.result.records)
+    assert len(times) == 3
+    assert times == sorted(times)
+    assert parts == [0.25, 0.5, 0.75]
+
+
+def test_unknown_policies_are_bad_input() -> None:
+    with pytest.raises(InputError, match="unknown policy 'x'"):
+        Contender(policy="x")

@@ -1,0 +1,228 @@
+"""``elasticflow simulate``: what it prints and writes, what it refuses, and that it leaves nothing half done."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.schedule_checker import check, read_jobs
+from typer.testing import CliRunner, Result
+
+from elasticflow_airflow.cli.main import app
+from elasticflow_airflow.scheduler_core.simulator import run as loop
+
+CURVE = "global_batch_size,1,2,4,8\n64,3.0,5.0,8.0,12.0\n"
+ROWS = ("a,0,3000,net,64,1500", "b,100,3000,net,64,1500", "c,200,600,net,64,", "d,300,90000,net,64,2000")
+
+
+@pytest.fixture
+def inputs(trace_file: Callable[..., Path], curves_folder: Callable[..., Path]) -> Callable[..., list[str]]:
+    """The options that every run needs; another trace or table where given."""
+
+    def given(*rows: str, curve: str = CURVE, **header: str) -> list[str]:
+        trace, curves = trace_file(*(rows or ROWS), **header), curves_folder(curve)
+        return ["--trace", str(trace), "--curves", str(curves), "--nodes", "2", "--slots-per-node", "4"]
+
+    return given
+
+
+def simulate(*options: str) -> Result:
+    return CliRunner().invoke(app, ["simulate", *options])
+
+
+def test_prints_what_became_of_the_jobs_and_exports_a_schedule_that_holds(
+    inputs: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    export = tmp_path / "schedule.jsonl"
+    done = simulate(*inputs(), "--export", str(export))
+    assert done.exit_code == 0, done.output
+    assert "deadlines met         2 of 3 (66.7 %)" in done.stdout
+    assert "late though admitted  0" in done.stdout
+    jobs = read_jobs(tmp_path / "trace.csv", tmp_path / "curves")
+    with export.open() as lines:
+        report = check(lines, jobs, [4, 4], 30.0)
+    assert not report.violations
+    assert (report.met, report.rejected, report.finished) == (2, 1, 3)
+    assert list(tmp_path.glob("*.partial")) == []
+
+
+def test_prints_json_alone_where_asked(inputs: Callable[..., list[str]]) -> None:
+    options = inputs(*(f"{row},x" for row in ROWS), header="job_id,submitted_s,steps,model,batch_size,deadline_s,team")
+    done = simulate(*options, "--json", "--pause-s", "5", "--on-reject", "wait")
+    printed = json.loads(done.stdout)
+    assert printed["setting"] | {"slots": 8, "pause_s": 5.0, "on_reject": "wait"} == printed["setting"]
+    assert printed["result"]["met"] == 2
+    assert "columns that are not known are ignored: team" in done.stderr
+
+
+def test_a_best_effort_column_takes_a_deadline_away(inputs: Callable[..., list[str]]) -> None:
+    rows = ("a,0,3000,net,64,1500,0", "b,0,3000,net,64,1,1")
+    options = inputs(*rows, header="job_id,submitted_s,steps,model,batch_size,deadline_s,best_effort")
+    done = simulate(*options, "--json")
+    assert json.loads(done.stdout)["result"]["deadlines"] == 1
+
+
+def test_values_choose_whom_to_admit(inputs: Callable[..., list[str]]) -> None:
+    done = simulate(*inputs(), "--objective", "value", "--json")
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["result"]["policy"] == "elasticflow:value"
+
+
+def test_an_objective_that_a_policy_does_not_know_is_noted(inputs: Callable[..., list[str]]) -> None:
+    done = simulate(*inputs(), "--objective", "value", "--policy", "edf")
+    assert done.exit_code == 0
+    assert "--objective value is elasticflow's; edf knows none" in done.stderr
+
+
+def test_trouble_is_drawn_from_the_seed(inputs: Callable[..., list[str]]) -> None:
+    options = [*inputs(*(f"j{i},{60 * i},3000,net,64,90000" for i in range(20))), "--json", "--throughput-error", "0.1"]
+    runs = [
+        json.loads(simulate(*options, "--mtbf-h", "1", "--seed", seed).stdout)["result"] for seed in ("1", "1", "2")
+    ]
+    for run in runs:
+        for name in ("run_s", "decision_p50_ms", "decision_p99_ms"):
+            del run[name]
+    assert runs[0] == runs[1] != runs[2]
+
+
+LINE_3 = "trace.csv:3: "
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        pytest.param(("a,0,100,net,64,500", "b,0,many,net,64,500"), LINE_3 + "steps is 'many'", id="no number"),
+        pytest.param(("a,0,100,net,64,500", "b,0,100,net"), LINE_3 + "4 cells where the header has 6", id="cells"),
+        pytest.param(("a,0,100,net,64,500", "a,0,100,net,64,500"), LINE_3 + "job_id 'a' is already", id="same id"),
+        pytest.param(("a,0,100,net,64,500", "b,0,100,nett,64,500"), LINE_3 + "unknown model 'nett'", id="model"),
+        pytest.param(("a,0,100,net,64,500", "b,0,100,net,65,500"), LINE_3 + "model 'net' has no curve", id="batch"),
+        pytest.param(("a,0,100,net,64,500", "b,99,100,net,64,50"), LINE_3 + "the deadline 50 is not", id="before"),
+        pytest.param(("a,0,100,net,64,", "b,0,100,net,64,"), "no job of the trace has a deadline", id="no deadline"),
+        pytest.param((), "the trace has no jobs", id="no jobs"),
+    ],
+)
+def test_a_bad_trace_is_refused(
+    rows: tuple[str, ...],
+    said: str,
+    trace_file: Callable[..., Path],
+    curves_folder: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    options = ["--trace", str(trace_file(*rows)), "--curves", str(curves_folder(CURVE))]
+    refused(simulate(*options, "--nodes", "2", "--slots-per-node", "4", "--export", f"{tmp_path}/x"), said, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("curve", "said"),
+    [
+        pytest.param("global_batch_size,1,2,4\n64,3.0,,8.0\n", "net.csv:2: the curve of batch size 64 has", id="hole"),
+        pytest.param("global_batch_size,1,2\n64,fast,5\n", "net.csv:2: a cell is not a number", id="no number"),
+        pytest.param("batch,1\n64,1\n", "net.csv:1: the first line must be global_batch_size", id="header"),
+        pytest.param("global_batch_size,16\n64,9.0\n", "trace.csv:2: job 'a' needs at least 16 slots", id="too large"),
+    ],
+)
+def test_bad_curves_are_refused(curve: str, said: str, inputs: Callable[..., list[str]], tmp_path: Path) -> None:
+    refused(simulate(*inputs(curve=curve), "--export", f"{tmp_path}/x"), said, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--policy", "best"], "unknown policy 'best'; there are elasticflow, "),
+        (["--throughput-error", "inf"], "throughput_error is inf"),
+        (["--mtbf-h", "0"], "mtbf_h is 0.0; it must be a number of hours above 0"),
+        (["--trace", "nowhere.csv"], "nowhere.csv: cannot be read as a CSV file"),
+        (["--curves", "nowhere"], "nowhere: is not a folder"),
+        (["--objective", "profit"], "'profit' is not one of 'first-come', 'value'"),
+        (["--nodes", "0"], "should be greater than or equal to 1"),
+    ],
+)
+def test_bad_options_are_refused(
+    options: list[str], said: str, inputs: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    refused(simulate(*inputs(), "--export", f"{tmp_path}/x", *options), said, tmp_path)
+
+
+def refused(done: Result, said: str, tmp_path: Path) -> None:
+    text = " ".join(done.stderr.replace("\u2502", " ").split())  # options that typer refuses stand in a frame
+    assert said in text
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["curves", "trace.csv"]
+
+
+def test_what_cannot_be_written_is_said_before_anything_runs(
+    inputs: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop.Simulation, "run", lambda self: pytest.fail("simulated for nothing"))
+    options = inputs()
+    before = (tmp_path / "trace.csv").read_text()
+    assert "is read by this very command" in simulate(*options, "--export", f"{tmp_path}/trace.csv").stderr
+    assert "is no regular file" in simulate(*options, "--export", str(tmp_path)).stderr
+    assert "cannot be written" in simulate(*options, "--export", f"{tmp_path}/none/x.jsonl").stderr
+    assert (tmp_path / "trace.csv").read_text() == before
+
+
+def test_an_interrupt_while_writing_leaves_no_file(
+    inputs: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from elasticflow_airflow.scheduler_core.simulator import export
+
+    def interrupted(line: dict[str, object]) -> str:
+        if line.get("event"):
+            raise KeyboardInterrupt
+        return json.JSONEncoder().encode(line)
+
+    monkeypatch.setattr(export.json, "dumps", interrupted)
+    done = simulate(*inputs(), "--export", f"{tmp_path}/schedule.jsonl")
+    assert done.exit_code == 130
+    assert "interrupted, nothing was written" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["curves", "trace.csv"]
+
+
+def test_a_defect_of_a_policy_is_said_as_one(inputs: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: loop.Simulation) -> None:
+        raise loop.SimulationError("a slot twice")
+
+    monkeypatch.setattr(loop.Simulation, "run", broken)
+    done = simulate(*inputs())
+    assert done.exit_code == 1
+    assert "a defect of the policy, nothing was written: a slot twice" in done.stderr
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_interrupted_leaves_nothing(
+    sent: signal.Signals, status: int, inputs: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    rows = (f"j{i},{i},30000000,net,64,{9_000_000_000 + i},x" for i in range(3000))  # takes minutes
+    options = inputs(*rows, header="job_id,submitted_s,steps,model,batch_size,deadline_s,team")
+    command = [Path(sys.executable).parent / "elasticflow", "simulate", *options, "--export", tmp_path / "x.jsonl"]
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "TERM": "dumb"}
+    )
+    with running:
+        try:
+            assert running.stderr
+            assert "columns that are not known" in running.stderr.readline()  # it has read the trace, and goes on
+            running.send_signal(sent)
+            _, said = running.communicate(timeout=60)
+        finally:
+            running.kill()
+    assert running.returncode == status, said
+    assert "nothing was written" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["curves", "trace.csv"]
+
+
+def test_the_command_line_starts_without_what_it_does_not_use() -> None:
+    program = (
+        "import sys, elasticflow_airflow.cli.main; "
+        "print([m for m in ('numpy', 'scipy', 'matplotlib') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
