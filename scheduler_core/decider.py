@@ -6,12 +6,12 @@ The part of the scheduler that asks admission control and adopts plans; which ev
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from elasticflow_airflow.scheduler_core.admission import Admission, Verdict
 from elasticflow_airflow.scheduler_core.board import Board
-from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy
+from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun
 from elasticflow_airflow.scheduler_core.calendar_guard import keepable, reserved
 from elasticflow_airflow.scheduler_core.config import Objective, SchedulerConfig
 from elasticflow_airflow.scheduler_core.decisions import (
@@ -167,10 +167,23 @@ class Decider:
 
     def _ask(self, live: LiveJob, now: float, *, thorough: bool = True) -> Verdict:
         board = self._board
-        planner = Planner(self.config, board.layout, [j for j in board.jobs.values() if j is not live], now)
-        if board.calendar.runs and not live.foreseen:
-            runs, policy = board.calendar.runs.values(), board.calendar.policy
-            planner.expected = keepable(planner, reserved(runs, board.layout, self.config, policy, now))
+        jobs = [j for j in board.jobs.values() if j is not live]
+        runs = () if live.foreseen else tuple(board.calendar.runs.values())
+        limits = [j.job.deadline_s for j in (live, *jobs) if j is live or j.promised]
+        last = max((limit for limit in limits if limit is not None), default=now)
+        near = [run for run in runs if run.due_s < last]  # nothing that is promised by then collides with the others
+        verdict = self._verdict(live, jobs, near, now, thorough=thorough)
+        if verdict.draft is None and len(near) < len(runs):  # but a later deadline, which is offered, may
+            verdict = self._verdict(live, jobs, runs, now, thorough=thorough)
+        return verdict
+
+    def _verdict(
+        self, live: LiveJob, jobs: Sequence[LiveJob], runs: Sequence[ExpectedRun], now: float, *, thorough: bool
+    ) -> Verdict:
+        layout = self._board.layout
+        planner = Planner(self.config, layout, jobs, now)
+        if runs:
+            planner.expected = keepable(planner, reserved(runs, layout, self.config, self._board.calendar.policy, now))
         return Admission(planner, live, self._protection, thorough=thorough).decide()
 
     def _admit(self, live: LiveJob, verdict: Verdict, terms: Terms, now: float) -> list[Decision]:
