@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.calendar import ExpectedRun
+from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun
 from elasticflow_airflow.scheduler_core.decider import Decider
 from elasticflow_airflow.scheduler_core.decisions import (
     Amended,
@@ -20,6 +20,7 @@ from elasticflow_airflow.scheduler_core.decisions import (
 )
 from elasticflow_airflow.scheduler_core.explain import moment
 from elasticflow_airflow.scheduler_core.jobs import LiveJob, ProfilingRun
+from elasticflow_airflow.scheduler_core.planner import Planner
 from elasticflow_airflow.scheduler_core.profiling import enough
 from elasticflow_airflow.scheduler_core.values import (
     Job,
@@ -48,6 +49,10 @@ class Scheduler(Decider):
     def expected_runs(self) -> tuple[ExpectedRun, ...]:
         """The runs that the calendar expects, as last told, without those that were submitted or have not come."""
         return tuple(self._board.calendar.runs.values())
+
+    def open_books(self, now: float) -> tuple[Planner, tuple[LiveJob, ...], CalendarPolicy]:
+        """What a forecast reads: a planner over the present jobs, the jobs, and how far the calendar is believed."""
+        return self._board.planner(now), tuple(self._board.jobs.values()), self._board.calendar.policy
 
     def projected_finish_s(self, job_id: str) -> float | None:
         """When the last step of a live job is expected, by its plan; None when that is not known.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, PastRun, expect
+from elasticflow_airflow.scheduler_core.calendar import PastRun, expect
 from elasticflow_airflow.scheduler_core.decisions import Decision
 from elasticflow_airflow.scheduler_core.scheduler import Scheduler
 from elasticflow_airflow.scheduler_core.simulator.trace import TraceJob
@@ -75,7 +75,6 @@ class CalendarFeed:
         self, scheduler: Scheduler, tables: Mapping[str, Timetable], dues: Mapping[str, float], horizon_s: float
     ) -> None:
         self._scheduler, self._horizon_s = scheduler, horizon_s
-        self._policy = CalendarPolicy()
         self._tasks = {task: _Task(table) for task, table in tables.items()}
         self._dues = dues
 

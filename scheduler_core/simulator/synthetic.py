@@ -92,7 +92,8 @@ def short_jobs(curves: Curves, *, jobs: int, every_s: float, startup_s: float = 
 class RecurringDags:
     """Daily tasks in the night, hourly ones, some that come only now and then, and ad-hoc jobs in between.
 
-    Loads are parts of ``slots``: of the daily tasks within the night window, of the others over the whole day.
+    Loads are parts of ``slots``, of the daily tasks within the night window, of the others over the whole day; each job
+    counts with the least slot-seconds in which its work can be done.
     """
 
     slots: int = 64
@@ -169,7 +170,7 @@ def _tasks(maker: _Maker, options: RecurringDags) -> list[_Task]:
         for number, part in enumerate(parts):
             budget = slot_seconds * part / sum(parts)
             model, batch, workers = maker.pick(at_least=budget / most_s)
-            seconds = min(budget / workers, most_s)
+            seconds = min(budget / maker.least_slots((model, batch, workers)), most_s)
             due = chaos.uniform(0.0, min(period, HOUR_S))
             window = late + seconds * chaos.uniform(1.5, 3.0)
             if period == DAY_S:
@@ -224,7 +225,7 @@ def _ad_hoc(maker: _Maker, options: RecurringDags) -> list[TraceJob]:
         hour = (chaos.triangular(6.0, 30.0, 16.0)) % 24.0
         submitted = (number % options.days) * DAY_S + hour * HOUR_S
         made.append(maker.single(f"adhoc-{number:04}", round(submitted, 1)))
-    offered = sum(job.workers * (job.duration_s or 0.0) for job in made)
+    offered = sum(maker.least_slots((job.model, job.batch_size, job.workers)) * (job.duration_s or 0.0) for job in made)
     if not offered:
         return made
     factor = options.ad_hoc_load * options.slots * options.days * DAY_S / offered
@@ -260,6 +261,12 @@ class _Maker:
         fitting = [size for size in sizes if size >= at_least] or sizes[-1:]
         size = self.chaos.choice(fitting[:3] if at_least > 1.0 else fitting)
         return self.chaos.choice([choice for choice in self.choices if choice[2] == size])
+
+    def least_slots(self, size: tuple[str, int, int]) -> float:
+        """How many slots a job of that size would need for the same work at its most efficient size, on average."""
+        model, batch, workers = size
+        speeds = self.curves[model, batch].steps_per_s
+        return min(n / speed for n, speed in speeds.items()) * speeds[workers]
 
     def single(self, job_id: str, submitted_s: float) -> TraceJob:
         """A job of the shape that was asked for."""

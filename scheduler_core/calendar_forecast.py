@@ -1,0 +1,230 @@
+"""What will become of everything due by a time, and where something is missed, what is missing: slots, or hours.
+
+Works on a copy of a scheduler, which it may change. Expected runs are taken one after another in the order in which
+they are expected to come, as admission control would take them, each with a joint plan; uncertain ones as if they came.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun
+from elasticflow_airflow.scheduler_core.calendar_guard import beside, place_from, stand_in
+from elasticflow_airflow.scheduler_core.explain import duration, moment
+from elasticflow_airflow.scheduler_core.jobs import LiveJob
+from elasticflow_airflow.scheduler_core.planner import Planner
+from elasticflow_airflow.scheduler_core.proof import deadline_order, prove
+from elasticflow_airflow.scheduler_core.scheduler import Scheduler
+from elasticflow_airflow.scheduler_core.values import Node, Phase
+from elasticflow_airflow.scheduler_core.work import INFINITY, Work
+
+_MOST_NODES = 64
+"""More additional nodes than this are not looked for."""
+_PROBES = 8
+
+
+class Outcome(StrEnum):
+    """How one deadline looks."""
+
+    KEPT = "kept"
+    AT_RISK = "at_risk"
+    """Promised, and no longer on course."""
+    UNDECIDED = "undecided"
+    """Not promised yet: it waits, or is being measured."""
+    MISSED = "missed"
+    """Expected, and would be rejected as things stand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """One deadline: of a live job (``job_id``) or of an expected run (``run_id``). Times are UTC seconds.
+
+    ``projected_s``: when it is expected to be done, tail included; None when nobody can say. ``earliest_deadline_s``:
+    of what is missed, the deadline that would do.
+    """
+
+    outcome: Outcome
+    deadline_s: float
+    reason: str
+    job_id: str = ""
+    run_id: str = ""
+    task: str = ""
+    due_s: float | None = None
+    probability: float = 1.0
+    projected_s: float | None = None
+    earliest_deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """The outlook of every deadline, soonest first.
+
+    ``extra_nodes`` more nodes of ``extra_slots`` each would keep them all (0: nothing is missing; None: no number that
+    was tried would do).
+    """
+
+    outlooks: tuple[Outlook, ...]
+    extra_nodes: int | None = 0
+    extra_slots: int = 0
+
+
+def forecast(scheduler: Scheduler, now: float, until_s: float) -> Forecast:
+    """What will become of everything that is due by ``until_s``. Changes ``scheduler``: give a copy."""
+    scheduler.handle(ev.WakeUp(), now)
+    found = _outlooks(scheduler, now, until_s)
+    sizes = Counter(node.slots for node in scheduler.nodes())
+    if all(one.outcome in (Outcome.KEPT, Outcome.UNDECIDED) for one in found) or not sizes:
+        return Forecast(outlooks=found)
+    slots = max(sizes, key=lambda size: (sizes[size], size))
+    return Forecast(outlooks=found, extra_nodes=_missing(scheduler, now, until_s, slots), extra_slots=slots)
+
+
+def _missing(scheduler: Scheduler, now: float, until_s: float, slots: int) -> int | None:
+    """How many more nodes would keep everything: doubling, then halving."""
+
+    def enough(count: int) -> bool:
+        twin = copy.deepcopy(scheduler)
+        for number in range(count):
+            twin.handle(ev.NodeJoined(Node(node_id=f"~more{number:04}", slots=slots)), now)
+        return all(one.outcome in (Outcome.KEPT, Outcome.UNDECIDED) for one in _outlooks(twin, now, until_s))
+
+    high = 1
+    while not enough(high):
+        high *= 2
+        if high > _MOST_NODES:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def _outlooks(scheduler: Scheduler, now: float, until_s: float) -> tuple[Outlook, ...]:
+    planner, jobs, policy = scheduler.open_books(now)
+    found = [_of_job(job) for job in jobs if job.job.deadline_s is not None and job.job.deadline_s <= until_s]
+    runs = [run for run in scheduler.expected_runs() if run.due_s <= until_s]
+    runs.sort(key=lambda run: (run.due_s + run.lateness.quantile(0.5), run.run_id))
+    found += _Expecting(planner, policy).outlooks(runs)
+    return tuple(sorted(found, key=lambda one: (one.deadline_s, one.job_id, one.run_id)))
+
+
+def _of_job(job: LiveJob) -> Outlook:
+    deadline = job.job.deadline_s
+    assert deadline is not None  # the caller looked
+    course = job.course
+    projected = course.promised_s if course is not None and course.promised_s < INFINITY else None
+    if job.best_effort:
+        raise ValueError(f"job {job.job_id!r} is best effort; it has no deadline")
+    if job.phase is not Phase.ADMITTED:
+        outcome, reason = Outcome.UNDECIDED, f"not promised yet: it is {job.phase.value}"
+    elif job.at_risk or projected is None or projected > deadline:
+        outcome = Outcome.AT_RISK
+        late = f"projected {duration(projected - deadline)} late" if projected else "no slots can be had for it"
+        reason = f"promised, and no longer on course: {late}"
+    else:
+        outcome, reason = Outcome.KEPT, f"promised; {duration(deadline - projected)} to spare"
+    return Outlook(
+        outcome=outcome,
+        deadline_s=deadline,
+        reason=reason,
+        job_id=job.job_id,
+        task=job.job.task,
+        projected_s=projected,
+    )
+
+
+class _Expecting:
+    """Takes expected runs in turn, each beside the promises and the runs taken before it."""
+
+    def __init__(self, planner: Planner, policy: CalendarPolicy) -> None:
+        self.planner, self.policy = planner, policy
+        self.taken: list[Work] = []
+        self.ends: dict[str, float] = {}
+
+    def outlooks(self, runs: Sequence[ExpectedRun]) -> list[Outlook]:
+        """One for each run; projections are those of the last joint plan."""
+        found = [self._take(run) for run in runs]
+        return [
+            replace(one, projected_s=self.ends.get(f"expected {one.run_id}")) if one.outcome is Outcome.KEPT else one
+            for one in found
+        ]
+
+    def _take(self, run: ExpectedRun) -> Outlook:
+        planner = self.planner
+        outlook = Outlook(
+            outcome=Outcome.KEPT,
+            deadline_s=run.deadline_s,
+            reason="",
+            run_id=run.run_id,
+            task=run.task,
+            due_s=run.due_s,
+            probability=run.probability,
+        )
+        parts = (self.policy.quantile, 0.5)
+        work = stand_in(run, planner.layout, planner.config, planner.now, parts)
+        if work is None:
+            patient = stand_in(
+                replace(run, deadline_after_s=1e9), planner.layout, planner.config, planner.now, parts[:1]
+            )
+            if patient is None:
+                size = f"no usable number of workers: it needs at least {run.min_workers}"
+                return replace(outlook, outcome=Outcome.MISSED, reason=size)
+            least = patient.release_s + patient.least_time_s()
+            reason = (
+                f"too long even with the cluster to itself: expected from {moment(patient.release_s)}, it needs"
+                f" {duration(patient.least_time_s())} at its fastest"
+            )
+            return replace(
+                outlook, outcome=Outcome.MISSED, reason=reason, earliest_deadline_s=self._earliest(patient, least)
+            )
+        if self._fits(work):
+            self.taken.append(work)
+            return replace(outlook, reason="fits beside all that is promised and expected before it")
+        earliest = self._earliest(work, work.limit_s)
+        others = sum(1 for job in planner.jobs if job.promised)
+        reason = (
+            f"does not fit beside {others} promised {'job' if others == 1 else 'jobs'} and {len(self.taken)} expected"
+            f" {'run' if len(self.taken) == 1 else 'runs'} that come before it"
+        )
+        return replace(outlook, outcome=Outcome.MISSED, reason=reason, earliest_deadline_s=earliest)
+
+    def _fits(self, work: Work) -> bool:
+        """Whether a joint plan with everything taken so far keeps all limits; remembers the ends that it gives."""
+        planner, works = self.planner, [*self.taken, work]
+        ordered = deadline_order([*planner.promised(), *works])
+        courses, _ = prove(
+            planner.layout, planner.free, ordered, planner.now, planner.held(), planner.config.proof_rounds
+        )
+        if courses is None:
+            draft = beside(planner.stored(), works)
+            if draft is None:
+                return False
+            courses = draft.courses
+        self.ends.update({one.job_id: courses[one.job_id].promised_s for one in works})
+        return True
+
+    def _earliest(self, work: Work, low: float) -> float | None:
+        """The earliest deadline that would do, by bisection; None if no free time was found for it at all."""
+        planner, margin = self.planner, self.planner.config.deadline_margin_s
+        ends = dict(self.ends)
+        draft = beside(planner.stored(), self.taken) or planner.stored()
+        course = place_from(draft, replace(work, limit_s=INFINITY))
+        high = course.promised_s if course is not None else INFINITY
+        if high == INFINITY:
+            return None
+        high = max(high, low)
+        if not self._fits(replace(work, limit_s=high)):
+            return None
+        for _ in range(_PROBES):
+            if high - low <= 60.0:
+                break
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._fits(replace(work, limit_s=middle)) else (middle, high)
+        self.ends = ends
+        return high + margin
