@@ -43,9 +43,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from elasticflow_airflow.scheduler_core.bound_costs import Candidates, Prices, least_costs
+from elasticflow_airflow.scheduler_core.bound_costs import Candidates, Floats, Prices, least_costs
 from elasticflow_airflow.scheduler_core.bound_fluid import FluidRelaxation, require_scipy
 from elasticflow_airflow.scheduler_core.values import Job, ScalingCurve
 
@@ -53,6 +52,8 @@ MET_TOLERANCE_S = 1e-3
 """As in the simulator: ends this much after the deadline are in time."""
 _SAFETY = 1e-9
 _FRACTION = 1e-7
+_COARSE = 20_000
+"""Columns of the smallest linear program worth having."""
 _SOLVER = 1e-5
 """What HiGHS may be wrong by, at its tolerances, in a sum of some hundred values."""
 
@@ -122,7 +123,7 @@ def clairvoyant_bound(
         )
     values = {job.job_id: job.value for job in promised}
     worth = np.array([values[job_id] for job_id in candidates.ids])
-    search = _Search(candidates, FluidRelaxation(candidates, max_columns), begin + time_limit_s)
+    search = _Search(candidates, max_columns, begin + time_limit_s)
     one_each = np.ones(len(worth))
     met, chosen, exact = search.best(one_each)
     value = float(met * worth[0])
@@ -184,30 +185,31 @@ def _candidates(
 class _Search:
     """Inequalities found so far (each scaled to a right side of 1), and the hunt for more."""
 
-    def __init__(self, candidates: Candidates, fluid: FluidRelaxation, until: float) -> None:
-        self.candidates, self.fluid, self.until = candidates, fluid, until
-        self.rows: list[NDArray[np.float64]] = []
+    def __init__(self, candidates: Candidates, max_columns: int, until: float) -> None:
+        self.candidates, self.until = candidates, until
+        self.fluids = [FluidRelaxation(candidates, max_columns)]
+        while self.fluids[0].columns > _COARSE:  # long intervals first: they name prices almost as good in less time
+            coarser = FluidRelaxation(candidates, self.fluids[0].columns // 4)
+            if coarser.columns > 0.6 * self.fluids[0].columns:
+                break
+            self.fluids.insert(0, coarser)
+        self.rows: list[Floats] = []
 
-    def best(self, values: NDArray[np.float64]) -> tuple[float, NDArray[np.float64], bool]:
+    def best(self, values: Floats) -> tuple[float, Floats, bool]:
         """An upper bound of the sum of values, the set it belongs to, and whether the relaxation was exhausted."""
         whole = bool(np.all(values == np.round(values)))
-        bound, chosen, integral = float(values.sum()), np.ones(len(values)), False
-        if self.rows:
-            solved = self._fractional(values)
-            if solved is not None:
-                bound, chosen = min(bound, solved[0]), solved[1]
-        exact = False
+        bound, chosen, integral, exact = float(values.sum()), np.ones(len(values)), False, False
+        solved = self._fractional(values) if self.rows else None
+        if solved is not None:
+            bound, chosen = solved
         while time.monotonic() < self.until:
-            overload = self.fluid.overload(chosen, self.until - time.monotonic())
-            if overload is None:
+            more = self._more(chosen)
+            if more is None:
                 break
-            cut = self._inequality(overload) if overload.any() else None
-            if cut is not None and float(cut @ chosen) > 1.0 + _FRACTION:
-                self.rows.append(cut)
-            elif integral or not self.rows or _is_whole(chosen):
-                exact = True
-                break
-            else:
+            if not more:
+                if integral or _is_whole(chosen):
+                    exact = True
+                    break
                 integral = True  # the fractional program says no more; from now on, whole jobs
             solved = self._integral(values) if integral else self._fractional(values)
             if solved is None:
@@ -216,18 +218,32 @@ class _Search:
         bound += _SOLVER * max(1.0, bound / 100.0)
         return (float(math.floor(bound)) if whole else bound), chosen, exact
 
-    def _inequality(self, prices: Prices) -> NDArray[np.float64] | None:
-        costs = least_costs(self.candidates, prices)
-        budget = prices.of_all_slots(self.candidates.pool_slots) * (1.0 + _SAFETY)
-        return costs / budget if budget > 0.0 else None
+    def _more(self, chosen: Floats) -> bool | None:
+        """Find an inequality that the chosen jobs break; False: there is none; None: time is up."""
+        for fluid in self.fluids:
+            prices = fluid.overload(chosen, self.until - time.monotonic())
+            if prices is None:
+                return None
+            if not prices.any():
+                continue
+            rows = [self._inequality(part) for part in (prices, *prices.runs())]
+            broken = [row for row in rows if float(row @ chosen) > 1.0 + _FRACTION]
+            self.rows += broken
+            if broken:
+                return True
+        return False
 
-    def _fractional(self, values: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]] | None:
+    def _inequality(self, prices: Prices) -> Floats:
+        budget = prices.of_all_slots(self.candidates.pool_slots) * (1.0 + _SAFETY)
+        return least_costs(self.candidates, prices) / budget
+
+    def _fractional(self, values: Floats) -> tuple[float, Floats] | None:
         from scipy.optimize import linprog
 
         solved = linprog(-values, A_ub=np.array(self.rows), b_ub=np.ones(len(self.rows)), bounds=(0.0, 1.0))
         return (-float(solved.fun), solved.x) if solved.status == 0 else None
 
-    def _integral(self, values: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]] | None:
+    def _integral(self, values: Floats) -> tuple[float, Floats] | None:
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         solved = milp(
@@ -242,5 +258,5 @@ class _Search:
         return -float(solved.mip_dual_bound), np.round(solved.x)
 
 
-def _is_whole(chosen: NDArray[np.float64]) -> bool:
+def _is_whole(chosen: Floats) -> bool:
     return bool(np.all(np.abs(chosen - np.round(chosen)) < _FRACTION))

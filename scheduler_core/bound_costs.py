@@ -52,6 +52,15 @@ class Prices:
         """What all slots cost, all the time."""
         return float(pool_slots @ (self.per_slot_s @ np.diff(self.edges_s)))
 
+    def runs(self) -> list[Prices]:
+        """Each stretch of time that is not free, as prices of its own; none if there is only one."""
+        busy = np.concatenate([[False], (self.per_slot_s > 0.0).any(axis=0), [False]])
+        begins = np.flatnonzero(busy[1:] & ~busy[:-1])
+        ends = np.flatnonzero(busy[:-1] & ~busy[1:])
+        if len(begins) < 2:
+            return []
+        return [Prices(self.edges_s[i : j + 1], self.per_slot_s[:, i:j]) for i, j in zip(begins, ends, strict=True)]
+
     def joined(self) -> Prices:
         """The same with neighbouring intervals of equal price joined, and those before and after that are free."""
         free = np.zeros((len(self.per_slot_s), 1))

@@ -68,6 +68,7 @@ class FluidRelaxation:
         self.owner, self.interval, self.pool = _joined(owner), _joined(interval), _joined(pool)
         self.pair: NDArray[np.intp] | None = None if one_pool else _joined(pair)
         self.take, self.make = np.concatenate(take), np.concatenate(make)
+        self.columns = len(self.take)
 
     def overload(self, chosen: Floats, time_limit_s: float) -> Prices | None:
         """Prices at which the chosen jobs (or fractions of them) are too expensive; all zero if they fit.

@@ -1,0 +1,310 @@
+"""No schedule beats the bound: against all schedules of tiny instances, and against ours on the shared traces."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("scipy", reason="the bound needs scipy")
+
+from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
+from elasticflow_airflow.scheduler_core.bound import _candidates, clairvoyant_bound
+from elasticflow_airflow.scheduler_core.bound_costs import Prices, least_costs
+from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
+from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
+from elasticflow_airflow.scheduler_core.simulator.run import Simulation
+from elasticflow_airflow.scheduler_core.simulator.trace import read_trace
+from elasticflow_airflow.scheduler_core.values import Job, RescaleCosts, ScalingCurve
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+
+
+def job(
+    job_id: str,
+    steps: float,
+    deadline_s: float,
+    speeds: dict[int, float],
+    *,
+    submitted_s: float = 0.0,
+    pause_s: float = 0.0,
+    startup_s: float | None = None,
+    tail_s: float = 0.0,
+    value: float = 1.0,
+) -> Job:
+    costs = RescaleCosts(startup_s=pause_s if startup_s is None else startup_s, pause_s=pause_s, tail_s=tail_s)
+    return Job(
+        job_id=job_id,
+        submitted_s=submitted_s,
+        deadline_s=deadline_s,
+        total_steps=steps,
+        curve=ScalingCurve(speeds),
+        costs=costs,
+        value=value,
+    )
+
+
+# -- by hand ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_cluster_with_room_for_all_meets_all() -> None:
+    bound = clairvoyant_bound([job(str(i), 100.0, 10.0, {1: 10.0}) for i in range(4)], 4)
+    assert (bound.met, bound.alone, bound.deadlines, bound.exact) == (4, 4, 4, True)
+    assert bound.chosen == frozenset("0123")
+
+
+def test_slot_seconds_limit_how_many_fit() -> None:
+    """Each needs all ten seconds of one slot; there are three slots."""
+    bound = clairvoyant_bound([job(str(i), 100.0, 10.0, {1: 10.0}) for i in range(5)], 3)
+    assert (bound.met, bound.alone, bound.exact, len(bound.chosen)) == (3, 5, True, 3)
+
+
+def test_jobs_that_miss_alone_are_hopeless() -> None:
+    """The start takes 1 s, the tail 1 s: 8 s are left of 10, for 9 s of steps."""
+    jobs = [job("slow", 90.0, 10.0, {1: 10.0}, pause_s=1.0, tail_s=1.0), job("fits", 80.0, 10.0, {1: 10.0})]
+    bound = clairvoyant_bound(jobs, 8)
+    assert (bound.met, bound.hopeless) == (1, frozenset({"slow"}))
+
+
+def test_a_start_takes_slots_too() -> None:
+    """Two jobs of 4 s of steps fit one slot for 8 s, but not when each first takes it for 1 s without a step."""
+    assert clairvoyant_bound([job(i, 40.0, 8.0, {1: 10.0}) for i in "ab"], 1).met == 2
+    assert clairvoyant_bound([job(i, 40.0, 8.0, {1: 10.0}, pause_s=1.0) for i in "ab"], 1).met == 1
+
+
+def test_an_end_a_hair_after_the_deadline_counts_as_in_the_simulator() -> None:
+    assert clairvoyant_bound([job("a", 100.005, 10.0, {1: 10.0})], 1).met == 1
+    assert clairvoyant_bound([job("a", 100.02, 10.0, {1: 10.0})], 1).met == 0
+
+
+def test_values_are_bounded_beside_the_count() -> None:
+    """Either the large one or both small ones: the count takes two, the value takes the large one."""
+    speeds = {1: 10.0, 2: 20.0}
+    jobs = [
+        job("large", 200.0, 10.0, speeds, value=5.5),
+        job("one", 100.0, 10.0, {1: 10.0}),
+        job("two", 100.0, 10.0, {1: 10.0}),
+    ]
+    bound = clairvoyant_bound(jobs, 2)
+    assert bound.met == 2
+    assert bound.value == pytest.approx(5.5, abs=1e-3)
+    assert bound.value >= 5.5
+
+
+def test_jobs_without_deadline_stand_aside() -> None:
+    best_effort = Job(job_id="x", submitted_s=0, deadline_s=None, total_steps=1e9, curve=ScalingCurve({1: 1.0}))
+    bound = clairvoyant_bound([best_effort, job("a", 100.0, 10.0, {1: 10.0})], 1)
+    assert (bound.deadlines, bound.met) == (1, 1)
+    assert clairvoyant_bound([best_effort], 1).met == 0
+
+
+def test_pools_have_slots_and_speeds_of_their_own() -> None:
+    """Two need the fast pool, which has room for one; the third is content with the slow one."""
+    jobs = [job(i, 100.0, 10.0, {1: 10.0}) for i in ("a", "b")] + [job("c", 50.0, 10.0, {1: 10.0})]
+    curves = {"fast": ScalingCurve({1: 10.0}), "slow": ScalingCurve({1: 5.0})}
+    bound = clairvoyant_bound(jobs, {"fast": 1, "slow": 2}, curves=lambda _, pool: curves[pool])
+    assert (bound.alone, bound.met, bound.exact) == (3, 2, True)
+    bound = clairvoyant_bound(jobs, {"fast": 2, "slow": 1}, curves=lambda _, pool: curves[pool])
+    assert bound.met == 3
+    bound = clairvoyant_bound(jobs, {"slow": 3}, curves=lambda _, pool: curves[pool])
+    assert (bound.met, bound.hopeless) == (1, frozenset({"a", "b"}))
+
+
+def test_a_bound_without_time_is_that_of_the_jobs_alone() -> None:
+    bound = clairvoyant_bound([job(str(i), 100.0, 10.0, {1: 10.0}) for i in range(5)], 3, time_limit_s=0.0)
+    assert (bound.met, bound.exact) == (5, False)
+
+
+def test_joined_intervals_loosen_and_never_spoil() -> None:
+    jobs = [job(str(i), 30.0, 4.0 * i + 4.0, {1: 10.0}, submitted_s=4.0 * i) for i in range(20)]
+    jobs += [job(f"x{i}", 30.0, 4.0 * i + 4.0, {1: 10.0}, submitted_s=4.0 * i) for i in range(20)]
+    assert clairvoyant_bound(jobs, 1).met == 20
+    assert 20 <= clairvoyant_bound(jobs, 1, max_columns=60).met <= 40
+
+
+def test_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="0 slots"):
+        clairvoyant_bound([], 0)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("elasticflow_airflow.scheduler_core.bound_fluid.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"elasticflow-airflow\[bound\]"):
+        clairvoyant_bound([], 1)
+
+
+# -- against all schedules -------------------------------------------------------------------------------------------
+
+State = tuple[tuple[int, int, int], ...]
+"""Of each job: steps left (0: done; -1: too late), slots held, seconds until it makes steps."""
+
+
+def best_of_all_schedules(jobs: Sequence[Job], slots: int) -> tuple[int, float]:
+    """The most deadlines, and the most value, over all schedules whose changes fall on whole seconds."""
+    horizon = int(max(j.deadline_s or 0 for j in jobs))
+    states: set[State] = {tuple((int(j.total_steps or 0), 0, 0) for j in jobs)}
+    for now in range(horizon):
+        following: set[State] = set()
+        for state in states:
+            for sizes in _ways(jobs, state, slots, now):
+                following.add(tuple(_second(*item, now) for item in zip(jobs, state, sizes, strict=True)))
+        states = following
+    met = [[left == 0 for left, _, _ in state] for state in states]
+    return max(sum(row) for row in met), max(
+        sum(j.value for j, done in zip(jobs, row, strict=True) if done) for row in met
+    )
+
+
+def _ways(jobs: Sequence[Job], state: State, free: int, now: int) -> Iterator[tuple[int, ...]]:
+    if not jobs:
+        yield ()
+        return
+    left, _, _ = state[0]
+    assert jobs[0].curve is not None
+    sizes = [0]
+    if left > 0 and now >= jobs[0].submitted_s:
+        sizes += [n for n in jobs[0].curve.steps_per_s if n <= free]
+    for size in sizes:
+        for rest in _ways(jobs[1:], state[1:], free - size, now):
+            yield (size, *rest)
+
+
+def _second(j: Job, state: tuple[int, int, int], size: int, now: int) -> tuple[int, int, int]:
+    left, held, wait = state
+    if left <= 0:
+        return (left, 0, 0)
+    assert j.curve is not None
+    assert j.deadline_s is not None
+    if size != held:
+        wait = int(j.costs.startup_s if held == 0 else j.costs.pause_s) if size else 0
+    if size and not wait:
+        left = max(0, left - int(j.curve.steps_per_s[size]))
+    wait = max(0, wait - 1)
+    if left and now + 1 >= j.deadline_s:
+        return (-1, 0, 0)
+    return (left, size, wait) if left else (0, 0, 0)
+
+
+def tiny(seed: int) -> tuple[list[Job], int]:
+    chaos = random.Random(seed)
+    pause = chaos.choice([0, 0, 1, 2])
+    jobs = []
+    for number in range(chaos.choice([2, 3, 3])):
+        one = chaos.randint(1, 3)
+        two = chaos.randint(one, 2 * one + 1)  # better than linear at times, and flat
+        speeds = {1: float(one), 2: float(two), 4: float(chaos.randint(max(1, two - 1), 2 * two))}
+        begin = chaos.randint(0, 3)
+        end = begin + chaos.randint(2, 5)
+        steps = chaos.randint(1, max(1, int(max(speeds.values())) * (end - begin - pause)))
+        name, value = str(number), float(chaos.choice([1, 1, 2, 3]))
+        jobs.append(job(name, steps, end, speeds, submitted_s=begin, pause_s=pause, value=value))
+    return jobs, chaos.choice([1, 2, 3, 4])
+
+
+def test_no_schedule_of_tiny_instances_beats_it() -> None:
+    tight = tight_value = 0
+    seeds = range(80)
+    for seed in seeds:
+        jobs, slots = tiny(seed)
+        count, value = best_of_all_schedules(jobs, slots)
+        bound = clairvoyant_bound(jobs, slots)
+        assert count <= bound.met, f"seed {seed}: {count} of {len(jobs)} can be met, the bound says {bound.met}"
+        assert value <= bound.value, f"seed {seed}: value {value} can be met, the bound says {bound.value}"
+        tight += bound.met == count
+        tight_value += bound.value < value + 0.5
+    assert min(tight, tight_value) > 0.8 * len(seeds), "a bound that loose says nothing"
+
+
+def test_no_way_to_run_one_job_pays_less_than_its_least_cost() -> None:
+    """Prices by the second against all ways to hold slots on whole seconds; free of the fluid relaxation."""
+    ratios = []
+    for seed in range(150):
+        chaos = random.Random(seed)
+        startup, pause = chaos.choice([(0, 0), (1, 1), (2, 1), (1, 2), (2, 2)])
+        speeds = {1: 2.0, 2: float(chaos.randint(2, 4)), 4: float(chaos.randint(3, 9))}
+        begin, length = chaos.randint(0, 2), chaos.randint(4, 8)
+        steps = chaos.randint(1, max(1, int(max(speeds.values())) * (length - startup) // 2))
+        one = job("a", steps, begin + length, speeds, submitted_s=begin, pause_s=pause, startup_s=startup)
+        candidates, hopeless = _candidates([one], {"": 4}, None)
+        if hopeless:
+            continue
+        price = [chaos.choice([0.0, 0.0, 1.0, 2.0, 5.0]) for _ in range(begin + length)]
+        prices = Prices(np.arange(len(price) + 1.0), np.array([price]))
+        least = float(least_costs(candidates, prices)[0])
+        paid = _cheapest(one, price)
+        assert least <= paid + 1e-9, f"seed {seed}: {paid} was paid, at least {least} was claimed"
+        if paid:
+            ratios.append(least / paid)
+    assert sum(ratios) / len(ratios) > 0.6  # whole seconds waste a part of one
+
+
+def _cheapest(one: Job, price: Sequence[float]) -> float:
+    assert one.curve is not None
+    states: dict[tuple[int, int, int], float] = {(int(one.total_steps or 0), 0, 0): 0.0}
+    for now in range(len(price)):
+        following: dict[tuple[int, int, int], float] = {}
+        for state, paid in states.items():
+            sizes = [0, *one.curve.steps_per_s] if state[0] > 0 and now >= one.submitted_s else [0]
+            for size in sizes:
+                after = _second(one, state, size, now)
+                cost = paid + size * price[now]
+                following[after] = min(cost, following.get(after, cost))
+        states = following
+    return min((paid for (left, _, _), paid in states.items() if left == 0), default=float("inf"))
+
+
+# -- on the traces ---------------------------------------------------------------------------------------------------
+
+
+def load(trace: str, kind: str, nodes: int, slots: int, pause_s: float) -> list[Job]:
+    path = DATA / "traces" / f"{trace}.csv"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    curves = read_curves(DATA / "throughput" / kind)
+    simulated = prepare(read_trace(path), curves, cluster(nodes, slots), Conditions(pause_s=pause_s))
+    return [item.job for item in simulated]
+
+
+@pytest.mark.parametrize(
+    ("trace", "kind", "nodes", "slots", "pause_s", "most"),
+    [
+        ("195job", "a100", 16, 8, 30.0, 183),
+        ("cluster10", "a100", 32, 8, 30.0, 257),
+        ("poisson_100job", "a100", 16, 8, 30.0, 100),
+        pytest.param("t4_195job", "t4", 16, 4, 30.0, 163, marks=pytest.mark.slow),
+        pytest.param("t4_195job", "t4", 16, 4, 0.0, 181, marks=pytest.mark.slow),
+        pytest.param("195job", "a100", 8, 8, 30.0, 174, marks=pytest.mark.slow),
+        pytest.param("cluster10", "a100", 4, 8, 30.0, 254, marks=pytest.mark.slow),
+    ],
+)
+def test_bounds_of_the_shared_traces(trace: str, kind: str, nodes: int, slots: int, pause_s: float, most: int) -> None:
+    bound = clairvoyant_bound(load(trace, kind, nodes, slots, pause_s), nodes * slots)
+    assert bound.met == most
+    assert bound.exact
+    assert len(bound.chosen) == most
+
+
+def test_our_schedule_does_not_beat_it_and_pays_what_it_must() -> None:
+    """The met jobs of a real schedule obey an inequality made of prices that nobody tuned."""
+    jobs = load("195job", "a100", 8, 8, 30.0)
+    nodes = cluster(8, 8)
+    simulated = prepare(
+        read_trace(DATA / "traces" / "195job.csv"),
+        read_curves(DATA / "throughput" / "a100"),
+        nodes,
+        Conditions(pause_s=30.0),
+    )
+    result = Simulation(
+        name="elasticflow", policy=Scheduler(SchedulerConfig(), nodes), nodes=nodes, jobs=simulated
+    ).run()
+    met = {record.job_id for record in result.records if record.met}
+    candidates, _ = _candidates(jobs, {"": 64}, None)
+    assert met <= set(candidates.ids)
+    chosen = np.array([job_id in met for job_id in candidates.ids], dtype=float)
+    edges = np.linspace(candidates.begin_s.min(), candidates.end_s.max(), 60)
+    chaos = np.random.default_rng(7)
+    for _ in range(5):
+        prices = Prices(edges, chaos.exponential(size=(1, 59)))
+        assert float(least_costs(candidates, prices) @ chosen) <= prices.of_all_slots(candidates.pool_slots)
