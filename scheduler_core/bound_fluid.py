@@ -24,7 +24,7 @@ def require_scipy() -> None:
     """
     if find_spec("scipy") is None:
         raise ModuleNotFoundError(
-            "the clairvoyant bound needs scipy, which is not installed: pip install 'elasticflow-airflow[bound]'",
+            "the clairvoyant bound needs scipy, which is not installed: pip install 'elasticflow-airflow[simulate]'",
             name="scipy",
         )
 

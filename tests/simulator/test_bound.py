@@ -131,7 +131,7 @@ def test_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         clairvoyant_bound([], 0)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr("elasticflow_airflow.scheduler_core.bound_fluid.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"elasticflow-airflow\[bound\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"elasticflow-airflow\[simulate\]"):
         clairvoyant_bound([], 1)
 
 
