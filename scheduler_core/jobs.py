@@ -88,7 +88,7 @@ class LiveJob:
         if self.job.curve is not None:
             speeds = planned(self.job.curve, self.measured, config)
             usable = ScalingCurve(speeds).usable(self.job.min_workers, most)
-            if usable or not self.best_effort:
+            if usable or not self.best_effort or not self.job.explore:
                 return usable
         if self.phase is Phase.PROFILING:
             return {n: speed for n, speed in self.measured.items() if n <= largest}

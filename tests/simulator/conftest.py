@@ -1,12 +1,9 @@
-"""Shared means of the simulator's tests: small traces, curves and clusters, and an independent count of a schedule."""
+"""Shared means of the simulator's tests: small traces, curves and clusters."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -78,16 +75,3 @@ def simulated() -> Callable[..., SimulatedJob]:
         return SimulatedJob(job=job, truth=dict(truth or speeds), arrives_s=at_s)
 
     return make
-
-
-@pytest.fixture(scope="session")
-def schedule_count() -> ModuleType:
-    """The independent count of a schedule that knows of uneven and missing nodes, and of the real speeds."""
-    path = Path(__file__).parent / "schedule_count.py"
-    spec = importlib.util.spec_from_file_location("simulator_schedule_count", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module

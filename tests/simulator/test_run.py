@@ -337,3 +337,18 @@ def test_the_scheduler_itself_admits_runs_and_rejects(simulated: Make) -> None:
     assert "earliest" not in second.reject_reason or "promised now" in second.reject_reason
     summary = result.summary()
     assert (summary["met"], summary["rejected"], summary["late_though_admitted"], summary["changes"]) == (2, 1, 0, 2)
+
+
+def test_best_effort_on_a_given_curve_waits_for_a_size_that_runs(simulated: Make) -> None:
+    """When a node is lost no four slots are left together; to run with one, which the curve does not have, is no help."""
+    nodes = [Node(node_id=f"n{i}", slots=2) for i in range(2)]
+    trouble = [Disturbance(10.0, ev.NodeLost("n1")), Disturbance(60.0, ev.NodeJoined(nodes[1]))]
+    result = Simulation(
+        name="elasticflow",
+        policy=Scheduler(nodes=nodes),
+        nodes=nodes,
+        jobs=[simulated("a", curve={4: 1.0})],
+        disturbances=trouble,
+        checkpoint_s=1.0,
+    ).run()
+    assert result.records[0].finished_s == pytest.approx(60 + 90)
