@@ -103,7 +103,7 @@ class GangPolicy(Books, ABC):
     # -- the port --------------------------------------------------------------------------------------------------
 
     def restore(self, states: Iterable[JobState], now: float) -> list[Decision]:
-        """Take over live jobs after a crash. Only on a policy without jobs.
+        """Take over live jobs after a crash, or from another policy. Only on a policy without jobs.
 
         Raises:
             ValueError: there are live jobs already.
@@ -112,12 +112,12 @@ class GangPolicy(Books, ABC):
             raise ValueError("restore() needs a policy that has no jobs yet")
         for state in states:
             job = gang_job_of(state, self.layout)
-            if job.phase is Phase.PROFILING:  # by another policy; nothing is profiled here
-                job.phase, job.best_effort = Phase.ADMITTED, True
+            if job.phase is Phase.PROFILING:  # by another policy; nothing is profiled here, so it is judged at once
+                job.phase, job.best_effort = Phase.WAITING, True
             self.jobs[job.job_id] = job
             self._numbers = max(self._numbers, job.number + 1)
         self._change_nodes(self._nodes.values(), now)
-        return self._replan(now, "the scheduler was restarted")
+        return self._replan(now, "the scheduler was restarted", retry=True)
 
     def handle(self, event: ev.Event, now: float) -> list[Decision]:
         """Take in one event and say what follows from it. Events of jobs that are gone are ignored.

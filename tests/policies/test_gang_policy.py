@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core import decisions as de
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.policies.edf import Edf
@@ -16,7 +17,7 @@ from elasticflow_airflow.scheduler_core.policies.gandiva import Gandiva
 from elasticflow_airflow.scheduler_core.policies.gang import GangPolicy
 from elasticflow_airflow.scheduler_core.policies.tiresias import Tiresias
 from elasticflow_airflow.scheduler_core.simulator.run import Disturbance
-from elasticflow_airflow.scheduler_core.values import Job, Node, Placement, Slot
+from elasticflow_airflow.scheduler_core.values import Job, Node, Phase, Placement, Slot
 from elasticflow_airflow.service.codec import state_from_json, state_to_json
 
 MakeJob = Callable[..., Job]
@@ -203,3 +204,15 @@ def test_after_a_crash_it_goes_on_as_if_nothing_had_been(kind: type[GangPolicy],
         again.restore(stored, 2100.0)
     with pytest.raises(KeyError, match="no live job 'nobody'"):
         again.plan_of("nobody")
+
+
+def test_it_takes_over_from_the_scheduler(make: MakeJob, nodes: Any) -> None:
+    before = Scheduler(SchedulerConfig(), nodes(1, 4))
+    before.handle(ev.JobSubmitted(make("promised", 400.0, deadline=500.0, asks=2)), 0.0)
+    unknown = replace(make("unknown", 400.0, at=1.0, deadline=900.0, asks=2), curve=None)
+    before.handle(ev.JobSubmitted(unknown), 1.0)
+    assert [state.phase for state in before.states()] == [Phase.ADMITTED, Phase.PROFILING]
+    after = GangFifo(nodes=before.nodes())
+    decided = after.restore(before.states(), 10.0)
+    assert [d.job_id for d in decided if isinstance(d, de.Admit)] == ["unknown"]
+    assert {state.job.job_id: state.placement.workers for state in after.states()} == {"promised": 2, "unknown": 2}
