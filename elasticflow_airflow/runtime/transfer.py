@@ -93,6 +93,8 @@ class StateServer:
     def close(self) -> None:
         """Stop serving."""
         self._closed = True
+        with contextlib.suppress(OSError):  # Where that does not wake who accepts, its time limit does.
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._socket.close()
         for thread, connection in self._guests:
@@ -106,6 +108,10 @@ class StateServer:
                 connection, _ = self._socket.accept()
             except TimeoutError:
                 continue
+            except OSError:
+                if self._closed:
+                    return
+                raise
             # Each with a thread: whoever connects and says nothing keeps nobody waiting.
             self._guests = [guest for guest in self._guests if guest[0].is_alive()]
             thread = threading.Thread(target=self._attend, args=[connection], name="elasticflow-state", daemon=True)
