@@ -95,6 +95,18 @@ def _pollux(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
     return Pollux(config, nodes)
 
 
+def _chronus(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
+    from elasticflow_airflow.scheduler_core.policies.chronus import Chronus
+
+    return Chronus(config, nodes)
+
+
+def _chronus_size(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
+    from elasticflow_airflow.scheduler_core.policies.chronus import Chronus
+
+    return Chronus(config, nodes, choose_size=True)
+
+
 _FACTORIES: dict[str, Factory] = {
     "elasticflow": _elasticflow,
     "edf": _edf,
@@ -106,6 +118,8 @@ _FACTORIES: dict[str, Factory] = {
     "gandiva": _gandiva,
     "tiresias": _tiresias,
     "themis": _themis,
+    "chronus": _chronus,
+    "chronus+size": _chronus_size,
     "optimus": _optimus,
     "pollux": _pollux,
     "oasis": _oasis,

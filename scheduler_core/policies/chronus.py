@@ -1,0 +1,309 @@
+"""``chronus``: deadlines by leases of equal length, chosen by a mixed-integer program (Chronus, SoCC 2021).
+
+The paper: jobs with deadlines (SLO) and best-effort jobs share a cluster by leases: whoever holds one has its GPUs
+exclusively until the lease term ends, and nobody is preempted before that. Speeds are profiled, so the number of leases
+that a job needs is known; a mixed-integer linear program selects the SLO jobs that can all get enough leases before
+their deadlines, and who holds which; best-effort jobs get the leases left over. Sizes are what users ask for. Placement
+consolidates gangs and improves them by local search.
+
+Decided here: whether a deadline is promised, and who holds a lease in each term.
+
+Where it differs, and why:
+
+- A newcomer is decided when it comes, and what was promised stays in the program as a constraint: that is what a
+  promise means for all policies here. ``chronus+size`` chooses a size at admission (the smallest that fits), since
+  users of the traces often asked for sizes that cannot make their own deadlines; it then stays.
+- The program counts leases between deadlines, not term by term, which makes it small; what it finds is then laid out
+  term by term, and kept: the promise rests on that schedule (:mod:`leases`). A greedy filling answers easy cases.
+- A start costs its pause in each lease of the plan. Renewing a lease costs nothing, so plans are kept with time to
+  spare. A job too tight for that is *pinned* if it can be: it starts at once and keeps its slots to its end.
+- Idle slots may be used within a term by whoever waits; the lease then lasts until the term ends.
+- Placement is buddy allocation, as for all policies: blocks are always consolidated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.decisions import Admit, AtRisk, Decision, Reject, Terms, Wait
+from elasticflow_airflow.scheduler_core.explain import moment
+from elasticflow_airflow.scheduler_core.policies.gang import Claim, GangPolicy, Scene, Wanted
+from elasticflow_airflow.scheduler_core.policies.leases import Demand, Rows, Schedule, beside, keeping, schedule_for
+from elasticflow_airflow.scheduler_core.policies.live import GangJob, JobView
+from elasticflow_airflow.scheduler_core.policies.seating import Room, seat
+from elasticflow_airflow.scheduler_core.values import Node, Phase
+from elasticflow_airflow.scheduler_core.work import TOLERANCE_S
+
+LEASE_S = 600.0
+_HORIZON = 8192
+"""No lease is planned more terms ahead."""
+_SIZE, _PINNED = "lease_size", "pinned_until_s"
+
+
+class Chronus(GangPolicy):
+    """Leases. Deterministic, as long as the solver is not stopped by its limit of time."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig | None = None,
+        nodes: Iterable[Node] = (),
+        *,
+        lease_s: float = LEASE_S,
+        choose_size: bool = False,
+    ) -> None:
+        super().__init__(config, nodes)
+        if lease_s <= 0.0:
+            raise ValueError(f"lease_s is {lease_s!r}; it must be above 0")
+        self._lease_s = lease_s
+        self._choose_size = choose_size
+        self._term_end_s = -math.inf
+        self._pins: dict[str, int] = {}
+        """Blocks (masks) found for pinned jobs."""
+        self._schedule: Schedule = {}
+        """By job, the absolute numbers of the terms in which it holds a lease: the proof of the promises."""
+        self._risks: list[Decision] = []
+
+    # -- admission -------------------------------------------------------------------------------------------------
+
+    def judge(self, newcomer: JobView) -> Admit | Reject | Wait:
+        """Promise a deadline if all promised jobs still get enough leases in time."""
+        job, now = newcomer.job, newcomer.now
+        deadline = job.job.deadline_s
+        if deadline is None:
+            return self.take(newcomer, "runs in leases that no deadline needs")
+        free, begin = self._free(now), self._next_boundary(now)
+        others = [view for view in self._promised(now) if view.job_id != job.job_id]
+        demands = self._demands(others, begin, now)
+        stored = self._shifted(begin)
+        for size in newcomer.rising if self._choose_size else (self._asked(newcomer),):
+            block = job.mask if job.size == size else self.layout.find(free, size)
+            end = now + newcomer.cost_s(size) + newcomer.run_s(size) + newcomer.tail_s
+            demand = self._demand(newcomer, begin, now, size=size, runs=bool(block))
+            if demand is None and end <= deadline:
+                return self._promise(job, size, deadline, "ends within the lease that is idle now")
+            if demand is not None and demand.possible:
+                rows = self._rows([*demands, demand], others, begin, now)
+                found = beside(stored, demands, demand, rows) or schedule_for([*demands, demand], rows)
+                if found is not None:
+                    self._keep(found, begin)
+                    count = f"{demand.leases} leases of {size} slots among {demand.terms} terms"
+                    return self._promise(job, size, deadline, count)
+            if block and end <= deadline:
+                found = schedule_for(demands, self._rows(demands, others, begin, now, (block, end)))
+                if found is not None:
+                    self._keep(found, begin)
+                    self._pins[job.job_id] = block
+                    job.memory[_PINNED] = end
+                    return self._promise(job, size, deadline, f"keeps {size} slots until {moment(end)}")
+        return self.refuse(newcomer, "not enough leases are left before its deadline beside those promised")
+
+    def _promise(self, job: GangJob, size: int, deadline: float, why: str) -> Admit:
+        job.memory[_SIZE] = float(size)
+        return Admit(job.job_id, Terms.DEADLINE, deadline, None, why)
+
+    # -- leases ----------------------------------------------------------------------------------------------------
+
+    def wanted(self, scene: Scene) -> Wanted:
+        """At the end of a term whom the program chooses; else whoever holds a lease, and who fits into what is idle."""
+        now, jobs = scene.now, scene.jobs
+        begins = now >= self._term_end_s - TOLERANCE_S
+        if begins:
+            self._term_end_s = self._next_boundary(now)
+        on_time = abs(self._term_end_s - self._lease_s - now) <= TOLERANCE_S
+        waiting = sorted((job for job in jobs if not job.size), key=_by_deadline)
+        running = [job for job in jobs if job.size]
+        order: list[JobView]
+        if begins and on_time and waiting:
+            order = self._choose(running, waiting, now)
+        else:
+            order = [*running, *self._fitting(waiting, now)]
+        claims = [
+            Claim(job.job_id, (self._size(job),), f"holds a lease until {moment(self._term_end_s)}") for job in order
+        ]
+        return Wanted(claims, self._term_end_s if waiting else None)
+
+    def seats(self, wanted: Wanted, free: int) -> tuple[dict[str, int], dict[str, str]]:
+        """Pinned jobs where they are, the others around them."""
+        pinned: dict[str, int] = {}
+        for claim in wanted.claims:
+            job = self.jobs[claim.job_id]
+            mask = job.mask or self._pins.get(job.job_id, 0) if _PINNED in job.memory else 0
+            if mask and not mask & ~free:
+                pinned[job.job_id] = mask
+                free &= ~mask
+        grants, reasons = self._grant(
+            Wanted([claim for claim in wanted.claims if claim.job_id not in pinned]), Room(self.layout, free)
+        )
+        held = {job_id: self.jobs[job_id].mask for job_id, _ in grants}
+        return {**pinned, **seat(self.layout, free, grants, held)}, {**dict.fromkeys(pinned, "pinned"), **reasons}
+
+    def _choose(self, running: Sequence[JobView], waiting: Sequence[JobView], now: float) -> list[JobView]:
+        """Everybody in the order in which the leases of a new term are given."""
+        jobs = [*running, *waiting]
+        promised = [job for job in jobs if job.job.promised]
+        demands = self._demands(promised, now, now)
+        rows = self._rows(demands, promised, now, now)
+        urgent = [job.job_id for job in sorted(promised, key=_by_deadline) if job.size]
+        schedule = keeping(demands, rows, urgent)
+        if schedule is None:
+            stored = self._shifted(now)
+            schedule = _still_good(stored, demands, rows) or schedule_for(demands, rows)
+        if schedule is None:
+            schedule = {demand.job_id: (0,) for demand in demands}
+        else:
+            self._keep(schedule, now)
+        chosen = {job_id for job_id, terms in schedule.items() if terms and terms[0] == 0}
+
+        def rank(job: JobView) -> tuple[int, float, float, int]:
+            kind = 3 if not job.job.promised else 0 if _PINNED in job.job.memory else 1 if job.job_id in chosen else 2
+            first = job.run_s(self._size(job)) if kind == 3 else job.job.job.deadline_s or 0.0
+            return kind, 0.0 if job.size and kind < 3 else 1.0, first, job.job.number
+
+        return sorted(jobs, key=rank)
+
+    def _demands(self, jobs: Iterable[JobView], begin: float, now: float) -> list[Demand]:
+        """What promised jobs need; who cannot make it any more is announced, and vetoes nobody."""
+        found = []
+        for job in jobs:
+            demand = self._demand(job, begin, now)
+            if demand is not None and demand.possible:
+                found.append(demand)
+            elif demand is not None:
+                self._announce(job, demand)
+        return found
+
+    def _announce(self, view: JobView, demand: Demand) -> None:
+        job, deadline = view.job, view.job.job.deadline_s
+        if not job.at_risk and deadline is not None:
+            job.at_risk = True
+            end = view.now + demand.leases * self._lease_s
+            self._risks.append(AtRisk(job.job_id, deadline, end, "not enough leases are left before its deadline"))
+
+    def _keep(self, schedule: Schedule, begin: float) -> None:
+        """Store a schedule by absolute number of term."""
+        base = round(begin / self._lease_s)
+        self._schedule = {job_id: tuple(base + term for term in terms) for job_id, terms in schedule.items()}
+
+    def _shifted(self, begin: float) -> Schedule:
+        """The stored schedule as seen from ``begin``."""
+        base = round(begin / self._lease_s)
+        return {
+            job_id: tuple(term - base for term in terms if term >= base) for job_id, terms in self._schedule.items()
+        }
+
+    def _replan(self, now: float, why: str, *, retry: bool = False) -> list[Decision]:
+        for job in self.jobs.values():
+            if _PINNED in job.memory and not job.mask and job.job_id not in self._pins:
+                del job.memory[_PINNED]  # its slots were lost
+        out = super()._replan(now, why, retry=retry)
+        self._pins = {
+            job_id: mask for job_id, mask in self._pins.items() if job_id in self.jobs and not self._runs(job_id)
+        }
+        risks, self._risks = self._risks, []
+        return [*risks, *out]
+
+    def _runs(self, job_id: str) -> bool:
+        return bool(self.jobs[job_id].mask)
+
+    def _fitting(self, waiting: Sequence[JobView], now: float) -> list[JobView]:
+        """Those who fit into idle slots as they are: nobody is moved within a term."""
+        free, found = self._free(now), []
+        for job in waiting:
+            block = self._pins.get(job.job_id, 0) or self.layout.find(free, self._size(job))
+            if block and not block & ~free:
+                free &= ~block
+                found.append(job)
+        return found
+
+    # -- arithmetic ------------------------------------------------------------------------------------------------
+
+    def _free(self, now: float) -> int:
+        taken = 0
+        for job in self.jobs.values():
+            taken |= job.mask
+        return self.usable(now) & ~taken
+
+    def _next_boundary(self, now: float) -> float:
+        return (math.floor((now + TOLERANCE_S) / self._lease_s) + 1.0) * self._lease_s
+
+    def _promised(self, now: float) -> list[JobView]:
+        live = [job for job in self.jobs.values() if job.promised and job.phase is Phase.ADMITTED]
+        return [view for view in (self.view(job, now) for job in live) if view.speeds and view.left > 0.0]
+
+    def _asked(self, job: JobView) -> int:
+        """The size that was asked for, at most the knee."""
+        return max((size for size in job.rising if size <= job.requested), default=job.rising[0])
+
+    def _size(self, job: JobView) -> int:
+        return int(job.job.memory.get(_SIZE, 0.0)) or self._asked(job)
+
+    def _demand(self, job: JobView, begin: float, now: float, *, size: int = 0, runs: bool = False) -> Demand | None:
+        """Leases that a job needs from ``begin`` on, among how many terms; None: it has ended by then, or is pinned.
+
+        ``size`` and ``runs``, for a newcomer: with how many slots, and whether it starts now.
+        """
+        deadline = job.job.job.deadline_s
+        if deadline is None or (not size and _PINNED in job.job.memory):
+            return None
+        size = size or self._size(job)
+        speed = job.speeds.get(size, 0.0)
+        left = job.left
+        if job.size or runs:
+            left -= speed * max(0.0, begin - now - job.cost_s(size))
+        if left <= TOLERANCE_S * speed:
+            return None
+        cost = max(job.startup_s, job.pause_s)
+        by_lease = speed * (self._lease_s - cost)
+        if by_lease <= 0.0:
+            return Demand(job.job_id, size, 1, 0)  # a lease is over before it has started
+        leases = math.ceil(left / by_lease - 1e-9)
+        last = deadline - job.tail_s
+        terms = max(0, math.floor((last - begin) / self._lease_s + 1e-9))
+        rest = last - begin - terms * self._lease_s - cost
+        if rest > 0.0 and left <= (leases - 1) * by_lease + speed * rest:
+            terms += 1
+        return Demand(job.job_id, size, leases, min(terms, _HORIZON))
+
+    def _rows(
+        self,
+        demands: Sequence[Demand],
+        jobs: Iterable[JobView],
+        begin: float,
+        now: float,
+        pin: tuple[int, float] | None = None,
+    ) -> Rows:
+        """What the terms from ``begin`` on offer beside pinned gangs. ``pin``: one more of them, and until when."""
+        pins = [
+            (job.job.mask or self._pins.get(job.job_id, 0), job.job.memory[_PINNED])
+            for job in jobs
+            if _PINNED in job.job.memory
+        ]
+        if pin is not None:
+            pins.append(pin)
+        usable = self.usable(now)
+        horizon = max((demand.terms for demand in demands), default=0)
+        terms = [(min(horizon, max(0, math.ceil((until - begin) / self._lease_s))), mask) for mask, until in pins]
+        rows = np.zeros((self.layout.levels, horizon), dtype=np.int32)
+        at = 0
+        for end in sorted({horizon, *(count for count, _ in terms)}):
+            held = 0
+            for count, mask in terms:
+                held |= mask if count >= end else 0
+            rows[:, at:end] = np.array(self.layout.capacity(usable & ~held), dtype=np.int32)[:, None]
+            at = end
+        return rows
+
+
+def _still_good(stored: Schedule, demands: Sequence[Demand], rows: Rows) -> Schedule | None:
+    nobody = Demand("", 1, 0, 0)
+    found = beside(stored, demands, nobody, rows)
+    return None if found is None else {job_id: terms for job_id, terms in found.items() if job_id}
+
+
+def _by_deadline(job: JobView) -> tuple[float, int]:
+    deadline = job.job.job.deadline_s
+    return (math.inf if deadline is None or not job.job.promised else deadline), job.job.number
