@@ -137,10 +137,11 @@ def play(
     setting: Setting,
     contender: Contender,
     *,
+    config: SchedulerConfig | None = None,
     on_progress: Callable[[int, float], None] | None = None,
     on_change: Callable[[Change], None] | None = None,
 ) -> Played:
-    """Simulate one contender to the last job.
+    """Simulate one contender to the last job, with another configuration than the usual one where given.
 
     Raises:
         InputError: the setting cannot be simulated.
@@ -157,7 +158,7 @@ def play(
     exact = setting.conditions.throughput_error == 0.0 and not trouble
     simulation = Simulation(
         name=contender.label,
-        policy=make_policy(contender.policy, setting.nodes, aware_of(setting.conditions, config_for(contender))),
+        policy=make_policy(contender.policy, setting.nodes, config_for(setting, contender, config)),
         nodes=setting.nodes,
         jobs=setting.jobs(contender),
         disturbances=trouble,
@@ -168,9 +169,10 @@ def play(
     return Played(contender, simulation.run(), tuple(changes))
 
 
-def config_for(contender: Contender) -> SchedulerConfig:
-    """The scheduler's settings for a contender: one configuration for all traces but for what the contender names."""
-    return SchedulerConfig(objective=contender.objective)
+def config_for(setting: Setting, contender: Contender, base: SchedulerConfig | None = None) -> SchedulerConfig:
+    """The scheduler's settings: one configuration for all traces, but for what the contender and the error say."""
+    config = replace(base or SchedulerConfig(), objective=contender.objective)
+    return aware_of(setting.conditions, config)
 
 
 def parse_contenders(texts: Sequence[str], objective: Objective = Objective.FIRST_COME) -> tuple[Contender, ...]:
