@@ -107,6 +107,18 @@ def _chronus_size(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePoli
     return Chronus(config, nodes, choose_size=True)
 
 
+def _gavel(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
+    from elasticflow_airflow.scheduler_core.policies.gavel import Gavel
+
+    return Gavel(config, nodes)
+
+
+def _gavel_plain(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
+    from elasticflow_airflow.scheduler_core.policies.gavel import Gavel
+
+    return Gavel(config, nodes, at_knee=False)
+
+
 _FACTORIES: dict[str, Factory] = {
     "elasticflow": _elasticflow,
     "edf": _edf,
@@ -120,6 +132,8 @@ _FACTORIES: dict[str, Factory] = {
     "themis": _themis,
     "chronus": _chronus,
     "chronus+size": _chronus_size,
+    "gavel": _gavel,
+    "gavel+plain": _gavel_plain,
     "optimus": _optimus,
     "pollux": _pollux,
     "oasis": _oasis,
