@@ -20,6 +20,7 @@ make their deadline as well.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
@@ -30,10 +31,10 @@ from elasticflow_airflow.scheduler_core.decisions import Admit, Reject, Terms, W
 from elasticflow_airflow.scheduler_core.explain import duration
 from elasticflow_airflow.scheduler_core.filling import minimum_share
 from elasticflow_airflow.scheduler_core.policies.gang import Claim, GangPolicy, Scene, Wanted
-from elasticflow_airflow.scheduler_core.policies.live import GangJob, JobView
+from elasticflow_airflow.scheduler_core.policies.live import JobView
 from elasticflow_airflow.scheduler_core.policies.seating import Room
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
-from elasticflow_airflow.scheduler_core.values import Node
+from elasticflow_airflow.scheduler_core.values import Node, Phase
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Work
 
 _SOONER_S = 1e-3
@@ -89,8 +90,10 @@ class AdmittingEdf(Edf):
         if deadline is None:
             return self.take(newcomer, "best effort: runs on slots that no deadline needs")
         twin = self.twin()
-        trial = twin.jobs.setdefault(job.job_id, self._promised(job))
-        trial.phase, trial.best_effort = self._promised(job).phase, False
+        trial = twin.jobs.setdefault(job.job_id, copy.copy(job))
+        trial.phase, trial.best_effort = Phase.ADMITTED, False
+        for other in [other for other in twin.jobs.values() if other.phase is not Phase.ADMITTED]:
+            del twin.jobs[other.job_id]  # runs later, if at all, and is admitted only if that keeps every promise
         late = twin.first_late(newcomer.now)
         if late is None:
             reason = "earliest deadline first ends it and all admitted before in time"
@@ -137,11 +140,6 @@ class AdmittingEdf(Edf):
             if end == min(ends.values()) or job.size >= self.view(job, job.as_of_s).rising[-1]:
                 return job_id, end - deadline
         return None
-
-    def _promised(self, job: GangJob) -> GangJob:
-        live = self.live_job(job.job, job.as_of_s)
-        live.best_effort = False
-        return live
 
 
 class ElasticEdf(GangPolicy):

@@ -89,6 +89,18 @@ def test_who_may_not_wait_any_longer_is_refused(make: MakeJob, nodes: Any, play:
     assert played.ends() == {"first": 100.0, "waits": None, "rather-late": 160.0}
 
 
+def test_jobs_that_wait_or_are_parked_do_not_stand_in_the_way(make: MakeJob, nodes: Any) -> None:
+    policy = AdmittingEdf(nodes=nodes(1, 1))
+    policy.handle(ev.JobSubmitted(make("away", 100.0, deadline=150.0, curve={1: 1.0})), 0.0)
+    waits = make("waits", 60.0, deadline=155.0, curve={1: 1.0}, on_reject=OnReject.WAIT)
+    assert isinstance(policy.handle(ev.JobSubmitted(waits), 0.0)[0], de.Wait)
+    decided = policy.handle(ev.JobParked("away"), 10.0)
+    assert isinstance(decided[0], de.Admit)
+    assert decided[0].job_id == "waits"
+    late = policy.handle(ev.JobSubmitted(make("late", 90.0, deadline=150.0, curve={1: 1.0})), 20.0)
+    assert isinstance(late[0], de.Reject)
+
+
 def test_a_promise_is_not_amended_into_one_that_cannot_be_kept(make: MakeJob, nodes: Any) -> None:
     policy = AdmittingEdf(nodes=nodes(1, 1))
     policy.handle(ev.JobSubmitted(make("a", 100.0, deadline=150.0, curve={1: 1.0})), 0.0)
