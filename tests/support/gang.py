@@ -51,6 +51,8 @@ class Gang:
         places = {"incarnation_dir": str(self.folder), "code_dir": str(script.parent), "script": script.name}
         SessionConfig(**(defaults | places | config)).write()
         self._env = {"OMP_NUM_THREADS": "1", **(env or {})}
+        self.env_of: dict[str, dict[str, str]] = {}
+        """By worker: what it alone is to see, its device for instance."""
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.generation = 0
         self.members: list[str] = []
@@ -81,6 +83,7 @@ class Gang:
         env = {
             **os.environ,
             **self._env,
+            **self.env_of.get(worker, {}),
             SESSION_ENV: str(session_path(self.folder)),
             WORKER_ENV: worker,
             GENERATION_ENV: str(self.generation),

@@ -53,11 +53,11 @@ if KIND == "convolution":
 else:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
-scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26, growth_interval=7, enabled=KIND == "float16")
+scaler = torch.amp.GradScaler(session.device.type, init_scale=2.0**26, growth_interval=7, enabled=KIND == "float16")
 session.register(model=model, optimizer=optimizer, scheduler=schedule, scaler=scaler)
 loader = session.dataloader(TensorDataset(inputs, labels), global_batch_size=BATCH)
 precision = torch.float16 if KIND == "float16" else torch.bfloat16
-autocast = torch.autocast("cpu", precision, enabled=KIND in ("bfloat16", "float16"))
+autocast = torch.autocast(session.device.type, precision, enabled=KIND in ("bfloat16", "float16"))
 
 for _epoch in session.epochs():
     for batch in loader:
