@@ -20,7 +20,9 @@ from elasticflow_airflow.scheduler_core.decisions import (
     Admit,
     Amended,
     AmendRejected,
+    AtRisk,
     Decision,
+    OnTrack,
     Purpose,
     Reject,
     Resize,
@@ -29,7 +31,7 @@ from elasticflow_airflow.scheduler_core.decisions import (
     Wait,
     WakeMeAt,
 )
-from elasticflow_airflow.scheduler_core.explain import change, moment
+from elasticflow_airflow.scheduler_core.explain import change, duration, moment
 from elasticflow_airflow.scheduler_core.policies.books import LEAVE_S, Books
 from elasticflow_airflow.scheduler_core.policies.live import GangJob, JobView, gang_job_of
 from elasticflow_airflow.scheduler_core.policies.seating import Room, seat
@@ -301,6 +303,7 @@ class GangPolicy(Books, ABC):
         wanted = self.wanted(Scene(views, Room(self.layout, free), now))
         seats, reasons = self.seats(wanted, free)
         self._order(seats, kept, reasons, now, out, why)
+        self._warn(now, out)
         times = [t - LEAVE_S for t, _ in self.layout.drains] + [t for t, _ in self.layout.avoided]
         if wanted.look_again_s is not None:
             times.append(wanted.look_again_s)
@@ -309,6 +312,23 @@ class GangPolicy(Books, ABC):
             later += self._hopeless_times(now)
         self._wake_s = min(later, default=None)
         return out + self._wake(now)
+
+    def _warn(self, now: float, out: list[Decision]) -> None:
+        """Say which promises no size can keep any more, and which can be kept again."""
+        for job in self.jobs.values():
+            deadline = job.job.deadline_s
+            if not job.promised or deadline is None:
+                continue
+            view = self.view(job, now)
+            soonest = min((view.end_s(size) for size in view.speeds), default=INFINITY) + view.tail_s
+            lost = soonest > deadline + TOLERANCE_S
+            if lost and not job.at_risk and view.left > 0.0:
+                reason = f"ends {duration(soonest - deadline)} late even if it runs from now on as fast as it can"
+                out.append(AtRisk(job.job_id, deadline, soonest, reason))
+                job.at_risk = True
+            elif job.at_risk and not lost:
+                out.append(OnTrack(job.job_id, deadline, soonest))
+                job.at_risk = False
 
     def _wake(self, now: float) -> list[Decision]:
         """Ask again for what was last asked for."""

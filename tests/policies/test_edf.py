@@ -115,6 +115,17 @@ def test_a_promise_is_not_amended_into_one_that_cannot_be_kept(make: MakeJob, no
     assert [state.best_effort for state in policy.states()] == [False, False]
 
 
+def test_a_promise_that_no_size_can_keep_is_announced(make: MakeJob, nodes: Any) -> None:
+    policy = AdmittingEdf(nodes=nodes(1, 2))
+    policy.handle(ev.JobSubmitted(make("a", 200.0, deadline=110.0, curve={1: 1.0, 2: 2.0})), 0.0)
+    decided = policy.handle(ev.JobProgressed("a", 150.0), 40.0)
+    assert [type(d) for d in decided] == [de.AtRisk]
+    assert isinstance(decided[0], de.AtRisk)
+    assert (decided[0].projected_s, policy.states()[0].at_risk) == (115.0, True)
+    assert policy.handle(ev.JobProgressed("a", 140.0), 41.0) == []
+    assert policy.handle(ev.JobProgressed("a", 100.0), 45.0) == [de.OnTrack("a", 110.0, 95.0)]
+
+
 def test_small_shares_keep_what_large_gangs_miss(make: MakeJob, nodes: Any, play: Any) -> None:
     """Three jobs that need 100 s on one slot each, or 50 s on all four, by 100 s."""
     jobs = [make(f"j{i}", 100.0, deadline=100.0, curve=FLAT) for i in range(3)]
