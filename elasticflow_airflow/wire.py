@@ -118,7 +118,12 @@ class JobSubmission(Wire):
     secret_env: dict[str, SecretStr] = Field(default_factory=dict)
     lease_s: float = Field(default=600.0, gt=0)
     orphan_s: float = Field(default=3600.0, gt=0)
-    next_run_at: float | None = None
+    due_at: float | None = Field(default=None, allow_inf_nan=False)
+    """When this run was due by its timetable; without it, what the run before said, or the time of the submission."""
+    next_run_at: float | None = Field(default=None, allow_inf_nan=False)
+    """When the next run of the same task is due: slots are kept free for it by what its runs were like so far."""
+    next_runs_at: tuple[Annotated[float, Field(allow_inf_nan=False)], ...] = Field(default=(), max_length=200)
+    """More due times, as far as the timetable tells them; those of the next two days are enough."""
     labels: dict[str, str] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -414,6 +419,56 @@ class DrainRequest(Wire):
     """Say when a node goes away, or with None that it stays."""
 
     until_at: float | None = Field(allow_inf_nan=False)
+
+
+class ForecastRequest(Wire):
+    """Ask what will become of everything that is due in the next ``hours``."""
+
+    hours: float = Field(default=24.0, gt=0, le=24 * 14, allow_inf_nan=False)
+
+
+class ForecastItem(Wire):
+    """One deadline: of a live job, or of a run that is expected.
+
+    ``kept``: it will be met. ``at_risk``: promised, but no longer on course. ``undecided``: a job that waits, or is
+    being measured. ``missed``: an expected run that would be rejected as things stand; ``earliest_deadline_at`` would
+    do. ``unknown``: too little is known of the task.
+    """
+
+    kind: Literal["job", "expected"]
+    outcome: Literal["kept", "at_risk", "undecided", "missed", "unknown"]
+    task: str
+    job_id: str | None = None
+    due_at: float | None = None
+    deadline_at: float | None = None
+    probability: float = 1.0
+    """How surely an expected run comes, by how often it did."""
+    projected_at: float | None = None
+    earliest_deadline_at: float | None = None
+    reason: str = ""
+
+
+class ForecastAnswer(Wire):
+    """The outlook of every deadline until ``until_at``, soonest first; expected runs are those due by then.
+
+    ``missing_slots``: with so many more slots all would be kept; None: no number that was tried would do.
+    """
+
+    asked_at: float
+    until_at: float
+    kept: int
+    not_kept: int
+    missing_slots: int | None
+    summary: str
+    items: list[ForecastItem] = Field(default_factory=list)
+
+
+class DryRun(Wire):
+    """What admission control would say to a submission now; nothing was submitted."""
+
+    job_id: str
+    verdict: Verdict
+    projected_finish_at: float | None = None
 
 
 class Health(Wire):

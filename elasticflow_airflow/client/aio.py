@@ -23,7 +23,9 @@ from elasticflow_airflow.wire import (
     AmendRequest,
     Attachment,
     Drain,
+    DryRun,
     Event,
+    ForecastAnswer,
     Health,
     JobStatus,
     JobSubmission,
@@ -90,6 +92,14 @@ class AsyncElasticFlowClient:
     async def submit(self, submission: JobSubmission) -> Attachment:
         """Submit, or attach to the live job or unacknowledged success of the same specification."""
         return await self._run(calls.submit(submission))
+
+    async def dry_run(self, submission: JobSubmission) -> DryRun:
+        """What admission control would say to a submission now; nothing is submitted."""
+        return await self._run(calls.dry_run(submission))
+
+    async def forecast(self, hours: float = 24.0) -> ForecastAnswer:
+        """What will become of everything that is due in the next hours, and what is missing."""
+        return await self._run(calls.forecast(hours))
 
     async def attach(self, job_id: str, lease_s: float | None = None) -> Attachment:
         """Take a new claim on the current incarnation. Raises JobNotFound."""

@@ -24,7 +24,10 @@ from elasticflow_airflow.wire import (
     ClaimRequest,
     Drain,
     DrainRequest,
+    DryRun,
     Event,
+    ForecastAnswer,
+    ForecastRequest,
     Health,
     JobStatus,
     JobSubmission,
@@ -85,16 +88,41 @@ def upload_snapshot(snapshot: Snapshot) -> Call[None]:
 
 def submit(submission: JobSubmission) -> Call[Attachment]:
     """Submit, or attach to the live job or unacknowledged success of the same specification."""
-    message = submission.model_dump(mode="json", exclude={"secret_env"})
-    # Pydantic masks secrets when it dumps; only this body carries them.
-    message["secret_env"] = {name: value.get_secret_value() for name, value in submission.secret_env.items()}
     return Call(
         method="PUT",
         path=_job(submission.identity.job_id),
         read=_reader(Attachment),
+        body=_with_secrets(submission),
+        timeout_s=_SUBMIT_TIMEOUT_S,
+    )
+
+
+def dry_run(submission: JobSubmission) -> Call[DryRun]:
+    """Ask what admission control would say to a submission; nothing is submitted, and no secret is sent."""
+    message = submission.model_dump(mode="json", exclude={"secret_env"})
+    return Call(
+        method="PUT",
+        path=_job(submission.identity.job_id),
+        read=_reader(DryRun),
+        params={"dry_run": "true"},
         body=json.dumps(message).encode(),
         timeout_s=_SUBMIT_TIMEOUT_S,
     )
+
+
+def forecast(hours: float = 24.0) -> Call[ForecastAnswer]:
+    """Ask what will become of everything that is due in the next hours."""
+    body = ForecastRequest(hours=hours).model_dump_json().encode()
+    return Call(
+        method="POST", path="/v1/forecast", read=_reader(ForecastAnswer), body=body, timeout_s=_SUBMIT_TIMEOUT_S
+    )
+
+
+def _with_secrets(submission: JobSubmission) -> bytes:
+    message = submission.model_dump(mode="json", exclude={"secret_env"})
+    # Pydantic masks secrets when it dumps; only this body carries them.
+    message["secret_env"] = {name: value.get_secret_value() for name, value in submission.secret_env.items()}
+    return json.dumps(message).encode()
 
 
 def attach(job_id: str, lease_s: float | None = None) -> Call[Attachment]:

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from elasticflow_airflow import __version__
 from elasticflow_airflow.engines.port import Engine, EngineNode
+from elasticflow_airflow.service.forecasting import ForecastDesk
 from elasticflow_airflow.service.jobs import JobDesk
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.refusal import Refusal, no_such_job
@@ -40,7 +41,10 @@ from elasticflow_airflow.wire import (
     ClaimRequest,
     Drain,
     DrainRequest,
+    DryRun,
     Event,
+    ForecastAnswer,
+    ForecastRequest,
     Health,
     JobStatus,
     JobSubmission,
@@ -80,6 +84,7 @@ class ServiceParts:
     problem: Callable[[], str]
     traffic: Traffic
     started_at: float
+    forecasts: ForecastDesk | None = None
 
 
 def build_app(parts: ServiceParts, token: str | None) -> FastAPI:
@@ -89,6 +94,7 @@ def build_app(parts: ServiceParts, token: str | None) -> FastAPI:
     _add_health(app, parts)
     _add_snapshots(app, parts)
     _add_jobs(app, parts)
+    _add_forecast(app, parts)
     _add_nodes(app, parts)
     _add_events_and_logs(app, parts)
     app.add_middleware(TokenGuard, token=token)
@@ -258,7 +264,11 @@ def _add_jobs(app: FastAPI, parts: ServiceParts) -> None:
     desk = parts.desk
 
     @app.put("/v1/jobs/{job_id}")
-    def submit(job_id: JobId, submission: JobSubmission, response: Response) -> Attachment:
+    def submit(
+        job_id: JobId, submission: JobSubmission, response: Response, dry_run: bool = False
+    ) -> Attachment | DryRun:
+        if dry_run:
+            return _forecasts(parts).dry_run(job_id, submission)
         attachment = desk.submit(job_id, submission)
         response.status_code = 201 if attachment.created else 200
         return attachment
@@ -295,6 +305,18 @@ def _add_jobs(app: FastAPI, parts: ServiceParts) -> None:
     @app.post("/v1/jobs/{job_id}/lease")
     def lease(job_id: JobId, request: ClaimRequest) -> JobStatus:
         return desk.renew(job_id, request.claim)
+
+
+def _forecasts(parts: ServiceParts) -> ForecastDesk:
+    if parts.forecasts is None:
+        raise Refusal(501, "no_forecasts", "this service answers no questions about what would be", "submit the job")
+    return parts.forecasts
+
+
+def _add_forecast(app: FastAPI, parts: ServiceParts) -> None:
+    @app.post("/v1/forecast")
+    def forecast(request: ForecastRequest) -> ForecastAnswer:
+        return _forecasts(parts).forecast(request.hours)
 
 
 def _add_nodes(app: FastAPI, parts: ServiceParts) -> None:

@@ -5,6 +5,7 @@ Holds no rules; the modules around it do. Rows are changed in place and are stor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ class Books:
     amendment: AmendmentRow | None = None
     """The one that the scheduler is asked about right now."""
     wake_at: float | None = None
+    learned: bool = False
+    """Something is known better of recurring tasks than the scheduler was told."""
     fed: bool = False
     """The scheduler heard something in this pass."""
 
@@ -150,17 +153,8 @@ class Books:
         first: so long it goes on at its old speed and not at its new one. How much that is depends on the two speeds;
         the most that the known speeds allow is taken, as promises are made with it.
         """
-        s, known = self.settings, row.costs
-        pause_s = float(known.get("pause_s", s.default_pause_s))
-        attempts = int(row.in_place.get("failures", 0)) < s.in_place_attempts
-        if attempts and row.in_place.get("able", "in_place_pause_s" in known):
-            join_s = float(known.get("join_s", s.default_join_s))
-            pause_s = float(known.get("in_place_pause_s", s.default_in_place_pause_s)) + join_s * _most_gain(row)
-        return RescaleCosts(
-            startup_s=float(known.get("startup_s", s.default_startup_s)),
-            pause_s=pause_s,
-            tail_s=float(known.get("tail_s", s.default_tail_s)),
-        )
+        speeds = row.speeds or row.submission["scaling_curve"] or {}
+        return costs_from(self.settings, row.costs, row.in_place, speeds)
 
     @property
     def enough(self) -> Enough:
@@ -169,9 +163,25 @@ class Books:
         return Enough(skip_steps=s.profile_skip_steps, steps=s.profile_steps, seconds=s.profile_s)
 
 
-def _most_gain(row: IncarnationRow) -> float:
+def costs_from(
+    s: ServiceSettings, known: Mapping[str, Any], in_place: Mapping[str, Any], speeds: Mapping[str, Any]
+) -> RescaleCosts:
+    """Costs out of what was measured (``known``), how changes in place went, and the speeds known so far."""
+    pause_s = float(known.get("pause_s", s.default_pause_s))
+    attempts = int(in_place.get("failures", 0)) < s.in_place_attempts
+    if attempts and in_place.get("able", "in_place_pause_s" in known):
+        join_s = float(known.get("join_s", s.default_join_s))
+        pause_s = float(known.get("in_place_pause_s", s.default_in_place_pause_s)) + join_s * _most_gain(speeds)
+    return RescaleCosts(
+        startup_s=float(known.get("startup_s", s.default_startup_s)),
+        pause_s=pause_s,
+        tail_s=float(known.get("tail_s", s.default_tail_s)),
+    )
+
+
+def _most_gain(known: Mapping[str, Any]) -> float:
     """The largest part of its speed that a gang may lack while it waits for more workers: 1 - slowest / fastest."""
-    speeds = [float(speed) for speed in (row.speeds or row.submission["scaling_curve"] or {}).values()]
+    speeds = [float(speed) for speed in known.values()]
     return 1.0 - min(speeds) / max(speeds) if len(speeds) > 1 else _GAIN_UNKNOWN
 
 

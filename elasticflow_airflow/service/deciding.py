@@ -23,7 +23,7 @@ from elasticflow_airflow.scheduler_core.decisions import (
     Wait,
     WakeMeAt,
 )
-from elasticflow_airflow.scheduler_core.events import Event
+from elasticflow_airflow.scheduler_core.events import CalendarEvent, Event
 from elasticflow_airflow.service import history
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.codec import plan_to_json, slots_to_json
@@ -32,7 +32,7 @@ from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.wire import State
 
 
-def feed(books: Books, event: Event) -> None:
+def feed(books: Books, event: Event | CalendarEvent) -> None:
     """Tell the scheduler what happened and write down everything that it decides."""
     books.fed = True
     books.wake_at = None  # The scheduler asks anew after each event.
@@ -124,6 +124,7 @@ def _admit(books: Books, row: IncarnationRow, decision: Admit) -> None:
     books.set_state(row, State.RUNNING if running else State.ADMITTED, decision.reason)
     if was_profiling and row.speeds:
         history.remember(books.tx, books.jobs[row.job_id], row, books.now, complete=True)
+        books.learned = True
 
 
 def _reject(books: Books, row: IncarnationRow, decision: Reject) -> None:

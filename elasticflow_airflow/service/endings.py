@@ -47,6 +47,7 @@ def _conclude(books: Books, row: IncarnationRow) -> None:
             complete=bool(row.speeds) and _never_asked_for_curve(row),
             success=True,
         )
+        books.learned = True
     row.terminal = True
     row.secret_env = None
     row.scheduler_state = None

@@ -14,7 +14,7 @@ from typing import Any
 from elasticflow_airflow.runtime.manifest import CheckpointError, adopt
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.values import Job, OnReject
-from elasticflow_airflow.service import history, outlook
+from elasticflow_airflow.service import history, outlook, recurring
 from elasticflow_airflow.service.books import Books, incarnation_dir
 from elasticflow_airflow.service.codec import curve_from_json
 from elasticflow_airflow.service.deciding import feed, when
@@ -40,7 +40,7 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
     submission = row.submission
     job = books.jobs[row.job_id]
     row.introduced = True
-    row.logical_workers = _logical_workers(submission, slots)
+    row.logical_workers = logical_workers(submission, slots)
     row.verdict = {"decision": "undecided", "reason": ""}
     if row.resume_from is not None:
         _resume(books, row)
@@ -52,10 +52,10 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
     row.total_steps = length.total_steps(int(submission["global_batch_size"]))
     if row.total_steps is None and past is not None:
         row.total_steps = past.total_steps
-    speeds = _known_speeds(submission, past.speeds if past is not None and past.complete else None)
+    speeds = known_speeds(submission, past.speeds if past is not None and past.complete else None)
     _say_where_it_starts(books, row)
     outlook.begin(books, row, None if past is None else past.loss_curve)
-    most, least = _most_workers(row), int(submission["min_workers"])
+    most, least = most_workers(submission, row.logical_workers), int(submission["min_workers"])
     if most < least:
         reason = (
             f"min_workers={least}, but the checkpoint that it goes on from was trained with {row.logical_workers}"
@@ -72,6 +72,7 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
     books.event("submitted", f"submitted; {reason}", row, deadline_at=row.deadline_at, curve=speeds)
     done = row.step
     remaining = None if row.total_steps is None else float(max(0, row.total_steps - done))
+    task = recurring.arrive(books, job, row)
     job_for_scheduler = Job(
         job_id=row.job_id,
         submitted_s=row.submitted_at,
@@ -85,6 +86,7 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
         on_reject=OnReject(submission["on_reject"]),
         latest_deadline_s=submission["latest_deadline_at"],
         explore=not submission["scaling_curve"],
+        task=task,
     )
     try:
         feed(books, ev.JobSubmitted(job_for_scheduler))
@@ -99,7 +101,7 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
         books.set_state(row, State.WAITING, row.verdict.get("reason") or "waits for slots")
 
 
-def _logical_workers(submission: Mapping[str, Any], slots: int) -> int | None:
+def logical_workers(submission: Mapping[str, Any], slots: int) -> int | None:
     """Into how many shares each step is cut for the whole life of the incarnation; None in fast mode."""
     if submission.get("consistency", "consistent") == "fast":
         return None
@@ -110,14 +112,15 @@ def _logical_workers(submission: Mapping[str, Any], slots: int) -> int | None:
     return largest_share(batch, max(least, submission["max_workers"] or slots))
 
 
-def _most_workers(row: IncarnationRow) -> int:
+def most_workers(submission: Mapping[str, Any], shares: int | None) -> int:
     """The most workers that the scheduler may give: one for each share, or for each sample."""
-    batch = int(row.submission["global_batch_size"])
-    most = row.logical_workers if row.logical_workers is not None else 1 << (batch.bit_length() - 1)
-    return min(most, row.submission["max_workers"] or most)
+    batch = int(submission["global_batch_size"])
+    most = shares if shares is not None else 1 << (batch.bit_length() - 1)
+    return min(most, submission["max_workers"] or most)
 
 
-def _known_speeds(submission: Mapping[str, Any], past: Mapping[str, float] | None) -> dict[str, float] | None:
+def known_speeds(submission: Mapping[str, Any], past: Mapping[str, float] | None) -> dict[str, float] | None:
+    """The curve that the submitter gave, or that past runs showed; by workers as text."""
     given = submission["scaling_curve"] or past
     return {str(workers): float(speed) for workers, speed in given.items()} if given else None
 

@@ -24,6 +24,7 @@ from elasticflow_airflow import __version__
 from elasticflow_airflow.engines.port import Engine
 from elasticflow_airflow.service.api import ServiceParts, Traffic, build_app
 from elasticflow_airflow.service.candidates import CandidateDesk, verify_by_manifest
+from elasticflow_airflow.service.forecasting import ForecastDesk
 from elasticflow_airflow.service.jobs import JobDesk
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.reconcile import Reconciler
@@ -107,6 +108,9 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
             problem=lambda: reconciler.problem,
             traffic=traffic,
             started_at=started_at,
+            forecasts=ForecastDesk(
+                store, settings, reconciler.copy_scheduler, lambda: reconciler.device_type, clock=time.time
+            ),
         )
         server = _OrderlyServer(
             uvicorn.Config(

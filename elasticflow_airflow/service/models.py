@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy import JSON, Boolean, Float, ForeignKey, ForeignKeyConstraint, Index, Integer, LargeBinary, String, Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-SCHEMA_HEAD = "0004"
+SCHEMA_HEAD = "0005"
 """Newest Alembic revision: a database that is already there needs no Alembic at start."""
 
 
@@ -258,4 +258,21 @@ class HistoryRow(Base):
     loss_curve: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     """Of the last success with a loss to train to: ``width`` and ``losses``."""
     runs: Mapped[int] = mapped_column(Integer, default=0)
+    updated_at: Mapped[float]
+
+
+class RecurringTaskRow(Base):
+    """A task whose submissions say when it runs next; written by the loop."""
+
+    __tablename__ = "recurring_task"
+
+    recurring_key: Mapped[str] = mapped_column(Text, primary_key=True)
+    due: Mapped[list[Any]] = mapped_column(default=list)
+    """When the runs are due that have not come (UTC seconds), in order."""
+    past: Mapped[list[Any]] = mapped_column(default=list)
+    """Its last runs, oldest first: due_s, came, late_s, steps, deadline_after_s."""
+    facts: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    """Of its last run: signature, scaling_curve, min_workers, max_workers, logical_workers."""
+    next_due_at: Mapped[float | None] = mapped_column(default=None, index=True)
+    """The first of ``due``."""
     updated_at: Mapped[float]

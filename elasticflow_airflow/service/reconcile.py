@@ -7,6 +7,7 @@ repeated.
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 import time
@@ -26,6 +27,7 @@ from elasticflow_airflow.service import (
     introducing,
     observing,
     promotion,
+    recurring,
     rescaling,
     stragglers,
     watching,
@@ -72,6 +74,8 @@ class Reconciler:
         self._inbox = observing.Inbox()
         self._leases = introducing.Leases()
         self._patience = watching.Patience()
+        self._almanac = recurring.Almanac()
+        self._thinking = threading.Lock()
         self._scheduler: Scheduler | None = None
         self._wake_at: float | None = None
         self._nodes: tuple[EngineNode, ...] = ()
@@ -89,6 +93,16 @@ class Reconciler:
     def problem(self) -> str:
         """Why the last pass failed; empty when it did not."""
         return self._problem
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device of the slots; empty before the first pass."""
+        return self._device_type()
+
+    def copy_scheduler(self) -> Scheduler | None:
+        """The scheduler as it is between two passes, to try things on; None while it is not there. Thread-safe."""
+        with self._thinking:
+            return copy.deepcopy(self._scheduler)
 
     def stop(self) -> None:
         """Have :meth:`run` return after the pass under way; gangs go on."""
@@ -118,7 +132,7 @@ class Reconciler:
         observations = self._look()
         looked = self._desk.collect()
         now, monotonic_s = self._clock(), self._monotonic()
-        with self._store.write() as tx:
+        with self._thinking, self._store.write() as tx:
             if self._scheduler is None:
                 self._scheduler = self._restore(Books.open(tx, now, self._settings, Scheduler(), None))
             books = Books.open(tx, now, self._settings, self._scheduler, self._wake_at)
@@ -152,7 +166,8 @@ class Reconciler:
     # -- think --------------------------------------------------------------------------------------------------
 
     def _restore(self, books: Books) -> Scheduler:
-        scheduler = Scheduler(_scheduler_config(self._settings), self._nodes_now(books))
+        scheduler = Scheduler(_scheduler_config(self._settings), self._nodes_now(books), recurring.POLICY)
+        self._almanac.begin()
         states = [
             state_from_json(row.scheduler_state)
             for row in books.rows
@@ -179,6 +194,7 @@ class Reconciler:
         endings.settle(books)
         introducing.cancel(books)
         self._leases.check(books, monotonic_s)
+        self._almanac.keep(books)
         introducing.introduce(books, self._device_type(), sum(node.slots for node in self._nodes))
         introducing.amend(books)
         watching.watch_deadlines(books)
@@ -187,6 +203,8 @@ class Reconciler:
             feed(books, ev.WakeUp())
         rescaling.break_circles(books)
         endings.conclude(books)
+        if books.learned:
+            self._almanac.keep(books)
         promotion.ask(books, self._desk)
         record_drained(books, self._actuator)
 

@@ -28,6 +28,7 @@ from elasticflow_airflow.service.models import (
     HistoryRow,
     IncarnationRow,
     JobRow,
+    RecurringTaskRow,
 )
 from elasticflow_airflow.service.schema import ensure_schema
 
@@ -159,6 +160,15 @@ class Reader:
     def history(self, recurring_key: str, signature: str) -> HistoryRow | None:
         """What past runs of a task showed."""
         return self.session.get(HistoryRow, (recurring_key, signature))
+
+    def recurring_task(self, recurring_key: str) -> RecurringTaskRow | None:
+        """What is known of a recurring task's runs."""
+        return self.session.get(RecurringTaskRow, recurring_key)
+
+    def recurring_tasks(self) -> list[RecurringTaskRow]:
+        """All tasks of which a run is due."""
+        query = sa.select(RecurringTaskRow).where(RecurringTaskRow.next_due_at.is_not(None))
+        return list(self.session.scalars(query.order_by(RecurringTaskRow.recurring_key)))
 
     def last_success(self, recurring_key: str, other_than: str) -> IncarnationRow | None:
         """The newest successful incarnation of a recurring task in another run than this job."""

@@ -1,0 +1,197 @@
+"""Questions about what would be: a forecast of all deadlines, and the verdict on a job that nobody submits.
+
+Runs in the threads of HTTP handlers, on a copy of the scheduler: neither the store nor the scheduler is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elasticflow_airflow.scheduler_core import Scheduler
+from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.calendar_forecast import Forecast, Outcome, Outlook, forecast
+from elasticflow_airflow.scheduler_core.decisions import Admit, Reject, Terms, Wait
+from elasticflow_airflow.scheduler_core.values import Job, OnReject
+from elasticflow_airflow.service import history, recurring
+from elasticflow_airflow.service.books import costs_from
+from elasticflow_airflow.service.codec import curve_from_json, plan_to_json
+from elasticflow_airflow.service.deciding import when
+from elasticflow_airflow.service.introducing import known_speeds, logical_workers, most_workers
+from elasticflow_airflow.service.refusal import Refusal
+from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.store import Reader, Store
+from elasticflow_airflow.wire import DryRun, ForecastAnswer, ForecastItem, JobSubmission, Verdict
+
+_HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastDesk:
+    """The service's side of both questions. ``scheduler`` gives a copy, None while there is none."""
+
+    store: Store
+    settings: ServiceSettings
+    scheduler: Callable[[], Scheduler | None]
+    device_type: Callable[[], str]
+    clock: Callable[[], float]
+
+    def forecast(self, hours: float) -> ForecastAnswer:
+        """What will become of everything that is due in the next ``hours``. Raises Refusal 503."""
+        scheduler, now = self._copy(), self.clock()
+        until_s = now + hours * _HOUR_S
+        found = forecast(scheduler, now, until_s)
+        with self.store.read() as reader:
+            names = {
+                job.job_id: f"{job.dag_id}.{job.identity['task_id']}"
+                for job in (reader.job(one.job_id) for one in found.outlooks if one.job_id)
+                if job is not None
+            }
+            told = {one.run_id for one in found.outlooks}
+            runs = recurring.expected_runs_of(self.settings, reader)
+        items = [_item(one, names) for one in found.outlooks]
+        for run_id, (key, due_at, run) in runs.items():
+            if run is None and run_id not in told and due_at <= until_s:
+                items.append(
+                    ForecastItem(
+                        kind="expected",
+                        outcome="unknown",
+                        task=recurring.name_of(key),
+                        due_at=due_at,
+                        reason="its speed, length or deadline is not known yet: nothing is kept free for it",
+                    )
+                )
+        items.sort(key=lambda item: (item.deadline_at or item.due_at or 0.0, item.task))
+        extra = found.extra_nodes
+        return ForecastAnswer(
+            asked_at=now,
+            until_at=until_s,
+            kept=sum(item.outcome == "kept" for item in items),
+            not_kept=sum(item.outcome in ("at_risk", "missed") for item in items),
+            missing_slots=None if extra is None else extra * found.extra_slots,
+            summary=_summary(items, found),
+            items=items,
+        )
+
+    def dry_run(self, job_id: str, submission: JobSubmission) -> DryRun:
+        """What admission control would say to a submission now. Raises Refusal 422, 503."""
+        if submission.identity.job_id != job_id:
+            raise Refusal(
+                422,
+                "wrong_job_id",
+                f"the submission's identity makes the id {submission.identity.job_id!r}, not {job_id!r}",
+                "send it to the id that JobIdentity.job_id gives",
+            )
+        scheduler, now = self._copy(), self.clock()
+        if any(state.job.job_id == job_id for state in scheduler.states()):
+            scheduler.handle(ev.JobCancelled(job_id), now)  # it would be superseded
+        slots = sum(node.slots for node in scheduler.nodes())
+        if submission.min_workers > slots:
+            reason = f"min_workers={submission.min_workers} never fits: the cluster has {slots} slots"
+            return DryRun(job_id=job_id, verdict=Verdict(decision="rejected", reason=reason))
+        with self.store.read() as reader:
+            job = self._job(reader, job_id, submission, slots, now)
+        if job.deadline_s is not None and job.deadline_s <= now:
+            reason = f"its deadline {when(job.deadline_s)} has passed already: choose a later one, or best_effort=True"
+            return DryRun(job_id=job_id, verdict=Verdict(decision="rejected", reason=reason))
+        verdict = _verdict(scheduler, job, now)
+        known = any(state.job.job_id == job_id for state in scheduler.states())
+        finish_s = scheduler.projected_finish_s(job_id) if known else None
+        return DryRun(
+            job_id=job_id,
+            verdict=verdict,
+            projected_finish_at=None if finish_s is None else finish_s + job.costs.tail_s,
+        )
+
+    def _copy(self) -> Scheduler:
+        scheduler = self.scheduler()
+        if scheduler is None:
+            raise Refusal(503, "no_answer_yet", "the scheduler is not there yet", "ask again in a moment")
+        return scheduler
+
+    def _job(self, reader: Reader, job_id: str, submission: JobSubmission, slots: int, now: float) -> Job:
+        """The job as the loop would introduce it."""
+        raw = submission.model_dump(mode="json", exclude={"secret_env"})
+        shares = logical_workers(raw, slots)
+        key = submission.identity.recurring_key
+        past = reader.history(key, history.signature_of(raw, self.device_type(), shares))
+        speeds = known_speeds(raw, past.speeds if past is not None and past.complete else None)
+        steps = submission.length.total_steps(submission.global_batch_size)
+        if steps is None and past is not None:
+            steps = past.total_steps
+        task = reader.recurring_task(key)
+        expected = task is not None and any(due - recurring.POLICY.early_s <= now for due in task.due)
+        return Job(
+            job_id=job_id,
+            submitted_s=now,
+            deadline_s=None if submission.best_effort else submission.deadline_at,
+            total_steps=None if steps is None else float(steps),
+            curve=curve_from_json(speeds) if speeds else None,
+            costs=costs_from(self.settings, past.costs if past is not None else {}, {}, speeds or {}),
+            min_workers=submission.min_workers,
+            max_workers=most_workers(raw, shares),
+            value=submission.value,
+            on_reject=OnReject(submission.on_reject),
+            latest_deadline_s=submission.latest_deadline_at,
+            explore=not submission.scaling_curve,
+            task=key if expected else "",
+        )
+
+
+def _verdict(scheduler: Scheduler, job: Job, now: float) -> Verdict:
+    for decision in scheduler.handle(ev.JobSubmitted(job), now):
+        match decision:
+            case Admit(job_id=job.job_id):
+                terms = {Terms.DEADLINE: "admitted", Terms.BEST_EFFORT: "best_effort"}
+                return Verdict.model_validate(
+                    {
+                        "decision": terms.get(decision.terms, "renegotiated"),
+                        "reason": decision.reason,
+                        "deadline_at": decision.deadline_s,
+                        "plan": plan_to_json(decision.plan),
+                    }
+                )
+            case Reject(job_id=job.job_id):
+                return Verdict(
+                    decision="rejected",
+                    reason=decision.reason,
+                    deadline_at=job.deadline_s,
+                    earliest_deadline_at=decision.earliest_deadline_s,
+                )
+            case Wait(job_id=job.job_id):
+                return Verdict(decision="undecided", reason=decision.reason, deadline_at=job.deadline_s)
+    reason = "its speed is not known yet: it would be measured first, and decided on then; or give scaling_curve="
+    return Verdict(decision="undecided", reason=reason, deadline_at=job.deadline_s)
+
+
+def _item(one: Outlook, names: dict[str, str]) -> ForecastItem:
+    task = names.get(one.job_id, one.job_id) if one.job_id else recurring.name_of(one.task)
+    return ForecastItem(
+        kind="job" if one.job_id else "expected",
+        outcome=one.outcome.value,
+        task=task,
+        job_id=one.job_id or None,
+        due_at=one.due_s,
+        deadline_at=one.deadline_s,
+        probability=one.probability,
+        projected_at=one.projected_s,
+        earliest_deadline_at=one.earliest_deadline_s,
+        reason=one.reason,
+    )
+
+
+def _summary(items: list[ForecastItem], found: Forecast) -> str:
+    """One sentence."""
+    if not items:
+        return "nothing with a deadline is due"
+    bad = [item for item in items if item.outcome in (Outcome.AT_RISK.value, Outcome.MISSED.value)]
+    unknown = sum(item.outcome in ("unknown", Outcome.UNDECIDED.value) for item in items)
+    rest = f"; of {unknown} nobody can say" if unknown else ""
+    if not bad:
+        return f"all {len(items) - unknown} will be kept{rest}"
+    if found.extra_nodes is None:
+        missing = "no number of further nodes that was tried would keep them all"
+    else:
+        nodes = "node" if found.extra_nodes == 1 else "nodes"
+        missing = f"{found.extra_nodes} more {nodes} of {found.extra_slots} slots would keep them all"
+    return f"{len(bad)} of {len(items) - unknown} will not be kept: {missing}, or the deadlines that are named{rest}"

@@ -1,0 +1,185 @@
+"""The calendar of the service: which runs are due, which have come, and what the scheduler is told of them.
+
+Each submission may say when the next runs of its task are due. What is due, and what past runs were like, is kept in
+the store; the scheduler is told the difference to what it knows, so that a crash at any point is repaired by the next
+pass. Rows in, rows and events out; calls no engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, PastRun, expect
+from elasticflow_airflow.service.books import Books, costs_from
+from elasticflow_airflow.service.codec import curve_from_json
+from elasticflow_airflow.service.deciding import feed, when
+from elasticflow_airflow.service.models import IncarnationRow, JobRow, RecurringTaskRow
+from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.store import Reader
+
+POLICY = CalendarPolicy()
+_KEPT = 50
+"""How many past runs of a task are remembered."""
+
+
+class Almanac:
+    """What this process told the scheduler: only the first pass, and one that learns something, looks at all tasks."""
+
+    def __init__(self) -> None:
+        self._told = False
+        self._next_release_at: float | None = None
+
+    def begin(self) -> None:
+        """The scheduler is new: it knows of nothing."""
+        self._told = False
+
+    def keep(self, books: Books) -> None:
+        """Release what does not come, and tell the scheduler of what is expected."""
+        late = self._next_release_at is not None and books.now >= self._next_release_at
+        if self._told and not books.learned and not late:
+            return
+        expected: dict[str, ExpectedRun] = {}
+        self._next_release_at = None
+        for task in books.tx.recurring_tasks():
+            _release(books, task)
+            for due_at in task.due:
+                run = _expected(books.settings, books.tx, task, due_at)
+                release_at = _release_at(run, due_at)
+                if self._next_release_at is None or release_at < self._next_release_at:
+                    self._next_release_at = release_at
+                if run is not None:
+                    expected[run.run_id] = run
+        known = {run.run_id: run for run in books.scheduler.expected_runs()}
+        for run_id in known.keys() - expected.keys():
+            feed(books, ev.RunForgotten(run_id))
+        for run_id, run in expected.items():
+            if known.get(run_id) != run:
+                feed(books, ev.RunExpected(run))
+        self._told, books.learned = True, False
+
+
+def arrive(books: Books, job: JobRow, row: IncarnationRow) -> str:
+    """Note that a run was submitted; the task by which the calendar knows it, empty when it was not expected.
+
+    Only the first incarnation is the run that was due: a retry, or a task that was cleared, is not.
+    """
+    dues = _next_dues(row.submission, row.submitted_at)
+    task = books.tx.recurring_task(job.recurring_key)
+    if row.incarnation != 1 or (task is None and not dues):
+        return ""
+    expected = [due for due in task.due if due - POLICY.early_s <= books.now] if task is not None else []
+    if task is None:
+        task = RecurringTaskRow(recurring_key=job.recurring_key, due=[], past=[], facts={}, updated_at=books.now)
+        books.tx.add(task)
+    if not expected and not dues:
+        return ""  # somebody ran it by hand
+    due_at = min(expected) if expected else _due_at(row.submission, row.submitted_at)
+    task.due = [due for due in task.due if due != due_at]
+    _remember(
+        task,
+        {
+            "due_s": due_at,
+            "came": True,
+            "late_s": max(0.0, row.submitted_at - due_at),
+            "steps": float(row.total_steps or 0),
+            "deadline_after_s": 0.0 if row.deadline_at is None else row.deadline_at - due_at,
+        },
+    )
+    task.facts = {
+        "signature": row.signature,
+        "scaling_curve": row.submission["scaling_curve"],
+        "min_workers": row.submission["min_workers"],
+        "max_workers": row.submission["max_workers"],
+        "logical_workers": row.logical_workers,
+    }
+    task.updated_at = books.now
+    if dues:
+        # What the newest run says of the future holds; what is due already may still come.
+        task.due = sorted({*(due for due in task.due if due <= books.now), *dues})
+        books.event(
+            "run_expected",
+            f"the next run of this task is due {when(dues[0])}"
+            + (f", and {len(dues) - 1} more after it" if len(dues) > 1 else ""),
+            row,
+            due_at=dues,
+        )
+    task.next_due_at = min(task.due, default=None)
+    books.learned = True
+    return job.recurring_key if expected else ""
+
+
+def expected_runs_of(settings: ServiceSettings, reader: Reader) -> dict[str, tuple[str, float, ExpectedRun | None]]:
+    """By run id: the task's key, when it is due, and what is known of it (None: its speed or length is not)."""
+    found = {}
+    for task in reader.recurring_tasks():
+        for due_at in task.due:
+            found[_run_id(task, due_at)] = (task.recurring_key, due_at, _expected(settings, reader, task, due_at))
+    return found
+
+
+def _due_at(submission: Mapping[str, Any], submitted_at: float) -> float:
+    """When a run was due, if its submission says so; it cannot be later than it was submitted."""
+    said = submission.get("due_at")
+    return submitted_at if said is None else min(float(said), submitted_at)
+
+
+def _next_dues(submission: Mapping[str, Any], submitted_at: float) -> list[float]:
+    said = {*(submission.get("next_runs_at") or ()), submission.get("next_run_at")} - {None}
+    return sorted(float(due) for due in said if due > submitted_at)
+
+
+def _remember(task: RecurringTaskRow, run: dict[str, Any]) -> None:
+    task.past = [*task.past, run][-_KEPT:]
+
+
+def _release(books: Books, task: RecurringTaskRow) -> None:
+    """Give up runs that are so late that they will not come."""
+    for due_at in list(task.due):
+        if _release_at(_expected(books.settings, books.tx, task, due_at), due_at) > books.now:
+            continue
+        task.due = [due for due in task.due if due != due_at]
+        _remember(task, {"due_s": due_at, "came": False})
+        books.tx.add_event(
+            "run_missed",
+            f"the run of {name_of(task.recurring_key)} that was due {when(due_at)} has not come: nothing is kept free"
+            " for it any more",
+            data={"due_at": due_at},
+        )
+    task.next_due_at = min(task.due, default=None)
+
+
+def _release_at(run: ExpectedRun | None, due_at: float) -> float:
+    return due_at + POLICY.late_min_s if run is None else run.forgotten_s(POLICY)
+
+
+def _expected(settings: ServiceSettings, reader: Reader, task: RecurringTaskRow, due_at: float) -> ExpectedRun | None:
+    """A due run as the scheduler knows it; None while its speed or its length is not known."""
+    facts = task.facts
+    past = reader.history(task.recurring_key, facts.get("signature", ""))
+    speeds = facts.get("scaling_curve") or (past.speeds if past is not None and past.complete else None)
+    if not speeds:
+        return None
+    limits = [size for size in (facts["max_workers"], facts["logical_workers"]) if size is not None]
+    return expect(
+        [PastRun(**run) for run in task.past],
+        run_id=_run_id(task, due_at),
+        task=task.recurring_key,
+        due_s=due_at,
+        curve=curve_from_json(speeds),
+        costs=costs_from(settings, past.costs if past is not None else {}, {}, speeds),
+        min_workers=int(facts["min_workers"]),
+        max_workers=min(limits, default=None),
+    )
+
+
+def _run_id(task: RecurringTaskRow, due_at: float) -> str:
+    return f"{task.recurring_key}@{due_at:.3f}"
+
+
+def name_of(recurring_key: str) -> str:
+    """A task as people write it."""
+    _, dag_id, task_id, map_index = json.loads(recurring_key)
+    return f"{dag_id}.{task_id}" + (f"[{map_index}]" if map_index >= 0 else "")
