@@ -65,6 +65,8 @@ class Resize:
     reason: str
     batch_size: int | None = None
     """The global batch size to train with, for a job that lets it be chosen (None: its own)."""
+    beside: bool = False
+    """Whether it runs on what is left by whoever holds these slots, who never notices (AntMan, OSDI 2020)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,6 +146,8 @@ class Job:
     """Speed by ``Node.gpu_type``, if that is known; ``curve`` is then one that every type keeps (the slowest)."""
     batches: BatchChoice | None = None
     """None: the batch size stays what it is. Steps are always counted at the job's own."""
+    workload: str = ""
+    """What it trains, as a table of jobs that share GPUs names it."""
 
 
 class Phase(StrEnum):

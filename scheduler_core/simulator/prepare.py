@@ -120,6 +120,7 @@ def prepare(
             requested_workers=row.workers,
             task=row.task if row.expected else "",
             curves=typed,
+            workload=f"{row.model}:{row.batch_size}",
             batches=_batches(curves, row, conditions.noise_batches) if not typed else None,
         )
         truth = _truth(curve, conditions.throughput_error, random.Random(f"{conditions.seed} speeds {row.job_id}"))

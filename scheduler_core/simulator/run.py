@@ -78,6 +78,8 @@ class _Run:
     as_of_s: float = 0.0
     starting: bool = False
     batch: int | None = None
+    beside: bool = False
+    """Whether it runs on what the holders of its slots leave."""
     version: int = 0
     gone: bool = False
 
@@ -118,6 +120,9 @@ class Simulation:
     startup_factor: float = 1.0
     straggler_after_s: float | None = None
     straggler_avoid_s: float = 3600.0
+    leftover: Callable[[str, str], float] | None = None
+    """Part of its speed that a job keeps beside another one on the same slot: of the holder's workload and its own.
+    None: no slot is shared, whatever a policy says."""
     on_change: Callable[[Change], None] | None = None
     on_progress: Callable[[int, float], None] | None = None
     """Called now and then with the number of jobs that are over and the virtual time."""
@@ -127,6 +132,8 @@ class Simulation:
     _owner: dict[Slot, str] = field(default_factory=dict)
     _slots: set[Slot] = field(default_factory=set)
     _slow: dict[Slot, float] = field(default_factory=dict)
+    _guests: dict[Slot, str] = field(default_factory=dict)
+    """Who runs on what the owner of a slot leaves."""
     _types: dict[str, str] = field(default_factory=dict)
     """GPU type by node."""
     _wake_s: float | None = None
@@ -231,7 +238,8 @@ class Simulation:
         told: list[ev.Event] = []
         if isinstance(disturbance.event, ev.NodeLost):
             node_id = disturbance.event.node_id
-            hit = {owner for slot, owner in self._owner.items() if slot.node_id == node_id}
+            held = (*self._owner.items(), *self._guests.items())
+            hit = {holder for slot, holder in held if slot.node_id == node_id}
             self._slots = {slot for slot in self._slots if slot.node_id != node_id}
             for job_id in sorted(hit):
                 run = self._runs[job_id]
@@ -268,6 +276,10 @@ class Simulation:
                 raise SimulationError(f"{self.name} decides on {decision.job_id!r}, which is not live: {decision}")
             match decision:
                 case de.Resize():
+                    run.settle(now)
+                    run.batch = decision.batch_size
+                    if self.leftover is not None:
+                        run.beside = decision.beside
                     wanted[decision.job_id] = decision.placement.slots
                 case de.Suspend():
                     wanted[decision.job_id] = ()
@@ -285,18 +297,33 @@ class Simulation:
                     pass  # waiting, amendments and good news move nothing
         changes = [(self._runs[job_id], slots) for job_id, slots in wanted.items()]
         for run, _ in changes:  # a batch is one change: first everybody lets go, then everybody takes
-            for slot in run.slots:
-                if self._owner.get(slot) == run.record.job_id:
-                    del self._owner[slot]
+            self._let_go(run, run.slots)
         for run, slots in changes:
             if not run.gone:
                 for slot in slots:
                     if slot not in self._slots:
                         raise SimulationError(f"{self.name} uses {slot}, which is not there at {now:.1f}")
-                    other = self._owner.setdefault(slot, run.record.job_id)
+                    taken = self._guests if run.beside else self._owner
+                    other = taken.setdefault(slot, run.record.job_id)
                     if other != run.record.job_id:
                         raise SimulationError(f"{self.name} gives {slot} to {run.record.job_id!r} beside {other!r}")
             self._hold(run, slots if not run.gone else (), now)
+        if self._guests:
+            self._slow_guests(now)
+
+    def _let_go(self, run: _Run, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            for taken in (self._owner, self._guests):
+                if taken.get(slot) == run.record.job_id:
+                    del taken[slot]
+
+    def _slow_guests(self, now: float) -> None:
+        """Hosts may have come or gone: guests go on at what is left now."""
+        for job_id in sorted(set(self._guests.values())):
+            run = self._runs[job_id]
+            if run.slots and abs(self._speed(run) - run.speed) > 1e-12:
+                run.settle(now)
+                self._go_on(run, now)
 
     def _end(self, run: _Run, now: float, how: str) -> None:
         run.gone = True
@@ -312,9 +339,7 @@ class Simulation:
         run.settle(now)
         record = run.record
         record.slot_s += len(before) * (now - run.since_s)
-        for slot in before - after:
-            if self._owner.get(slot) == record.job_id:
-                del self._owner[slot]
+        self._let_go(run, before - after)
         interrupted = run.starting and run.ready_s > now + _TINY_S
         run.slots, run.held, run.since_s = slots, after, now
         run.version += 1
@@ -350,16 +375,33 @@ class Simulation:
             )
         return truths[types[0]]
 
-    def _go_on(self, run: _Run, now: float) -> None:
-        """Say when a job that holds slots will end at its present speed."""
+    def _healthy_speed(self, run: _Run) -> float:
         truth, size = self._truth(run), len(run.slots)
         known = [n for n in truth if n <= size]
         if not known:
             raise SimulationError(f"{self.name} runs {run.record.job_id!r} with {size}; it needs at least {min(truth)}")
-        run.speed = truth[max(known)]
+        return truth[max(known)]
+
+    def _speed(self, run: _Run) -> float:
+        """Steps/s on the slots that a job holds: the slowest slot counts."""
+        speed = self._healthy_speed(run)
         if self._slow:
-            run.speed *= min(self._slow.get(slot, 1.0) for slot in run.slots)
+            speed *= min(self._slow.get(slot, 1.0) for slot in run.slots)
+        if run.beside and self.leftover is not None:
+            hosts = {self._owner[slot] for slot in run.slots if slot in self._owner}
+            mine = run.simulated.job.workload
+            speed *= min(
+                (self.leftover(self._runs[h].simulated.job.workload, mine) for h in sorted(hosts)), default=1.0
+            )
+        return speed
+
+    def _go_on(self, run: _Run, now: float) -> None:
+        """Say when a job that holds slots will end at its present speed."""
+        size, healthy = len(run.slots), self._healthy_speed(run)
+        run.speed = self._speed(run)
         run.version += 1
+        if run.speed <= 0.0:
+            return  # a guest of somebody who leaves nothing
         counted = max(now, run.ready_s)
         end = counted + run.left / run.speed + run.simulated.job.costs.tail_s
         self._push(end, 0, _Due("end", run, run.version))
@@ -367,5 +409,5 @@ class Simulation:
             if run.ready_s > now:
                 self._push(run.ready_s, 2, _Due("start", run, run.version))
             self._push(counted + self.report_after_s, 3, _Due("report", run, run.version))
-        if self.straggler_after_s is not None and size > 1 and run.speed < truth[max(known)]:
+        if self.straggler_after_s is not None and size > 1 and run.speed < healthy and not run.beside:
             self._push(counted + self.straggler_after_s, 4, _Due("slow", run, run.version))
