@@ -212,7 +212,11 @@ class _Transfer:
 
 
 def _host_memory(like: Tensor) -> Tensor:
-    return torch.empty(like.numel(), dtype=like.dtype, pin_memory=like.device.type == "cuda")
+    if like.device.type != "cuda":
+        return torch.empty(like.numel(), dtype=like.dtype)
+    # Of a new thread, device 0 is the current one: it would get a context that nobody uses.
+    with torch.cuda.device(like.device):
+        return torch.empty(like.numel(), dtype=like.dtype, pin_memory=True)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
