@@ -119,6 +119,18 @@ def _gavel_plain(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolic
     return Gavel(config, nodes, at_knee=False)
 
 
+def _antman(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
+    from elasticflow_airflow.scheduler_core.policies.antman import AntMan
+
+    return AntMan(config, nodes)
+
+
+def _antman_plain(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
+    from elasticflow_airflow.scheduler_core.policies.antman import AntMan
+
+    return AntMan(config, nodes, at_knee=False)
+
+
 _FACTORIES: dict[str, Factory] = {
     "elasticflow": _elasticflow,
     "edf": _edf,
@@ -134,6 +146,8 @@ _FACTORIES: dict[str, Factory] = {
     "chronus+size": _chronus_size,
     "gavel": _gavel,
     "gavel+plain": _gavel_plain,
+    "antman": _antman,
+    "antman+plain": _antman_plain,
     "optimus": _optimus,
     "pollux": _pollux,
     "oasis": _oasis,

@@ -1,0 +1,69 @@
+"""What a job on a shared GPU leaves to another one, from a measured table of pairs. Reads files.
+
+The table has the speeds of pairs that share a GPU freely; ``curves`` those of each alone. Normalised by those, ``a``
+and ``b``, their sum says what sharing gains. *Assumed* is that the sharing can be shifted at the same sum, as AntMan
+(OSDI 2020, section 4) does it by throttling the second job's kernels: when the first keeps all of its speed, the second
+has ``a + b - 1`` of its own. Pairs that were not measured share nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from elasticflow_airflow.scheduler_core.simulator.curves import Curves
+from elasticflow_airflow.scheduler_core.simulator.problems import InputError
+
+_COLUMNS = ("gpu", "model_a", "batch_size_a", "workers_a", "model_b", "batch_size_b", "workers_b")
+
+
+@dataclass(frozen=True, slots=True)
+class Colocation:
+    """Leftovers by pair of workloads: of the holder, and of its guest."""
+
+    parts: Mapping[tuple[str, str], float]
+
+    def leftover(self, holder: str, guest: str) -> float:
+        """Part of its own speed that a guest has while the holder loses nothing; 0 if the pair is not known."""
+        return self.parts.get((holder, guest), 0.0)
+
+
+def part_left(first: float, second: float) -> float:
+    """What the second of a pair keeps when the first gives nothing up; both are speeds relative to being alone."""
+    return min(1.0, max(0.0, first + second - 1.0))
+
+
+def read_colocation(path: Path, gpu: str, alone: Curves) -> Colocation:
+    """The table for one type of GPU; ``alone`` are its curves, of which the speeds at one worker are used.
+
+    Raises:
+        InputError: the file is not as it must be, or has no pair for this type.
+    """
+    parts: dict[tuple[str, str], float] = {}
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            missing = [c for c in (*_COLUMNS, "steps_per_s_a", "steps_per_s_b") if c not in (reader.fieldnames or ())]
+            if missing:
+                raise InputError(f"the header lacks {', '.join(missing)}", path, 1)
+            for row in reader:
+                if row["gpu"] != gpu or not row["batch_size_a"] or not row["batch_size_b"]:
+                    continue
+                try:
+                    keys = [(row["model_" + side], int(row["batch_size_" + side])) for side in "ab"]
+                    speeds = [float(row["steps_per_s_" + side]) for side in "ab"]
+                except ValueError:
+                    raise InputError(f"a cell is not a number: {row}", path, reader.line_num) from None
+                bases = [alone[key].steps_per_s.get(1, 0.0) if key in alone else 0.0 for key in keys]
+                if min(bases) <= 0.0:
+                    continue
+                left = part_left(speeds[0] / bases[0], speeds[1] / bases[1])
+                names = [f"{model}:{batch}" for model, batch in keys]
+                parts[names[0], names[1]] = parts[names[1], names[0]] = left
+    except (OSError, UnicodeDecodeError, csv.Error) as problem:
+        raise InputError(f"cannot be read as a CSV file: {problem}", path) from problem
+    if not parts:
+        raise InputError(f"no pair of known models for GPU type {gpu!r}", path)
+    return Colocation(parts)
