@@ -52,6 +52,7 @@ MET_TOLERANCE_S = 1e-3
 """As in the simulator: ends this much after the deadline are in time."""
 _SAFETY = 1e-9
 _FRACTION = 1e-7
+_COLUMNS, _COLUMNS_OF_POOLS = 250_000, 50_000
 _COARSE = 20_000
 """Columns of the smallest linear program worth having."""
 _SOLVER = 1e-5
@@ -88,15 +89,16 @@ def clairvoyant_bound(
     *,
     curves: Curves | None = None,
     time_limit_s: float = 120.0,
-    max_columns: int = 250_000,
+    max_columns: int | None = None,
 ) -> Bound:
     """Bound the number and the value of the deadlines of ``jobs`` that can be met on a cluster.
 
     ``slots`` is the size of the cluster, or of each of its pools (GPU types) by name; a gang lies in one pool, and
     moves between pools at the price of a change. ``curves`` says how fast a job is on each pool; by default its own
     curve, everywhere. Best-effort jobs, and those whose length or curve is not known, are left out: they have no
-    deadline to meet, and leaving them out of the way only helps the others. ``max_columns`` limits the memory of the
-    linear programs: where there would be more, neighbouring intervals are joined, which loosens the bound.
+    deadline to meet, and leaving them out of the way only helps the others. ``max_columns`` limits the size of the
+    linear programs (default: 250,000, with several pools 50,000): where there would be more, neighbouring intervals are
+    joined, which loosens the bound.
 
     Raises:
         ModuleNotFoundError: scipy is not installed.
@@ -123,8 +125,10 @@ def clairvoyant_bound(
         )
     values = {job.job_id: job.value for job in promised}
     worth = np.array([values[job_id] for job_id in candidates.ids])
-    search = _Search(candidates, max_columns, begin + time_limit_s)
+    if max_columns is None:
+        max_columns = _COLUMNS if len(pools) == 1 else _COLUMNS_OF_POOLS
     one_each = np.ones(len(worth))
+    search = _Search(candidates, max_columns, begin + time_limit_s)
     met, chosen, exact = search.best(one_each)
     value = float(met * worth[0])
     if (worth != worth[0]).any():

@@ -104,7 +104,7 @@ class FluidRelaxation:
             A_ub=sparse.vstack(rows, format="csr"),
             b_ub=np.concatenate(limits),
             bounds=np.column_stack([np.zeros(n + caps), np.concatenate([np.ones(n), np.full(caps, np.inf)])]),
-            method="highs-ds",
+            method="highs-ds" if self.pair is None else "highs-ipm",  # each is many times the faster one there
             options={"time_limit": max(1.0, time_limit_s)},
         )
         if solved.status != 0:
