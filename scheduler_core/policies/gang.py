@@ -142,7 +142,10 @@ class GangPolicy(Books, ABC):
                 del self.jobs[job.job_id]
                 return self._replan(now, f"{job.job_id} has left", retry=True)
             case ev.JobProgressed():
+                expected = self.projected_finish_s(job.job_id)
                 self._progressed(job, event, now)
+                if self._as_expected(job, expected, now):
+                    return self._wake(now)
                 return self._replan(now, f"{job.job_id} reported its progress")
             case ev.JobMeasured():
                 job.settle(self.layout, self.config, now)
@@ -165,7 +168,10 @@ class GangPolicy(Books, ABC):
                     job.waiting_since_s = now
                 return self._replan(now, f"the owner of {job.job_id} is back")
             case ev.GangStarted():
+                expected = self.projected_finish_s(job.job_id)
                 self._gang_started(job, event.placement, now)
+                if self._as_expected(job, expected, now):
+                    return self._wake(now)
                 return self._replan(now, f"{job.job_id} has started")
             case ev.GangLost():
                 self._lose_gang(job, now)
@@ -282,6 +288,14 @@ class GangPolicy(Books, ABC):
                 why = f"node {node_id} goes away at {moment(until_s)}"
         self._change_nodes(nodes.values(), now)
         return self._replan(now, why, retry=True)
+
+    def _as_expected(self, job: GangJob, before_s: float | None, now: float) -> bool:
+        """Whether a report leaves a job's end so nearly where it was that nobody need be asked."""
+        after_s = self.projected_finish_s(job.job_id)
+        if before_s is None or after_s is None or before_s <= now or after_s <= now:
+            return False
+        moved, config = abs(after_s - before_s), self.config
+        return moved <= max(config.deviation_s, config.deviation_fraction * (before_s - now))
 
     # -- from wishes to slots --------------------------------------------------------------------------------------
 
