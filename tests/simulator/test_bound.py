@@ -138,18 +138,25 @@ def test_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- against all schedules -------------------------------------------------------------------------------------------
 
 State = tuple[tuple[int, int, int], ...]
-"""Of each job: steps left (0: done; -1: too late), slots held, seconds until it makes steps."""
+"""Of each job: steps left (0: done; -1: too late), the way it is held (0: not), seconds until it makes steps."""
+Ways = Sequence[tuple[int, int, int]]
+"""How a job can be held: pool, slots, steps/s; the first is not at all."""
 
 
-def best_of_all_schedules(jobs: Sequence[Job], slots: int) -> tuple[int, float]:
+def ways_of(*curves: ScalingCurve | None) -> Ways:
+    on_pools = [(pool, n, int(v)) for pool, curve in enumerate(curves) if curve for n, v in curve.steps_per_s.items()]
+    return [(0, 0, 0), *on_pools]
+
+
+def best_of_all_schedules(jobs: Sequence[Job], ways: Sequence[Ways], slots: Sequence[int]) -> tuple[int, float]:
     """The most deadlines, and the most value, over all schedules whose changes fall on whole seconds."""
     horizon = int(max(j.deadline_s or 0 for j in jobs))
     states: set[State] = {tuple((int(j.total_steps or 0), 0, 0) for j in jobs)}
     for now in range(horizon):
         following: set[State] = set()
         for state in states:
-            for sizes in _ways(jobs, state, slots, now):
-                following.add(tuple(_second(*item, now) for item in zip(jobs, state, sizes, strict=True)))
+            for held in _choices(jobs, ways, state, tuple(slots), now):
+                following.add(tuple(map(_second, jobs, ways, state, held, [now] * len(jobs))))
         states = following
     met = [[left == 0 for left, _, _ in state] for state in states]
     return max(sum(row) for row in met), max(
@@ -157,34 +164,33 @@ def best_of_all_schedules(jobs: Sequence[Job], slots: int) -> tuple[int, float]:
     )
 
 
-def _ways(jobs: Sequence[Job], state: State, free: int, now: int) -> Iterator[tuple[int, ...]]:
+def _choices(
+    jobs: Sequence[Job], ways: Sequence[Ways], state: State, free: tuple[int, ...], now: int
+) -> Iterator[tuple[int, ...]]:
     if not jobs:
         yield ()
         return
-    left, _, _ = state[0]
-    assert jobs[0].curve is not None
-    sizes = [0]
-    if left > 0 and now >= jobs[0].submitted_s:
-        sizes += [n for n in jobs[0].curve.steps_per_s if n <= free]
-    for size in sizes:
-        for rest in _ways(jobs[1:], state[1:], free - size, now):
-            yield (size, *rest)
+    idle = state[0][0] <= 0 or now < jobs[0].submitted_s
+    for way, (pool, size, _) in enumerate(ways[0]):
+        if size <= free[pool] and not (idle and way):
+            rest = tuple(room - size * (i == pool) for i, room in enumerate(free))
+            for others in _choices(jobs[1:], ways[1:], state[1:], rest, now):
+                yield (way, *others)
 
 
-def _second(j: Job, state: tuple[int, int, int], size: int, now: int) -> tuple[int, int, int]:
+def _second(j: Job, ways: Ways, state: tuple[int, int, int], way: int, now: int) -> tuple[int, int, int]:
     left, held, wait = state
     if left <= 0:
         return (left, 0, 0)
-    assert j.curve is not None
     assert j.deadline_s is not None
-    if size != held:
-        wait = int(j.costs.startup_s if held == 0 else j.costs.pause_s) if size else 0
-    if size and not wait:
-        left = max(0, left - int(j.curve.steps_per_s[size]))
+    if way != held:
+        wait = int(j.costs.startup_s if held == 0 else j.costs.pause_s) if way else 0
+    if not wait:
+        left = max(0, left - ways[way][2])
     wait = max(0, wait - 1)
     if left and now + 1 >= j.deadline_s:
         return (-1, 0, 0)
-    return (left, size, wait) if left else (0, 0, 0)
+    return (left, way, wait) if left else (0, 0, 0)
 
 
 def tiny(seed: int) -> tuple[list[Job], int]:
@@ -208,13 +214,33 @@ def test_no_schedule_of_tiny_instances_beats_it() -> None:
     seeds = range(80)
     for seed in seeds:
         jobs, slots = tiny(seed)
-        count, value = best_of_all_schedules(jobs, slots)
+        count, value = best_of_all_schedules(jobs, [ways_of(one.curve) for one in jobs], [slots])
         bound = clairvoyant_bound(jobs, slots)
         assert count <= bound.met, f"seed {seed}: {count} of {len(jobs)} can be met, the bound says {bound.met}"
         assert value <= bound.value, f"seed {seed}: value {value} can be met, the bound says {bound.value}"
         tight += bound.met == count
         tight_value += bound.value < value + 0.5
     assert min(tight, tight_value) > 0.8 * len(seeds), "a bound that loose says nothing"
+
+
+def test_no_schedule_on_two_pools_beats_it() -> None:
+    tight = 0
+    seeds = range(60)
+    for seed in seeds:
+        chaos = random.Random(seed)
+        jobs, slots = tiny(seed)
+        jobs = jobs[:2] if slots > 2 else jobs
+        other = {one.job_id: ScalingCurve({1: float(chaos.randint(1, 3)), 2: 4.0}) for one in jobs}
+
+        def curve_on(one: Job, pool: str, other: dict[str, ScalingCurve] = other) -> ScalingCurve | None:
+            return other[one.job_id] if pool == "b" else one.curve
+
+        ways = [ways_of(one.curve, other[one.job_id]) for one in jobs]
+        count, _ = best_of_all_schedules(jobs, ways, [slots, 1])
+        bound = clairvoyant_bound(jobs, {"a": slots, "b": 1}, curves=curve_on)
+        assert count <= bound.met, f"seed {seed}: {count} of {len(jobs)} can be met, the bound says {bound.met}"
+        tight += bound.met == count
+    assert tight > 0.8 * len(seeds)
 
 
 def test_no_way_to_run_one_job_pays_less_than_its_least_cost() -> None:
@@ -241,15 +267,15 @@ def test_no_way_to_run_one_job_pays_less_than_its_least_cost() -> None:
 
 
 def _cheapest(one: Job, price: Sequence[float]) -> float:
-    assert one.curve is not None
+    ways = ways_of(one.curve)
     states: dict[tuple[int, int, int], float] = {(int(one.total_steps or 0), 0, 0): 0.0}
     for now in range(len(price)):
         following: dict[tuple[int, int, int], float] = {}
         for state, paid in states.items():
-            sizes = [0, *one.curve.steps_per_s] if state[0] > 0 and now >= one.submitted_s else [0]
-            for size in sizes:
-                after = _second(one, state, size, now)
-                cost = paid + size * price[now]
+            for way, (_, size, _) in enumerate(ways):
+                if way and (state[0] <= 0 or now < one.submitted_s):
+                    continue
+                after, cost = _second(one, ways, state, way, now), paid + size * price[now]
                 following[after] = min(cost, following.get(after, cost))
         states = following
     return min((paid for (left, _, _), paid in states.items() if left == 0), default=float("inf"))
