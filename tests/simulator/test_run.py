@@ -340,7 +340,7 @@ def test_the_scheduler_itself_admits_runs_and_rejects(simulated: Make) -> None:
 
 
 def test_best_effort_on_a_given_curve_waits_for_a_size_that_runs(simulated: Make) -> None:
-    """When a node is lost no four slots are left together; to run with one, which the curve does not have, is no help."""
+    """A node is lost and no four slots are left together; one, which the curve does not have, would be no help."""
     nodes = [Node(node_id=f"n{i}", slots=2) for i in range(2)]
     trouble = [Disturbance(10.0, ev.NodeLost("n1")), Disturbance(60.0, ev.NodeJoined(nodes[1]))]
     result = Simulation(
