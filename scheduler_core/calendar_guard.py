@@ -14,12 +14,12 @@ from elasticflow_airflow.scheduler_core.draft import Draft
 from elasticflow_airflow.scheduler_core.filling import minimum_share
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.planner import Planner
-from elasticflow_airflow.scheduler_core.proof import deadline_order, prove
+from elasticflow_airflow.scheduler_core.proof import deadline_order
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding, Work
 
 _HALF = 0.5
 _TRIES = 8
-"""How many stand-ins are given up one by one for a joint plan before the stored plan decides who stays."""
+"""How many other orders are tried before stand-ins are given up."""
 
 
 def stand_in(
@@ -104,46 +104,46 @@ def reserved(
 def keepable(planner: Planner, stand_ins: Sequence[Work]) -> list[Work]:
     """Those of the stand-ins that can be kept beside the promises, so that one that cannot does not veto everybody.
 
-    All, if they fit beside the stored plan as it is. Else by a joint plan in deadline order that leaves out who does
-    not fit; when that leads nowhere, whoever fits beside the stored plan.
+    All, if they fit beside the stored plan as it is, or if a joint plan proves them. Else whoever fits in order of
+    deadlines among the promises, after them, or beside the stored plan, whichever way keeps most.
     """
     fitting = _fitting(planner, stand_ins)
     if len(fitting) == len(stand_ins):
         return fitting
-    kept, promises = list(stand_ins), [*planner.promised(), *planner.turns()]
-    for _ in range(_TRIES):
-        left_out = _left_out(planner, deadline_order([*promises, *kept]), {work.job_id for work in kept})
-        kept = [work for work in kept if work.job_id not in left_out]
-        if not left_out:
-            works = deadline_order([*promises, *kept])
-            courses, unfit = prove(
-                planner.layout, planner.free, works, planner.now, planner.held(), planner.config.proof_rounds
-            )
-            if courses is not None:
-                break
-            victim = next((work for work in kept if work.job_id == unfit), None)
-            kept = [work for work in kept if work is not (victim or max(kept, key=footprint))]
-        if not kept:
-            break
-    else:
-        kept = []
+    promises = [*planner.promised(), *planner.turns()]
+    left_out = _left_out(planner, deadline_order([*promises, *stand_ins]), {work.job_id for work in stand_ins})
+    if left_out is not None:
+        kept = [work for work in stand_ins if work.job_id not in left_out]
+        if _joint(planner, kept):
+            return kept
+    if _joint(planner, stand_ins, rescue=_TRIES):
+        return list(stand_ins)
+    after = [*deadline_order(promises), *deadline_order(stand_ins)]
+    left_out = _left_out(planner, after, {work.job_id for work in stand_ins})
+    kept = [] if left_out is None else [work for work in stand_ins if work.job_id not in left_out]
     return kept if len(kept) > len(fitting) else fitting
 
 
-def _left_out(planner: Planner, ordered: Sequence[Work], may: Collection[str]) -> set[str]:
-    """Which of the works named in ``may`` do not fit by counts; the largest of them for a promise that does not."""
-    free, left_out, filled = planner.free.copy(), set[str](), list[Work]()
+def _joint(planner: Planner, stand_ins: Sequence[Work], rescue: int = 0) -> bool:
+    """Whether a plan proves the promises and the stand-ins together."""
+    before, planner.expected = planner.expected, stand_ins
+    proven = planner.fresh(guarded=True, rescue=rescue) is not None
+    planner.expected = before
+    return proven
+
+
+def _left_out(planner: Planner, ordered: Sequence[Work], may: Collection[str]) -> set[str] | None:
+    """Which of the works named in ``may`` do not fit by counts in this order; None when another does not."""
+    free, left_out = planner.free.copy(), set[str]()
     for work in ordered:
         share = minimum_share(free, work, planner.now)
         if share is not None:
             for start, end, size in share:
                 free.reserve(start, end, size)
-            if work.job_id in may:
-                filled.append(work)
         elif work.job_id in may:
             left_out.add(work.job_id)
-        elif filled:
-            return {max(filled, key=lambda work: (footprint(work), work.job_id)).job_id}
+        else:
+            return None
     return left_out
 
 

@@ -79,7 +79,7 @@ class CalendarFeed:
         self._dues = dues
 
     @classmethod
-    def of(cls, scheduler: Scheduler, rows: Sequence[TraceJob], horizon_s: float = 86400.0) -> CalendarFeed:
+    def of(cls, scheduler: Scheduler, rows: Sequence[TraceJob], horizon_s: float = 2 * 86400.0) -> CalendarFeed:
         """A feed for the tasks of a trace."""
         dues = {row.job_id: row.due_s for row in rows if row.expected and row.due_s is not None}
         return cls(scheduler, timetables(rows), dues, horizon_s)

@@ -231,8 +231,8 @@ def _ad_hoc(maker: _Maker, options: RecurringDags) -> list[TraceJob]:
     factor = options.ad_hoc_load * options.slots * options.days * DAY_S / offered
     scaled = []
     for job in made:
-        seconds = min(max(60.0, (job.duration_s or 0.0) * factor), 12 * HOUR_S)
-        window = (options.startup_s + seconds) * maker.between((1.3, 6.0))
+        seconds = min(max(60.0, (job.duration_s or 0.0) * factor), 10 * HOUR_S)
+        window = (options.startup_s + seconds) * maker.between((1.3, 4.0))
         size = (job.model, job.batch_size, job.workers)
         scaled.append(maker.job(job.job_id, job.submitted_s, seconds, job.submitted_s + window, size))
     return scaled
