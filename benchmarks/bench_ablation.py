@@ -19,7 +19,8 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from bench_policies import DATA, OWN_SIZE, TOO_SMALL, Case, put_into, setting_of, table
+from bench_contended import TOO_SMALL
+from bench_policies import DATA, OWN_SIZE, Case, put_into, setting_of, table
 
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, play

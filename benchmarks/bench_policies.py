@@ -1,13 +1,12 @@
 """Every policy on public traces, side by side, each result beside what no schedule can beat.
 
-    python benchmarks/bench_policies.py                 all policies, on the clusters of the traces
-    python benchmarks/bench_policies.py --contended     ours and those that refuse jobs, on clusters that are too small
-    python benchmarks/bench_policies.py --full          greedy policies on cluster01, ours on cluster04: hours
+    python benchmarks/bench_policies.py           all policies, on the clusters of the traces
+    python benchmarks/bench_policies.py --full    greedy policies on cluster01, ours on cluster04: an hour or more
     ... [--traces 195job,...] [--policies elasticflow,edf,...] [--plots DIR] [--page docs/explanation/benchmark.md]
 
-Prints a table for each trace and, of several traces, one of all. ``--page`` also puts them into a page, below the line
-``<!-- results: NAME -->``. Traces and curves are those of ../shared/data beside the checkout; without it there is
-nothing to do, and it says so.
+Prints a table for each trace, of several traces one of all, and why ours did not meet what the bound's choice of jobs
+has. ``--page`` also puts them into a page, below the line ``<!-- results: NAME -->``. Traces and curves are those of
+../shared/data beside the checkout; without it there is nothing to do, and it says so.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,18 +43,8 @@ class Case(NamedTuple):
 
 
 OWN_SIZE = (Case("195job", 16, 8), Case("t4_195job", 16, 4), Case("cluster10", 32, 8), Case("poisson_100job", 16, 8))
-TOO_SMALL = (
-    Case("195job", 4, 8),
-    Case("195job", 8, 8),
-    Case("t4_195job", 8, 4),
-    Case("cluster10", 4, 8),
-    Case("cluster10", 2, 8),
-)
 CLUSTER01, CLUSTER04 = Case("cluster01", 64, 8), Case("cluster04", 128, 8)
 
-OURS = ("elasticflow", "elasticflow:wait", "elasticflow:value", "elasticflow:value:wait")
-REFUSING = ("edf+admission", "oasis", "aonline", "chronus")
-"""Policies that refuse jobs, too."""
 GREEDY = ("edf", "edf+elastic", "edf+admission", "gang-fifo", "gandiva", "tiresias", "themis", "optimus")
 """Policies that scale to thousands of jobs."""
 
@@ -154,48 +144,80 @@ def put_into(page: Path, name: str, lines: Sequence[str]) -> None:
     page.write_text(f"{before}{marker}\n\n" + "\n".join(lines) + f"\n\n{tail}", encoding="utf-8")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--contended", action="store_true")
-    which.add_argument("--full", action="store_true")
+def reasons(comparison: Comparison) -> list[str]:
+    """Why the first contender did not meet what the bound's choice has; times in hours after the first submission."""
+    bound, played = comparison.bound, comparison.played[0]
+    if bound is None:
+        return []
+    begin_s = played.result.begin_s
+
+    def hours(match: re.Match[str]) -> str:
+        at_s = datetime.fromisoformat(match[0]).timestamp()
+        return f"{(at_s - begin_s) / 3600:.1f} h"
+
+    lines = []
+    for record in played.result.records:
+        if record.job_id in bound.chosen and not record.met:
+            reason = record.reject_reason.split("; the earliest deadline")[0] or "it was late"
+            reason = re.sub(r"\d{4}-\d\d-\d\dT[\d:.]+Z", hours, reason)
+            lines.append(f"- {record.job_id[:8]}, submitted at {(record.submitted_s - begin_s) / 3600:.1f} h: {reason}")
+    if not lines:
+        return []
+    head = f"The bound's choice has {len(lines)} that `{played.contender.label}` refused:"
+    return ["", head, "", *lines]
+
+
+Plan = Sequence[tuple[Case, Sequence[str]]]
+
+
+def parser_of(text: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", default="", help="only these, with commas between")
     parser.add_argument("--policies", default="", help="only these, with commas between")
     parser.add_argument("--pause-s", type=float, default=30.0)
     parser.add_argument("--bound-limit-s", type=float, default=60.0, help="time for a bound, 0: none")
     parser.add_argument("--plots", type=Path, help="draw each comparison into a folder of this one")
     parser.add_argument("--page", type=Path, help="put the tables into this page")
-    args = parser.parse_args()
+    return parser
+
+
+def bench(name: str, plan: Plan, args: argparse.Namespace, *, why: bool) -> None:
+    """Run the plan, print its tables, and put them into the page under ``name``."""
     if not DATA.is_dir():
         print(f"nothing to do: the traces are not at {DATA}")
         return
-    known = [name for name in REFUSING if name in POLICY_NAMES]
-    if args.contended:
-        name, plan = "contended", [(case, (*OURS, *known)) for case in TOO_SMALL]
-    elif args.full:
-        name, plan = "full", [(CLUSTER01, ("elasticflow", *GREEDY)), (CLUSTER04, ("elasticflow",))]
-    else:
-        name, plan = "policies", [(case, ("elasticflow", "elasticflow:wait", *POLICY_NAMES[1:])) for case in OWN_SIZE]
     wanted = {trace for trace in args.traces.split(",") if trace}
     done: dict[Case, Comparison] = {}
     details: list[str] = []
     for case, policies in plan:
-        if not wanted or case.trace in wanted:
-            contenders = parse_contenders([args.policies] if args.policies else policies)
-            done[case] = run(case, contenders, args.pause_s, args.bound_limit_s)
-            lines = one_case(case, done[case])
-            print(*lines, "", sep="\n", flush=True)
-            details += [*lines, ""]
-            if args.plots:
-                from elasticflow_airflow.scheduler_core.simulator.plots import draw
+        if wanted and case.trace not in wanted:
+            continue
+        contenders = parse_contenders([args.policies] if args.policies else policies)
+        done[case] = run(case, contenders, args.pause_s, args.bound_limit_s)
+        lines = [*one_case(case, done[case]), *(reasons(done[case]) if why else [])]
+        print(*lines, "", sep="\n", flush=True)
+        details += [*lines, ""]
+        if args.plots:
+            from elasticflow_airflow.scheduler_core.simulator.plots import draw
 
-                folder = args.plots / case.label.replace(" ", "-")
-                folder.mkdir(parents=True, exist_ok=True)
-                draw(done[case], folder)
-    overview = all_cases(done) if len(done) > 1 else []
+            folder = args.plots / case.label.replace(" ", "-")
+            folder.mkdir(parents=True, exist_ok=True)
+            draw(done[case], folder)
+    overview = [*all_cases(done), ""] if len(done) > 1 else []
     print(*overview, sep="\n")
     if args.page:
-        put_into(args.page, name, [*overview, "", *details][:-1])
+        put_into(args.page, name, [*overview, *details][:-1])
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--full", action="store_true")
+    args = parser.parse_args()
+    if args.full:
+        bench("full", [(CLUSTER01, ("elasticflow", *GREEDY)), (CLUSTER04, ("elasticflow",))], args, why=True)
+    else:
+        policies = ("elasticflow", "elasticflow:wait", *POLICY_NAMES[1:])
+        bench("policies", [(case, policies) for case in OWN_SIZE], args, why=True)
 
 
 if __name__ == "__main__":

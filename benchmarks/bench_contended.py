@@ -1,0 +1,30 @@
+"""Clusters that are too small for their traces: not everybody can be served, and what counts is who is.
+
+    python benchmarks/bench_contended.py [--traces 195job,...] [--policies elasticflow:value,...] [--page PAGE]
+
+Ours with each objective, decided at arrival or waiting, beside the other policies that refuse jobs. Options, output and
+data are those of bench_policies.py.
+"""
+
+from __future__ import annotations
+
+from bench_policies import Case, bench, parser_of
+
+TOO_SMALL = (
+    Case("195job", 4, 8),
+    Case("195job", 8, 8),
+    Case("t4_195job", 8, 4),
+    Case("cluster10", 4, 8),
+    Case("cluster10", 2, 8),
+)
+OURS = ("elasticflow", "elasticflow:wait", "elasticflow:value", "elasticflow:value:wait")
+REFUSING = ("edf+admission", "oasis", "aonline", "chronus")
+
+
+def main() -> None:
+    args = parser_of(__doc__).parse_args()
+    bench("contended", [(case, (*OURS, *REFUSING)) for case in TOO_SMALL], args, why=False)
+
+
+if __name__ == "__main__":
+    main()
