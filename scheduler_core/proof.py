@@ -73,6 +73,7 @@ def rescue_orders(works: Sequence[Work], now: float, count: int) -> Generator[li
     for attempt in range(4 * count):
         if made >= count:
             return
+        order: list[str] | None
         if attempt == 0:
             order = [w.job_id for w in sorted(works, key=lambda w: (slack(w, w.sizes[-1]), w.job_id))]
         elif attempt == 1:
