@@ -136,15 +136,18 @@ class Admission:
         if self.protection is None:
             return True
         planner = self.planner
-        kept = self.protection.kept_free(work, self.job.job.value, planner.now, limit)
-        if kept is None:
+        expected = self.protection.expectation(work, self.job.job.value, planner.now, limit)
+        if expected is None:
             return False
         free = planner.free.copy()
         earlier = [other for other in planner.promised() if other.limit_s <= limit and other.job_id != work.job_id]
         fill(free, deadline_order(earlier), planner.now, {})
-        for start, end, slots in kept:
-            free.withhold(start, end, slots)
-        return minimum_share(free, work, planner.now) is not None
+        beside = free.copy()
+        for start, end, slots in expected.part(1.0):
+            beside.withhold(start, end, slots)
+        if minimum_share(beside, work, planner.now) is not None:
+            return True
+        return minimum_share(free, work, planner.now) is None and expected.worth <= planner.config.protection_tolerance
 
     def _with(self, draft: Draft, course: Course) -> Draft:
         twin = self.planner.unexpected(draft.copy())

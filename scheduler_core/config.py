@@ -51,8 +51,12 @@ class SchedulerConfig:
     objective: Objective = Objective.FIRST_COME
     protection_weight: float = 1.0
     """With ``objective="value"``: how much of what cheaper arrivals are expected to use is kept free for them."""
+    protection_tolerance: float = 1.0
+    """... and how much value of theirs it may displace for a value of 1."""
     protection_half_lives_s: tuple[float, ...] = (6 * 3600.0, 12 * 3600.0)
     """... and how fast arrivals are forgotten; the memory that expects more wins."""
+    protection_reach: float = 3.0
+    """... and for how many of its half-lives ahead each memory predicts: a burst is not the rate of a week."""
     waiting_retry_s: float = 600.0
     """A job that waits for capacity is asked for again at least this often."""
 

@@ -56,7 +56,9 @@ class Decider:
         self._promises = 0
         self._protection: Protection | None = None
         if self.config.objective is Objective.VALUE:
-            self._protection = Protection(self.config.protection_half_lives_s, self.config.protection_weight)
+            self._protection = Protection(
+                self.config.protection_half_lives_s, self.config.protection_reach, self.config.protection_weight
+            )
 
     def plan_of(self, job_id: str) -> Plan | None:
         """The stored plan of a live job from its last change on; None while it has none.
@@ -224,8 +226,8 @@ class Decider:
             until = job.deadline_s - least
             if until > now:
                 changed = known and live.phase is not Phase.WAITING
-                live.phase = Phase.WAITING
-                live.course = None
+                if live.phase is not Phase.WAITING:
+                    live.phase, live.course = Phase.WAITING, None
                 live.thorough_s = now + max(self.config.waiting_retry_s, (until - now) / 2)
                 self._register(live)
                 rest = self._replan(now, f"{live.job_id} waits", retry=False) if changed else self._board.wake(now)

@@ -21,6 +21,8 @@ from elasticflow_airflow.scheduler_core.work import TOLERANCE_S, Work
 _FORGOTTEN = 8.0
 """Arrivals older than this many of the longest half-life weigh nothing."""
 _BINS = 48
+_LEAST_OBSERVED_S = 3600.0
+"""Rates are not learned from less than an hour."""
 
 
 class Arrival(NamedTuple):
@@ -30,6 +32,20 @@ class Arrival(NamedTuple):
     footprint: float
     window_s: float
     value: float
+
+
+class Expectation(NamedTuple):
+    """Slots that are expected to be used in each bin between ``edges``, all for jobs of ``worth`` together."""
+
+    edges: NDArray[np.float64]
+    slots: NDArray[np.float64]
+    worth: float
+
+    def part(self, part: float) -> list[tuple[float, float, int]]:
+        """``(start, end, slots)`` where a part of it needs any."""
+        slots = np.ceil(part * self.slots - 0.05).astype(int).tolist()
+        edges = self.edges.tolist()
+        return [(a, b, n) for a, b, n in zip(edges[:-1], edges[1:], slots, strict=True) if n > 0]
 
 
 def footprint_of(work: Work, now: float, limit_s: float) -> float | None:
@@ -47,8 +63,9 @@ def footprint_of(work: Work, now: float, limit_s: float) -> float | None:
 class Protection:
     """Learns what arrives and says what is to be kept free of a newcomer."""
 
-    def __init__(self, half_lives_s: tuple[float, ...], weight: float) -> None:
+    def __init__(self, half_lives_s: tuple[float, ...], reach: float, weight: float) -> None:
         self.half_lives_s = half_lives_s
+        self.reach = reach
         self.weight = weight
         self.arrivals: list[Arrival] = []
 
@@ -76,21 +93,25 @@ class Protection:
         use = known[cheaper, 1] / known[cheaper, 2]
         windows = known[cheaper, 2]
         ages = now - known[cheaper, 0]
-        ahead = np.minimum((times - now)[:, None], windows[None, :])
+        horizon = (times - now)[:, None]
         for half_life in self.half_lives_s:
             decay = math.log(2.0) / half_life
             weights = np.exp(-decay * ages)
-            observed = (1.0 - math.exp(-decay * max(now - first, half_life))) / decay
+            observed = (1.0 - math.exp(-decay * max(now - first, _LEAST_OBSERVED_S))) / decay
+            reach = self.reach * half_life
+            ahead = np.clip(np.minimum(horizon, reach) - np.maximum(horizon - windows[None, :], 0.0), 0.0, None)
             expected = np.maximum(expected, ahead @ (weights * use) / observed)
         return self.weight * expected
 
-    def kept_free(self, work: Work, value: float, now: float, limit_s: float) -> list[tuple[float, float, int]] | None:
-        """Slots to keep free of a job until its limit: ``(start, end, slots)``; None: not even alone can it be kept."""
+    def expectation(self, work: Work, value: float, now: float, limit_s: float) -> Expectation | None:
+        """What cheaper arrivals are expected to use until a job's limit; None: not even alone can it be kept."""
         footprint = footprint_of(work, now, limit_s)
         if footprint is None:
             return None
         edges = np.linspace(now, limit_s, _BINS + 1)
         price = footprint / value if value > 0.0 else math.inf
         expected = self.expected_use(now, price, (edges[:-1] + edges[1:]) / 2)
-        slots = np.rint(expected).astype(int).tolist()
-        return [(a, b, n) for a, b, n in zip(edges[:-1].tolist(), edges[1:].tolist(), slots, strict=True) if n > 0]
+        cheaper = [known for known in self.arrivals if known.footprint < price * known.value]
+        worth = sum(known.value for known in cheaper)
+        mean = sum(known.footprint for known in cheaper) / worth if worth else math.inf
+        return Expectation(edges, expected, float(expected.sum()) * (limit_s - now) / _BINS / mean)
