@@ -223,6 +223,63 @@ def test_no_schedule_of_tiny_instances_beats_it() -> None:
     assert min(tight, tight_value) > 0.8 * len(seeds), "a bound that loose says nothing"
 
 
+def planted(seed: int) -> tuple[list[Job], int]:
+    """Jobs that a schedule, which is then forgotten, just meets: no slot idles, and windows end with the last step."""
+    chaos = random.Random(seed)
+    slots, horizon, pause = chaos.choice([1, 2, 4, 8]), chaos.randint(6, 16), chaos.choice([0, 0, 1, 2])
+    scaling = chaos.choice([1.0, 1.0, 0.8])
+    speeds = {n: 6.0 * n**scaling for n in (1, 2, 4, 8)}
+    made: list[list[float]] = []  # of each job: first and last second, steps
+    running: list[tuple[int, int, int]] = []  # job, size, seconds left to hold it so
+    waits: dict[int, int] = {}
+    for now in range(horizon):
+        free = slots - sum(size for _, size, _ in running)
+        while free:
+            size = chaos.choice([n for n in speeds if n <= free])
+            idle = [i for i in range(len(made)) if all(i != j for j, _, _ in running) and i not in waits]
+            number = chaos.choice(idle) if idle and chaos.random() < 0.5 else len(made)
+            if number == len(made):
+                made.append([now, now, 0.0])
+            running.append((number, size, pause + chaos.randint(1, 5)))
+            waits[number] = pause
+            free -= size
+        for number, size, _ in running:
+            made[number][1] = now + 1
+            made[number][2] += 0.0 if waits[number] else speeds[size]
+            waits[number] = max(0, waits[number] - 1)
+        running = [(number, size, left - 1) for number, size, left in running if left > 1]
+        waits = {number: waits[number] for number, _, _ in running}
+    return [
+        job(str(i), steps, end, speeds, submitted_s=begin, pause_s=pause)
+        for i, (begin, end, steps) in enumerate(made)
+        if steps
+    ], slots
+
+
+def test_jobs_of_a_full_schedule_can_pay_what_all_slots_cost_at_any_price() -> None:
+    """Each inequality of the bound holds for the schedule, and with no room to spare where no slot was wasted."""
+    fullest = {0.0: 0.0, 1.0: 0.0, 2.0: 0.0}  # by pause
+    for seed in range(80):
+        jobs, slots = planted(seed)
+        assert clairvoyant_bound(jobs, slots).met == len(jobs), f"seed {seed}: all {len(jobs)} were met"
+        candidates, _ = _candidates(jobs, {"": slots}, None)
+        chaos = np.random.default_rng(seed)
+        edges = np.arange(float(max(one.deadline_s or 0.0 for one in jobs)) + 1.0)
+        width = len(edges) - 1
+        for per_slot_s in (
+            np.ones(width),
+            chaos.random(width),
+            chaos.random(width) < 0.5,
+            chaos.exponential(size=width),
+        ):
+            prices = Prices(edges, np.asarray(per_slot_s, dtype=float)[None, :])
+            paid, budget = least_costs(candidates, prices).sum(), prices.of_all_slots(candidates.pool_slots)
+            assert paid <= budget, f"seed {seed}: they pay {paid} at least where all slots cost {budget}"
+            pause_s = jobs[0].costs.pause_s
+            fullest[pause_s] = max(fullest[pause_s], paid / budget if per_slot_s.min() > 0.0 else 0.0)
+    assert min(fullest.values()) > 0.999, "a cost that much too low says nothing"
+
+
 def test_no_schedule_on_two_pools_beats_it() -> None:
     tight = 0
     seeds = range(60)
