@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from elasticflow_airflow import __version__
-from elasticflow_airflow.cli import simulation
+from elasticflow_airflow.cli import forecasting, simulation, synthesis
 from elasticflow_airflow.cli.connection import StateDir, Url, client
 
 app = typer.Typer(
@@ -24,6 +24,8 @@ _POLL_S = 1.0
 
 app.command()(simulation.simulate)
 app.command()(simulation.compare)
+app.command()(synthesis.synthesize)
+app.command()(forecasting.forecast)
 
 
 def _print(*lines: object) -> None:
@@ -45,10 +47,13 @@ def serve(
         None, help="Listen on TCP at this address; needs ELASTICFLOW_TOKEN or ELASTICFLOW_TOKEN_FILE."
     ),
     port: int | None = typer.Option(None, min=0, max=65535, help="TCP port."),
+    policy: str | None = typer.Option(
+        None, help="Who gets which slots when, such as edf; a wrong name lists all. Only elasticflow forecasts."
+    ),
     state_dir: Path | None = StateDir,
 ) -> None:
     """Run the scheduler service in the foreground. Every setting has an environment variable ELASTICFLOW_<NAME>."""
-    for name, value in (("HOST", host), ("PORT", port), ("STATE_DIR", state_dir)):
+    for name, value in (("HOST", host), ("PORT", port), ("POLICY", policy), ("STATE_DIR", state_dir)):
         if value is not None:
             os.environ[f"ELASTICFLOW_{name}"] = str(value)
     from elasticflow_airflow.service.__main__ import main as run

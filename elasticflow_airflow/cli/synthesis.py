@@ -1,0 +1,81 @@
+"""``elasticflow synthesize``: makes a trace of jobs that never were, for ``simulate`` and ``compare``."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+_BAD_INPUT = 2
+
+
+class Kind(StrEnum):
+    """What the jobs of a trace are like."""
+
+    POISSON = "poisson"
+    DIURNAL = "diurnal"
+    SHORT = "short"
+    RECURRING = "recurring"
+
+
+OfKind = typer.Argument(
+    ...,
+    help="poisson: independent arrivals; diurnal: more by day; short: 1 to 10 minutes; recurring: DAGs, and ad-hoc jobs"
+    " in between.",
+)
+Curves = typer.Option(..., "--curves", help="Folder of measured scaling curves, one CSV table for each model.")
+Out = typer.Option(..., "--out", help="The trace to write, a CSV file.")
+
+
+def synthesize(
+    kind: Kind = OfKind,
+    curves: Path = Curves,
+    out: Path = Out,
+    seed: int = typer.Option(0, "--seed", help="The same seed makes the same trace."),
+    jobs: int = typer.Option(200, "--jobs", min=1, help="How many (poisson, short)."),
+    every_s: float = typer.Option(
+        600.0, "--every-s", min=0.001, help="Mean time between two arrivals (poisson, short)."
+    ),
+    days: int = typer.Option(5, "--days", min=1, help="How long (diurnal, recurring)."),
+    per_day: float = typer.Option(
+        60.0, "--per-day", min=0.001, help="Jobs a day: all (diurnal), or ad hoc (recurring)."
+    ),
+    slots: int = typer.Option(64, "--slots", min=1, help="Slots that the loads are parts of (recurring)."),
+    startup_s: float = typer.Option(
+        30.0, "--startup-s", min=0, help="Start-up that the deadlines leave room for; short with a warm pool."
+    ),
+) -> None:
+    """Write a trace of made-up jobs: seeded, and each could keep its deadline alone."""
+    from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
+    from elasticflow_airflow.scheduler_core.simulator.problems import InputError
+    from elasticflow_airflow.scheduler_core.simulator.synthetic import (
+        RecurringDags,
+        Shape,
+        diurnal,
+        poisson,
+        recurring,
+        short_jobs,
+    )
+    from elasticflow_airflow.scheduler_core.simulator.trace import write_trace
+
+    try:
+        found = read_curves(curves)
+        match kind:
+            case Kind.POISSON:
+                made = poisson(found, jobs=jobs, every_s=every_s, seed=seed, shape=Shape(startup_s=startup_s))
+            case Kind.DIURNAL:
+                made = diurnal(found, days=days, per_day=per_day, seed=seed, shape=Shape(startup_s=startup_s))
+            case Kind.SHORT:
+                made = short_jobs(found, jobs=jobs, every_s=every_s, startup_s=startup_s, seed=seed)
+            case Kind.RECURRING:
+                options = RecurringDags(slots=slots, days=days, ad_hoc_per_day=per_day, startup_s=startup_s)
+                made = recurring(found, options, seed=seed)
+        write_trace(out, made)
+    except (InputError, OSError) as problem:
+        Console(stderr=True).print(f"elasticflow: {problem}", style="red", highlight=False, soft_wrap=True)
+        raise typer.Exit(_BAD_INPUT) from problem
+    expected = sum(job.expected for job in made)
+    runs = f", {expected} of them runs of recurring tasks" if expected else ""
+    Console(highlight=False, soft_wrap=True).print(f"{out}: {len(made)} jobs{runs}", markup=False)
