@@ -50,10 +50,17 @@ class WorkerGroup:
         """The world that a bare torchrun started, through torch's default group."""
         if size == 1:
             return cls()
+        limit = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S))
-        return cls(rank, size, dist.distributed_c10d._get_default_group())
+            dist.init_process_group(backend, timeout=limit)
+        if device.type != "cuda":
+            return cls(rank, size, dist.distributed_c10d._get_default_group())
+        # The default group's NCCL refuses workers that share a GPU, and a script's own may have no gloo.
+        from elasticflow_airflow.runtime.cuda_group import CudaGroup
+
+        store = dist.PrefixStore("elasticflow", dist.distributed_c10d._get_default_store())
+        return cls(rank, size, CudaGroup(store, rank, size, limit, device))
 
     # -- operations ---------------------------------------------------------------------------------------------
 
@@ -80,8 +87,8 @@ class WorkerGroup:
         error = future.exception()
         if error is None:
             return future.result()
-        if isinstance(error, GroupBroken):
-            raise error
+        if isinstance(error, GroupBroken | torch.OutOfMemoryError | torch.AcceleratorError):
+            raise error  # The others are there; it is this worker's device.
         if isinstance(error, RuntimeError):
             raise GroupBroken(f"a worker of generation {self.generation} is gone") from error
         raise error
@@ -120,6 +127,10 @@ class WorkerGroup:
         with self._changed:
             self._why = self._why or why
             self._changed.notify_all()
+        # On a device a kernel waits for the lost one, and all that is queued after it.
+        abort = getattr(self._pg, "abort_device", None)
+        if abort is not None:
+            abort()
 
     @property
     def broken(self) -> bool:
@@ -152,6 +163,9 @@ class WorkerGroup:
             except BaseException as error:  # noqa: BLE001  (raised in the thread that waits)
                 future.set_exception(error)
             del item, operation, future
+        close = getattr(group, "close_device", None)
+        if close is not None:
+            close()
 
 
 def to_text_row(value: Any) -> Tensor:

@@ -225,4 +225,4 @@ def make_process_group(store: Any, rank: int, size: int, device: torch.device) -
         return ProcessGroupGloo(store, rank, size, limit)
     from elasticflow_airflow.runtime.cuda_group import CudaGroup
 
-    return CudaGroup(store, rank, size, limit)
+    return CudaGroup(store, rank, size, limit, device)

@@ -45,7 +45,7 @@ class _Bucket:
         """Each parameter with its part of the flat memory."""
         offset = 0
         for parameter in self.parameters:
-            yield parameter, self.flat[offset : offset + parameter.numel()].view_as(parameter)
+            yield parameter, _laid_out_as(parameter, self.flat[offset : offset + parameter.numel()])
             offset += parameter.numel()
 
 
@@ -155,7 +155,8 @@ class GradientReducer:
 
     def abandon(self) -> None:
         """Forget a step that will be tried again; memory that an abandoned operation may still write to is left."""
-        self._buckets, self._bucket_of = [], {}
+        # A stream as well: an operation that waits for the dead holds up all that is queued after it.
+        self._buckets, self._bucket_of, self._stream = [], {}, None
         self._pass, self._armed = None, False
         for parameter in self.parameters:
             parameter.grad = None
@@ -179,7 +180,7 @@ class GradientReducer:
             self._buckets.append(bucket)
             self._bucket_of.update(dict.fromkeys(parameters, bucket))
         if self.parameters and self.parameters[0].device.type == "cuda":
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's own
+            self._stream = torch.cuda.Stream(self.parameters[0].device)  # type: ignore[no-untyped-call]  # torch's own
 
     def _arrive(self, parameter: nn.Parameter) -> None:
         """A gradient is complete, or, before the last backward pass, only added to."""
@@ -224,12 +225,12 @@ class GradientReducer:
         into.copy_(gradient)
 
     def _sum(self, bucket: _Bucket, group: Any) -> None:
-        rank, size = self._now.group.rank, self._now.group.size
-        if self._stream is None:
+        rank, size, stream = self._now.group.rank, self._now.group.size, self._stream
+        if stream is None:
             self._sum_now(group, bucket, rank, size)
             return
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(bucket.stream_event)
+        with torch.cuda.stream(stream):
+            stream.wait_event(bucket.stream_event)
             self._sum_now(group, bucket, rank, size)
 
     def _sum_now(self, group: Any, bucket: _Bucket, rank: int, size: int) -> None:
@@ -237,6 +238,16 @@ class GradientReducer:
             sum_in_tree(bucket.flat, bucket.scratch, group, rank, size)
         else:
             group.allreduce([bucket.flat]).wait()
+
+
+def _laid_out_as(parameter: Tensor, part: Tensor) -> Tensor:
+    """View flat memory as autograd lays out the parameter's gradients: channels last, say, where the parameter is.
+
+    Sums over a gradient, as for clipping, follow its layout, and must be the same with one worker as with many.
+    """
+    if parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+        return part.view_as(parameter)  # The usual one; or one with gaps, whose gradients have none.
+    return part.as_strided(parameter.shape, parameter.stride())
 
 
 def _hook(parameter: nn.Parameter, hook: Any) -> RemovableHandle:

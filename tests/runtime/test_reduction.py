@@ -1,0 +1,100 @@
+"""Sums of gradients of several workers: they look like those of one. The workers are threads of the test."""
+
+from __future__ import annotations
+
+import datetime
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroupGloo
+
+from elasticflow_airflow.runtime.group import GroupBroken, WorkerGroup
+from elasticflow_airflow.runtime.reduction import GradientReducer
+
+SHARES = torch.randn(2, 4, 3, 9, 9, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(group: WorkerGroup, shares: Tensor) -> list[Tensor]:
+    """Of a convolution whose weights are laid out with channels last, summed over all shares."""
+    with torch.random.fork_rng():
+        model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    reducer = GradientReducer(list(model.parameters()), tree=True)
+    reducer.begin(group, len(shares))
+    for number, share in enumerate(shares):
+        if number == len(shares) - 1:
+            reducer.last_backward()
+        model(share.to(memory_format=torch.channels_last)).square().sum().backward()
+        reducer.leaf_done()
+    present = reducer.present
+    reducer.finish()
+    reducer.install(present)
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_gradients_of_two_workers_are_laid_out_as_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    alone = gradients(WorkerGroup(), SHARES)
+    store = dist.HashStore()
+
+    def work(rank: int) -> list[Tensor]:
+        group = WorkerGroup(rank, 2, ProcessGroupGloo(store, rank, 2, datetime.timedelta(seconds=30)), 1)
+        try:
+            return gradients(group, SHARES[rank : rank + 1])
+        finally:
+            group.close()
+            assert group.join(30)
+
+    with ThreadPoolExecutor(2) as pool:
+        both = [future.result(60) for future in [pool.submit(work, rank) for rank in range(2)]]
+    assert alone[0].stride() != alone[0].contiguous().stride()
+    for found in both:
+        assert [g.stride() for g in found] == [g.stride() for g in alone]
+        assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
+        norms = [float(torch.nn.utils.get_total_norm(one)) for one in (found, alone)]
+        assert norms[0] == norms[1]
+
+
+class Device:
+    """Plays a process group with a device behind it."""
+
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+
+    def abort_device(self) -> None:
+        self.ended.append("aborted")
+
+    def close_device(self) -> None:
+        self.ended.append("closed")
+
+
+def test_operations_of_a_device_are_aborted_when_a_member_is_lost() -> None:
+    device = Device()
+    group = WorkerGroup(0, 2, device, 1)
+    group.give_up("worker w1 is lost")
+    group.close()
+    assert group.join(30)
+    assert device.ended == ["aborted", "closed"]
+
+
+def raises(error: Exception) -> Any:
+    def operation(_: Any) -> None:
+        raise error
+
+    return operation
+
+
+def test_an_error_of_the_own_device_is_not_taken_for_the_loss_of_another_worker() -> None:
+    group = WorkerGroup(0, 2, Device(), 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        group.wait(group.submit(raises(torch.OutOfMemoryError("CUDA out of memory"))))
+    with pytest.raises(GroupBroken):
+        group.wait(group.submit(raises(RuntimeError("connection closed by peer"))))
+    group.close()
+    assert group.join(30)
