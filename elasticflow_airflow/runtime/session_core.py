@@ -26,6 +26,7 @@ from elasticflow_airflow.runtime.checkpoint import Registered
 from elasticflow_airflow.runtime.checkpointer import Saved
 from elasticflow_airflow.runtime.context import Context
 from elasticflow_airflow.runtime.data import ElasticLoader, mix_seed
+from elasticflow_airflow.runtime.devices import make_repeatable, pick_device, what_may_not_repeat
 from elasticflow_airflow.runtime.group import WorkerGroup
 from elasticflow_airflow.runtime.interval import SaveInterval
 from elasticflow_airflow.runtime.machinery import Machinery, Sums
@@ -85,10 +86,12 @@ class SessionCore:
         if checkpoint_interval_s is not None and not context.managed:
             config = replace(config, checkpoint_interval_s=checkpoint_interval_s)
         self.config = config
-        self.device = _pick_device()
+        self.device = pick_device()
         self._context = context
         self._allow_nonfinite_loss = allow_nonfinite_loss
         self._consistent = config.consistency == "consistent"
+        if self._consistent:
+            make_repeatable(self.device)
         self._lone_group = WorkerGroup()
         self._place = self._find_place()
         if self._place is None:
@@ -271,6 +274,8 @@ class SessionCore:
             return
         self._check_same_data()
         self._warn_of_single_samples()
+        for sentence in what_may_not_repeat(self.device) if self._consistent else ():
+            self._warn(sentence)
         self._say_started(
             resumed_from=None if self._resumed_from is None else self._resumed_from.name,
             init_from=self._initialised_from,
@@ -465,18 +470,12 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _pick_device() -> torch.device:
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
-
-
 def _all_finite(model: nn.Module) -> bool:
     """Whether no weight is NaN or infinite. Eight times faster than ``isfinite().all()``, which makes a mask."""
     weights = [p.detach() for p in model.parameters() if p.is_floating_point() and p.numel()]
-    return all(bool(bound.isfinite()) for weight in weights for bound in torch.aminmax(weight))
+    bounds = [bound.isfinite() for weight in weights for bound in torch.aminmax(weight)]
+    # One answer from a device, not one a weight: each makes the host wait.
+    return not bounds or bool(torch.stack(bounds).all())
 
 
 def finite_or_none(value: float | None) -> float | None:
