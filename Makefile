@@ -41,6 +41,12 @@ system: $(STAMP) ## the slow tests: PostgreSQL, real Airflow components, many ki
 soak: $(STAMP) ## the tests that take many minutes
 	$(BIN)/pytest -m soak --timeout=7200 $(PYTEST_ARGS)
 
+GPU_PYTHON ?= $(BIN)/python
+
+.PHONY: gpu
+gpu: $(STAMP) ## the tests on a GPU: make gpu GPU_PYTHON=<a python whose torch has CUDA>
+	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+
 .PHONY: lint
 lint: $(STAMP) ## ruff and mypy --strict
 	$(BIN)/ruff check .
