@@ -12,7 +12,7 @@ from typing import Any
 
 from elasticflow_airflow.engines.port import GangState, WorkerObservation
 from elasticflow_airflow.runtime.protocol import RescaleMode
-from elasticflow_airflow.scheduler_core import Scheduler
+from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
 from elasticflow_airflow.scheduler_core.values import JobState, RescaleCosts
 from elasticflow_airflow.service.measuring import Enough
 from elasticflow_airflow.service.models import AmendmentRow, GenerationRow, IncarnationRow, JobRow
@@ -31,7 +31,7 @@ class Books:
     tx: Writer
     now: float
     settings: ServiceSettings
-    scheduler: Scheduler
+    scheduler: ServicePolicy
     jobs: dict[str, JobRow] = field(default_factory=dict)
     rows: list[IncarnationRow] = field(default_factory=list)
     generations: dict[tuple[str, int], GenerationRow] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Books:
 
     @classmethod
     def open(
-        cls, tx: Writer, now: float, settings: ServiceSettings, scheduler: Scheduler, wake_at: float | None
+        cls, tx: Writer, now: float, settings: ServiceSettings, scheduler: ServicePolicy, wake_at: float | None
     ) -> Books:
         """Read the rows."""
         books = cls(tx, now, settings, scheduler, wake_at=wake_at)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from elasticflow_airflow.engines.port import GangState
+from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import (
     Admit,
@@ -34,9 +35,16 @@ from elasticflow_airflow.wire import State
 
 def feed(books: Books, event: Event | CalendarEvent) -> None:
     """Tell the scheduler what happened and write down everything that it decides."""
+    scheduler = books.scheduler
+    if isinstance(event, CalendarEvent):
+        if not isinstance(scheduler, Scheduler):
+            return  # No other policy knows a calendar.
+        decisions = scheduler.handle(event, books.now)
+    else:
+        decisions = scheduler.handle(event, books.now)
     books.fed = True
     books.wake_at = None  # The scheduler asks anew after each event.
-    record_all(books, books.scheduler.handle(event, books.now))
+    record_all(books, decisions)
 
 
 def record_all(books: Books, decisions: Sequence[Decision]) -> None:

@@ -12,6 +12,8 @@ from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.calendar_forecast import Forecast, Outcome, Outlook, forecast
 from elasticflow_airflow.scheduler_core.decisions import Admit, Reject, Terms, Wait
+from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
+from elasticflow_airflow.scheduler_core.policies.registry import DEFAULT_POLICY
 from elasticflow_airflow.scheduler_core.values import Job, OnReject
 from elasticflow_airflow.service import history, recurring
 from elasticflow_airflow.service.books import costs_from
@@ -32,13 +34,20 @@ class ForecastDesk:
 
     store: Store
     settings: ServiceSettings
-    scheduler: Callable[[], Scheduler | None]
+    scheduler: Callable[[], ServicePolicy | None]
     device_type: Callable[[], str]
     clock: Callable[[], float]
 
     def forecast(self, hours: float) -> ForecastAnswer:
-        """What will become of everything that is due in the next ``hours``. Raises Refusal 503."""
+        """What will become of everything that is due in the next ``hours``. Raises Refusal 409, 503."""
         scheduler, now = self._copy(), self.clock()
+        if not isinstance(scheduler, Scheduler):
+            raise Refusal(
+                409,
+                "no_forecast",
+                f"the policy {self.settings.policy!r} plans nothing ahead, so nothing can be foretold",
+                f"run the service with --policy {DEFAULT_POLICY}",
+            )
         until_s = now + hours * _HOUR_S
         found = forecast(scheduler, now, until_s)
         with self.store.read() as reader:
@@ -103,7 +112,7 @@ class ForecastDesk:
             projected_finish_at=None if finish_s is None else finish_s + job.costs.tail_s,
         )
 
-    def _copy(self) -> Scheduler:
+    def _copy(self) -> ServicePolicy:
         scheduler = self.scheduler()
         if scheduler is None:
             raise Refusal(503, "no_answer_yet", "the scheduler is not there yet", "ask again in a moment")
@@ -138,7 +147,7 @@ class ForecastDesk:
         )
 
 
-def _verdict(scheduler: Scheduler, job: Job, now: float) -> Verdict:
+def _verdict(scheduler: ServicePolicy, job: Job, now: float) -> Verdict:
     for decision in scheduler.handle(ev.JobSubmitted(job), now):
         match decision:
             case Admit(job_id=job.job_id):

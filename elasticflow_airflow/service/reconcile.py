@@ -11,7 +11,7 @@ import copy
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import structlog
@@ -20,6 +20,8 @@ from elasticflow_airflow.engines.port import Engine, EngineError, EngineNode, Ga
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
+from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
+from elasticflow_airflow.scheduler_core.policies.registry import DEFAULT_POLICY, make_policy
 from elasticflow_airflow.scheduler_core.values import Node
 from elasticflow_airflow.service import (
     crashpoints,
@@ -76,7 +78,7 @@ class Reconciler:
         self._patience = watching.Patience()
         self._almanac = recurring.Almanac()
         self._thinking = threading.Lock()
-        self._scheduler: Scheduler | None = None
+        self._scheduler: ServicePolicy | None = None
         self._wake_at: float | None = None
         self._nodes: tuple[EngineNode, ...] = ()
         self._looked_at_nodes_s = -math.inf
@@ -99,7 +101,7 @@ class Reconciler:
         """The kind of device of the slots; empty before the first pass."""
         return self._device_type()
 
-    def copy_scheduler(self) -> Scheduler | None:
+    def copy_scheduler(self) -> ServicePolicy | None:
         """The scheduler as it is between two passes, to try things on; None while it is not there. Thread-safe."""
         with self._thinking:
             return copy.deepcopy(self._scheduler)
@@ -165,8 +167,8 @@ class Reconciler:
 
     # -- think --------------------------------------------------------------------------------------------------
 
-    def _restore(self, books: Books) -> Scheduler:
-        scheduler = Scheduler(_scheduler_config(self._settings), self._nodes_now(books), recurring.POLICY)
+    def _restore(self, books: Books) -> ServicePolicy:
+        scheduler = _policy(self._settings, self._nodes_now(books))
         self._almanac.begin()
         states = [
             state_from_json(row.scheduler_state)
@@ -319,6 +321,13 @@ class Reconciler:
             return True
         nearly_done = row.total_steps is not None and row.step >= row.total_steps - 1
         return nearly_done or any(g.state != GangState.RUNNING or (g is not desired and alive(g)) for g in generations)
+
+
+def _policy(settings: ServiceSettings, nodes: Iterable[Node]) -> ServicePolicy:
+    config = _scheduler_config(settings)
+    if settings.policy == DEFAULT_POLICY:
+        return Scheduler(config, nodes, recurring.POLICY)
+    return make_policy(settings.policy, nodes, config)
 
 
 def _scheduler_config(settings: ServiceSettings) -> SchedulerConfig:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, PastRun, expect
 from elasticflow_airflow.service.books import Books, costs_from
@@ -52,7 +53,8 @@ class Almanac:
                     self._next_release_at = release_at
                 if run is not None:
                     expected[run.run_id] = run
-        known = {run.run_id: run for run in books.scheduler.expected_runs()}
+        scheduler = books.scheduler
+        known = {run.run_id: run for run in scheduler.expected_runs()} if isinstance(scheduler, Scheduler) else {}
         for run_id in known.keys() - expected.keys():
             feed(books, ev.RunForgotten(run_id))
         for run_id, run in expected.items():

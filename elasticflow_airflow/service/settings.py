@@ -42,6 +42,9 @@ class ServiceSettings(BaseSettings):
     warm_imports: str | None = None
     """``"torch,transformers"``: keep a process that has imported these, from which jobs start without waiting."""
 
+    policy: str = "elasticflow"
+    """Who gets which slots when; the others are there to compare with, and promise less or nothing."""
+
     idle_exit_s: float = Field(default=600.0, gt=0)
     """The embedded service leaves when there was no live job and no request for so long."""
     transition_interval_s: float = Field(default=0.25, gt=0)
@@ -132,6 +135,15 @@ class ServiceSettings(BaseSettings):
     def _nodes_by_slots(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(r"[1-9]\d{0,3}x[1-9]\d{0,3}", value):
             raise ValueError(f'virtual_nodes={value!r}: write nodes x slots, such as "4x2"')
+        return value
+
+    @field_validator("policy")
+    @classmethod
+    def _known_policy(cls, value: str) -> str:
+        from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES
+
+        if value not in POLICY_NAMES:
+            raise ValueError(f"there is no policy {value!r}; choose one of {', '.join(POLICY_NAMES)}")
         return value
 
     @field_validator("warm_imports")

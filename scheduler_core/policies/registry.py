@@ -153,6 +153,7 @@ _FACTORIES: dict[str, Factory] = {
     "oasis": _oasis,
     "aonline": _aonline,
 }
+DEFAULT_POLICY = "elasticflow"
 POLICY_NAMES: tuple[str, ...] = tuple(_FACTORIES)
 """All names that :func:`make_policy` knows, the default first."""
 
