@@ -121,7 +121,7 @@ class AntMan(GangPolicy):
                 job.job.memory.pop(_GUARANTEED, None)
                 rest.append(job)
         self._guaranteed = {claim.job_id for claim in guaranteed}
-        rest.sort(key=lambda job: (not job.size, job.job.number))
+        rest.sort(key=lambda job: (job.job.job.deadline_s is None, not job.size, job.job.number))
         others = [
             Claim(
                 job.job_id,

@@ -114,7 +114,7 @@ class Chronus(GangPolicy):
         if begins:
             self._term_end_s = self._next_boundary(now)
         on_time = abs(self._term_end_s - self._lease_s - now) <= TOLERANCE_S
-        waiting = sorted((job for job in jobs if not job.size), key=_by_deadline)
+        waiting = sorted((job for job in jobs if not job.size), key=self._by_need)
         running = [job for job in jobs if job.size]
         order: list[JobView]
         if begins and on_time and waiting:
@@ -237,6 +237,10 @@ class Chronus(GangPolicy):
     def _asked(self, job: JobView) -> int:
         """The size that was asked for, at most the knee."""
         return max((size for size in job.rising if size <= job.requested), default=job.rising[0])
+
+    def _by_need(self, job: JobView) -> tuple[float, float, int]:
+        """Promises by their deadline, then best effort, shortest first."""
+        return *_by_deadline(job)[:1], 0.0 if job.job.promised else job.run_s(self._size(job)), job.job.number
 
     def _size(self, job: JobView) -> int:
         return int(job.job.memory.get(_SIZE, 0.0)) or self._asked(job)

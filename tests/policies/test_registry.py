@@ -31,6 +31,14 @@ OURS = (
     "gandiva",
     "tiresias",
     "themis",
+    "antman",
+    "aonline",
+    "chronus",
+    "chronus+size",
+    "gavel",
+    "oasis",
+    "optimus",
+    "pollux",
 )
 
 
