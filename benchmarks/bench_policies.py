@@ -5,16 +5,19 @@
     ... [--traces 195job,...] [--policies elasticflow,edf,...] [--plots DIR] [--page docs/explanation/benchmark.md]
 
 Prints a table for each trace, of several traces one of all, and why ours did not meet what the bound's choice of jobs
-has. ``--page`` also puts them into a page, below the line ``<!-- results: NAME -->``. Traces and curves are those of
-../shared/data beside the checkout; without it there is nothing to do, and it says so.
+has. ``--page`` also puts them into a page, below the line ``<!-- results: NAME -->``, and draws the figures that it
+includes. Traces and curves are those of ../shared/data beside the checkout; without it there is nothing to do, and it
+says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -207,6 +210,21 @@ def bench(name: str, plan: Plan, args: argparse.Namespace, *, why: bool) -> None
     print(*overview, sep="\n")
     if args.page:
         put_into(args.page, name, [*overview, *details][:-1])
+        draw_for(args.page, name, done)
+
+
+def draw_for(page: Path, name: str, done: Mapping[Case, Comparison]) -> None:
+    """Draw those figures of a page whose files are named as it includes them: ``PAGE/NAME-TRACE-FIGURE.svg``."""
+    from elasticflow_airflow.scheduler_core.simulator.plots import draw
+
+    for case, comparison in done.items():
+        included = re.findall(rf"\]\({page.stem}/{name}-{case.trace}-([\w-]+)\.svg\)", page.read_text(encoding="utf-8"))
+        if included:
+            with tempfile.TemporaryDirectory() as drawn:
+                for path in draw(comparison, Path(drawn), ("svg",), only=included):
+                    folder = page.with_suffix("")
+                    folder.mkdir(exist_ok=True)
+                    shutil.copy(path, folder / f"{name}-{case.trace}-{path.name}")
 
 
 def main() -> None:

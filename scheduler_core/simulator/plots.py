@@ -65,9 +65,13 @@ def require_library() -> None:
 
 
 def draw(
-    comparison: Comparison, folder: Path, formats: Sequence[str] = FORMATS, window_h: tuple[float, float] | None = None
+    comparison: Comparison,
+    folder: Path,
+    formats: Sequence[str] = FORMATS,
+    window_h: tuple[float, float] | None = None,
+    only: Sequence[str] = (),
 ) -> list[Path]:
-    """Draw all figures of a comparison. Returns the files' names.
+    """Draw all figures of a comparison, or ``only`` those of these names. Returns the files' names.
 
     ``window_h`` is the window of the schedule of each policy, begin and length in hours after the first submission; by
     default six hours in which the first policy changes most.
@@ -91,8 +95,8 @@ def draw(
         figures["capacity"] = partial(capacity, comparison)
     written = []
     with _styled():
-        for name, make in figures.items():
-            figure = make()
+        for name in only or figures:
+            figure = figures[name]()
             for kind in formats:
                 path = folder / f"{name}.{kind}"
                 # Without a date, the same comparison gives the same file.
@@ -118,10 +122,10 @@ def deadlines(comparison: Comparison) -> Figure:
         axes.text(wanted * 1.015, place, f"{met}{share}{broken}", va="center", fontsize=9)
     if comparison.bound:
         axes.axvline(comparison.bound.met, color=_INK, linewidth=1.2, linestyle=_DASHES[1])
-        axes.text(comparison.bound.met, -0.62, f"bound {comparison.bound.met}", ha="center", va="bottom", fontsize=8.5)
-    axes.set_yticks(range(len(rows)), [str(row["policy"]) for row in rows])
-    axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
+        where = (comparison.bound.met, 1.0)
+        text = f"bound {comparison.bound.met}"
+        axes.annotate(text, where, (0, 3), axes.get_xaxis_transform(), "offset points", ha="center", fontsize=8.5)
+    _named_rows(axes, [str(row["policy"]) for row in rows])
     axes.spines["left"].set_visible(False)
     axes.set_xlim(0, wanted)
     axes.set_xlabel(f"deadlines met, of {wanted}")
@@ -198,6 +202,7 @@ def gantt(setting: Setting, played: Played, window: tuple[float, float]) -> Figu
     starts = {record.job_id: record.started_s for record in played.result.records}
     unit_s, unit = _unit(end - begin)
     figure, (axes,) = _canvas(1, 10.0, min(10.0, 1.6 + 0.075 * max(len(rows), 24)))
+    row_points = 72.0 * figure.get_figheight() * 0.77 / len(rows)
     colours: dict[str, str] = {}
     bodies, faces, stops = [], [], []
     labels: dict[str, tuple[float, float, float]] = {}
@@ -216,7 +221,7 @@ def gantt(setting: Setting, played: Played, window: tuple[float, float]) -> Figu
             faces.append(colour)
             if ready > low:
                 stops.append(Rectangle((low, first), ready - low, number))
-            area = (high - low) * number
+            area = (high - low) * number if number * row_points > 8.0 else 0.0
             if area > labels.get(span.job_id, (0.0, 0.0, 0.0))[0]:
                 labels[span.job_id] = (area, (low + high) / 2, first + number / 2)
     axes.add_collection(PatchCollection(bodies, facecolors=faces, edgecolors="white", linewidths=0.5))
@@ -267,9 +272,7 @@ def capacity(comparison: Comparison) -> Figure:
             axes.barh(place, one.nodes, color=_bar(one.contender), height=0.68)
             text = f"{one.nodes} nodes, {one.nodes * one.slots_per_node} slots"
             axes.text(one.nodes + largest * 0.015, place, text, va="center", fontsize=9)
-    axes.set_yticks(range(len(found)), [one.contender.label for one in found])
-    axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
+    _named_rows(axes, [one.contender.label for one in found])
     axes.spines["left"].set_visible(False)
     axes.set_xlim(0, largest)
     axes.set_xlabel(f"smallest number of nodes on which all {found[0].needed} deadlines that can be met are met")
@@ -322,6 +325,13 @@ def _title(axes: Axes, text: str, setting: Setting, note: str = "", *, sized: bo
         color=_FAINT,
         fontsize=9,
     )
+
+
+def _named_rows(axes: Axes, names: Sequence[str]) -> None:
+    """From the top, in order."""
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(names) - 0.4, -0.6)
 
 
 def _bar(contender: Contender) -> str:
