@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -226,3 +227,49 @@ def test_the_command_line_starts_without_what_it_does_not_use() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_whoever_looks_sees_how_far_it_is_its_rate_and_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from elasticflow_airflow.cli.simulation_display import Bars
+
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as if it were a terminal
+    monkeypatch.setenv("COLUMNS", "160")
+    with Bars(200) as bars:
+        progressed = bars.start("elasticflow")
+        for over in range(1, 101):
+            progressed(over, 86400.0 * over)
+        assert bars.wait("bound", lambda: 7) == 7
+        with bars.trying("edf on fewer and more nodes") as tried:
+            tried(12)
+    said = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err)
+    assert re.search(r"elasticflow .* 200/200 .* jobs/s left 0:00:00", said)
+    assert "edf on fewer and more nodes" in said
+
+
+def test_nobody_looks_at_a_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from elasticflow_airflow.cli.simulation_display import Bars
+
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    with Bars(2) as bars:
+        bars.start("elasticflow")(1, 0.0)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("length_s", "said"),
+    [
+        (0.4, "0 s"),
+        (59.4, "59 s"),
+        (61, "1 min"),
+        (3600, "1 h 00 min"),
+        (47.5 * 3600, "47 h 30 min"),
+        (1e6, "11 d 14 h"),
+    ],
+)
+def test_durations_are_said_as_people_say_them(length_s: float, said: str) -> None:
+    from elasticflow_airflow.cli.simulation_display import duration
+
+    assert duration(length_s) == said
