@@ -219,6 +219,7 @@ class Simulation:
         if happening.what == "report":
             self._push(now + self.report_every_s, 3, happening)
             return [ev.JobProgressed(job_id, run.left, steps_per_s=run.speed)]
+        run.left = 0.0  # what rounding left over is no reason to count a suspension
         self._hold(run, (), now)
         self._end(run, now, "finished")
         run.record.finished_s = now

@@ -45,3 +45,11 @@ def test_running_gangs_move_only_when_the_head_of_the_line_needs_a_block(make: M
     played = play(GangFifo(nodes=nodes(2, 2)), jobs, nodes(2, 2))
     assert played.jobs["d"].started_s == 15.0
     assert sum(record.migrations for record in played.jobs.values()) == 0
+
+
+def test_nothing_that_runs_is_ever_stopped(make: MakeJob, nodes: Any, play: Any) -> None:
+    jobs = [
+        make(f"j{i}", 100.0 / (i + 1.7), at=i / 3, asks=1 << i % 3, curve={1: 0.7, 2: 1.1, 4: 1.3}) for i in range(20)
+    ]
+    played = play(GangFifo(nodes=nodes(1, 4)), jobs, nodes(1, 4))
+    assert [(record.changes, record.suspensions) for record in played.result.records] == [(1, 0)] * 20
