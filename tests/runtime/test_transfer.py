@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from elasticflow_airflow.runtime import transfer
+from elasticflow_airflow.runtime import neighbour, transfer
 from elasticflow_airflow.runtime.checkpoint import Registered
 from elasticflow_airflow.runtime.transfer import StateServer, TransferError, receive
 
@@ -46,7 +49,33 @@ def serve() -> Iterator[Any]:
         server.close()
 
 
-def test_every_kind_of_tensor_comes_over(serve):
+@pytest.fixture(params=["memory", "socket"])
+def way(request, monkeypatch) -> str:
+    """How large tensors come over: read by the joiner where they are, or sent."""
+    if request.param == "socket":
+        monkeypatch.setattr(neighbour, "reach", lambda told: None)
+    else:
+        with neighbour.readable_by(os.getpid()) as told:
+            if neighbour.reach(told) is None:
+                pytest.skip(f"this system lets no process read another's memory ({told['where'] or 'no Linux'})")
+    return request.param
+
+
+@pytest.fixture
+def read(monkeypatch) -> list[int]:
+    """Sizes of the pieces that were read out of the other's memory."""
+    sizes: list[int] = []
+    real = neighbour.Neighbour.read
+
+    def note(self: Any, piece: neighbour.Piece) -> int:
+        sizes.append(piece[2])
+        return real(self, piece)
+
+    monkeypatch.setattr(neighbour.Neighbour, "read", note)
+    return sizes
+
+
+def test_every_kind_of_tensor_comes_over(serve, way, read):
     state = {
         "conjugated": torch.tensor([1 + 2j, 3 - 4j]).conj(),
         "negated": torch.tensor([1 + 2j]).conj().imag,
@@ -68,6 +97,72 @@ def test_every_kind_of_tensor_comes_over(serve):
         assert came[name].dtype == state[name].dtype
         assert torch.equal(came[name].resolve_conj(), state[name].resolve_conj()), name
     assert server.wait(1, lambda: False)
+    assert (4 << 16 in read) == (way == "memory")
+
+
+def test_a_large_model_and_its_optimizer_come_over_bit_by_bit(serve, way, read):
+    def build(seed: int) -> Registered:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(1 << 11, 1 << 12), nn.Linear(1 << 12, 100))  # 34 MB, in several pieces
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(2, 1 << 11)).sum().backward()
+        optimizer.step()
+        return Registered(model, {"optimizer": optimizer})
+
+    here, there = build(1), build(2)
+    homes = [p.data_ptr() for p in there.model.parameters()]
+    server = serve(here)
+    assert receive(server.contact, there).nbytes > 100_000_000
+    assert [p.data_ptr() for p in there.model.parameters()] == homes
+    pairs = zip(here.model.parameters(), there.model.parameters(), strict=True)
+    states = [part.others["optimizer"].state for part in (here, there)]
+    for mine, theirs in pairs:
+        assert torch.equal(mine, theirs)
+        assert all(torch.equal(states[0][mine][name], states[1][theirs][name]) for name in ("exp_avg", "exp_avg_sq"))
+    assert server.wait(1, lambda: False)
+    assert sum(read) > 100_000_000 or way == "socket"
+
+
+@pytest.mark.parametrize("way", ["memory"], indirect=True)
+def test_what_is_read_while_the_other_goes_on_does_not_count(serve, way, monkeypatch):
+    """Who trains has given up waiting, and changes its weights, while the joiner still reads them."""
+    server = serve(Registered(nn.Linear(1 << 8, 1 << 8)))
+    real = neighbour.Neighbour.read_all
+
+    def read_late(self: Any, pieces: Any) -> Any:
+        server.close()
+        return real(self, pieces)
+
+    monkeypatch.setattr(neighbour.Neighbour, "read_all", read_late)
+    with pytest.raises(TransferError):
+        receive(server.contact, Registered(nn.Linear(1 << 8, 1 << 8)))
+    assert not server.wait(1, lambda: True)
+
+
+@pytest.mark.parametrize("way", ["memory"], indirect=True)
+def test_who_dies_while_its_memory_is_read_is_an_error(serve, way, monkeypatch):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    server = serve(Registered(nn.Linear(1 << 8, 1 << 8)))
+    reach = neighbour.reach
+
+    def reach_and_lose(told: dict[str, Any]) -> Any:
+        found = reach(told)
+        found._pid = gone.pid
+        return found
+
+    monkeypatch.setattr(neighbour, "reach", reach_and_lose)
+    with pytest.raises(TransferError, match="cannot be read: No such process"):
+        receive(server.contact, Registered(nn.Linear(1 << 8, 1 << 8)))
+
+
+def test_another_process_of_the_same_number_is_not_read():
+    with neighbour.readable_by(os.getpid()) as told:
+        if told["where"]:
+            assert neighbour.reach({**told, "word": "00" * 16}) is None
+            assert neighbour.reach({**told, "where": "another machine"}) is None
+            assert neighbour.reach({**told, "at": 8}) is None
+    assert neighbour.reach({**told, "where": ""}) is None
 
 
 def test_a_large_tensor_may_take_longer_than_the_limit_of_silence(serve, monkeypatch):
@@ -78,13 +173,14 @@ def test_a_large_tensor_may_take_longer_than_the_limit_of_silence(serve, monkeyp
     total = 4 * (1 << 23)
     with socket.create_connection((host, port)) as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-        slow.sendall(token.encode())
+        slow.sendall(token.encode() + struct.pack("!Q", 0))
         stream = slow.makefile("rb", buffering=0)
         (length,) = struct.unpack("!Q", stream.read(8))
         header = b""
         while len(header) < length:
             header += stream.read(length - len(header))
         assert json.loads(header)["facts"] == FACTS
+        slow.sendall(b"S")
         taken = 0
         while taken < total:
             piece = slow.recv(1 << 20)
