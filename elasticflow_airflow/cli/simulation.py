@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 BAD_INPUT, INTERRUPTED, TERMINATED = 2, 130, 143
 """Exit statuses: bad input, Ctrl-C, SIGTERM."""
 WIDE = 200
+OPTIONAL = ("matplotlib", "scipy")
 
 
 class ObjectiveChoice(StrEnum):
@@ -287,6 +288,12 @@ def _answering() -> Iterator[None]:
         _fail(str(problem), BAD_INPUT)
     except SimulationError as problem:
         _fail(f"a defect of the policy, nothing was written: {problem}", 1)
+    except ModuleNotFoundError as problem:
+        if problem.name is None or problem.name.split(".")[0] not in OPTIONAL:
+            raise
+        _fail(
+            f"this needs {problem.name}, which is not installed; pip install 'elasticflow-airflow[simulate]'", BAD_INPUT
+        )
     except OSError as problem:
         _fail(f"nothing was written: {problem}", 1)
     except KeyboardInterrupt:

@@ -197,6 +197,18 @@ def test_a_defect_of_a_policy_is_said_as_one(inputs: Callable[..., list[str]], m
     assert "a defect of the policy, nothing was written: a slot twice" in done.stderr
 
 
+def test_a_library_that_a_policy_needs_is_named(
+    inputs: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(self: loop.Simulation) -> None:
+        raise ModuleNotFoundError("No module named 'scipy'", name="scipy")
+
+    monkeypatch.setattr(loop.Simulation, "run", missing)
+    done = simulate(*inputs(), "--policy", "chronus")
+    assert done.exit_code == 2
+    assert "this needs scipy, which is not installed; pip install 'elasticflow-airflow[simulate]'" in done.stderr
+
+
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_run_that_is_interrupted_leaves_nothing(
     sent: signal.Signals, status: int, inputs: Callable[..., list[str]], tmp_path: Path
