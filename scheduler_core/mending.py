@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from elasticflow_airflow.scheduler_core.allocation import share_later, share_now
 from elasticflow_airflow.scheduler_core.draft import Draft
-from elasticflow_airflow.scheduler_core.jobs import LiveJob
+from elasticflow_airflow.scheduler_core.jobs import LiveJob, overdue
 from elasticflow_airflow.scheduler_core.planner import Planner
-from elasticflow_airflow.scheduler_core.work import TOLERANCE_S, Course, Work
+from elasticflow_airflow.scheduler_core.work import TOLERANCE_S, Course, Holding, Work
 
 
 def mend(planner: Planner, rescue: int) -> Draft:
@@ -35,30 +35,32 @@ def _beside_the_others(planner: Planner) -> tuple[Draft, int]:
 
     Older promises come first. Who cannot be helped goes on as before, if nobody needs its slots.
     """
-    draft = planner.stored()
+    stored = {job.job_id: job.course for job in planner.jobs if job.course is not None}
     ailing: list[tuple[LiveJob, Work]] = []
+    healthy: dict[str, Course] = {}
     for job in planner.jobs:
         if job.promised and not job.at_risk:
-            work = planner.bound(job, planner.work(job))
-            course = draft.courses.get(job.job_id)
-            if course is None or not course.holdings or course.promised_s > work.limit_s + TOLERANCE_S:
+            work, course = planner.bound(job, planner.work(job)), stored.get(job.job_id)
+            kept = course is not None and course.holdings and course.promised_s <= work.limit_s + TOLERANCE_S
+            if course is not None and (kept or overdue(job, planner.now)):
+                healthy[job.job_id] = course
+            else:
                 ailing.append((job, work))
-    weak = [job for job in planner.jobs if not job.promised or job.at_risk]
     ailing.sort(key=lambda pair: pair[0].promise)
-    weak.sort(key=lambda job: (job.best_effort, job.promise, job.number))
-    aside = {job.job_id: draft.drop(job.job_id) for job in [job for job, _ in ailing] + weak}
-    lost: list[LiveJob] = []
+    draft = Draft(planner.layout, planner.now, healthy)
+    placed: list[Holding] = []
+    lost = 0
     for job, work in ailing:
         found = _keeping(draft, work)
         if found is None:
-            lost.append(job)
+            lost += 1
         else:
             draft.put(job.job_id, found)
-    for job in lost + weak:
-        before = aside[job.job_id]
-        if before is not None and _free(draft, before):
-            draft.put(job.job_id, before)
-    return draft, len(lost)
+            placed += found.holdings
+    for job_id, course in stored.items():  # stored courses share no slot; only what was placed now may be in the way
+        if job_id not in draft.courses and not any(_meet(held, new) for held in course.holdings for new in placed):
+            draft.courses[job_id] = course
+    return Draft(planner.layout, planner.now, draft.courses), lost
 
 
 def _keeping(draft: Draft, work: Work) -> Course | None:
@@ -67,5 +69,7 @@ def _keeping(draft: Draft, work: Work) -> Course | None:
     return share_now(draft, work, work.limit_s) or share_later(draft, work, work.limit_s)
 
 
-def _free(draft: Draft, course: Course) -> bool:
-    return all(not mask & ~draft.book.free_over(start, end) for start, end, mask in course.holdings)
+def _meet(one: Holding, other: Holding) -> bool:
+    """Whether two holdings share a slot at some time."""
+    together = one.start_s < other.end_s - TOLERANCE_S and other.start_s < one.end_s - TOLERANCE_S
+    return together and bool(one.mask & other.mask)
