@@ -89,6 +89,9 @@ class AdmittingEdf(Edf):
         deadline = job.job.deadline_s
         if deadline is None:
             return self.take(newcomer, "best effort: runs on slots that no deadline needs")
+        if not newcomer.known:
+            reason = "its speed or its length is not known: runs as best effort; no deadline is kept"
+            return self.take(newcomer, reason)
         twin = self.twin()
         trial = twin.jobs.setdefault(job.job_id, copy.copy(job))
         trial.phase, trial.best_effort = Phase.ADMITTED, False
@@ -153,7 +156,8 @@ class ElasticEdf(GangPolicy):
         for job in sorted(scene.jobs, key=by_deadline):
             sizes[job.job_id] = 0
             work = self._work(job)
-            shares = minimum_share(free, work, scene.now) if work.limit_s < INFINITY else None
+            known = work.limit_s < INFINITY and job.known
+            shares = minimum_share(free, work, scene.now) if known else None
             for start, end, size in shares or ():
                 free.reserve(start, end, size)
                 times += [start, end]

@@ -92,6 +92,11 @@ class JobView:
         return self.job.mask.bit_count()
 
     @property
+    def known(self) -> bool:
+        """Whether it can be said how long it takes."""
+        return self.left < INFINITY and any(speed > 0.0 for speed in self.speeds.values())
+
+    @property
     def rising(self) -> tuple[int, ...]:
         """Sizes of which each is faster than all smaller ones: capped at the knee."""
         best, sizes = -1.0, []

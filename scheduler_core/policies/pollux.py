@@ -115,6 +115,8 @@ def speed_ups(job: JobView, fair: float) -> dict[int, float]:
     rising = job.rising
     share = max((n for n in rising if n <= fair), default=rising[0])
     at_share = job.speeds[share] * min(1.0, fair / share)
+    if at_share <= 0.0:
+        return {rising[0]: 1.0}  # nobody has seen it run yet
     return {size: job.speeds[size] / at_share for size in rising}
 
 

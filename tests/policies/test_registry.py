@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from support.schedule_checker import check, read_jobs
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
+from elasticflow_airflow.scheduler_core import decisions as de
+from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES, make_policy
 from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
 from elasticflow_airflow.scheduler_core.simulator.export import write_schedule
@@ -93,6 +96,35 @@ def test_uneven_nodes_are_used_block_by_block(name: str, make: MakeJob, play: An
     cluster = [Node(node_id=f"n{i}", slots=size) for i, size in enumerate((8, 6, 4, 4, 1))]
     played = play(policy_of(name, cluster), synthetic(make, 2, 20, pause=7.0), cluster)
     assert played.result.summary()["unfinished"] == 0
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_jobs_of_unknown_speed_and_length_are_served_and_learnt(name: str, make: MakeJob, nodes: Any) -> None:
+    policy = policy_of(name, nodes(1, 4))
+    known = make("known", 400.0, deadline=3000.0)
+    unknown = replace(make("unknown", 1.0, asks=2, deadline=3000.0), curve=None, total_steps=None)
+    held: dict[str, int] = {}
+    steps = [
+        ev.JobSubmitted(known),
+        ev.JobSubmitted(unknown),
+        ev.JobProgressed("known", 300.0),
+        ev.WakeUp(),
+        ev.JobFinished("known"),
+        ev.WakeUp(),
+        ev.JobProgressed("unknown", 5000.0, steps_per_s=2.0, total_steps=6000.0),
+        ev.WakeUp(),
+    ]
+    for turn, event in enumerate(steps):
+        for decision in policy.handle(event, 700.0 * turn):
+            if isinstance(decision, de.Resize):
+                held[decision.job_id] = decision.placement.workers
+            elif isinstance(decision, de.Suspend):
+                held[decision.job_id] = 0
+            elif isinstance(decision, de.Reject):
+                assert decision.job_id == "unknown"
+                return  # a policy of prices cannot price what nobody knows, and says so
+    assert held["unknown"] > 0
+    assert policy.projected_finish_s("unknown") == pytest.approx(3500.0 + 700.0 + 5000.0 / 2.0, rel=0.3)
 
 
 @pytest.mark.parametrize("name", OURS)
