@@ -174,7 +174,7 @@ def test_blocks_of_uneven_nodes_are_aligned_among_their_equals() -> None:
     ("trace", "kind", "nodes", "slots"),
     [
         ("195job", "a100", 16, 8),
-        ("195job", "a100", 4, 8),
+        pytest.param("195job", "a100", 4, 8, marks=pytest.mark.slow),
         pytest.param("t4_195job", "t4", 16, 4, marks=pytest.mark.slow),
         ("cluster10", "a100", 32, 8),
         ("poisson_100job", "a100", 16, 8),
