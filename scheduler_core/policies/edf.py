@@ -11,7 +11,7 @@ artifact lets a job grow past the peak of its curve, where more GPUs make it slo
 ``edf+admission`` (:class:`AdmittingEdf`) promises. The paper puts its admission control, which reasons about minimum
 shares, in front of EDF, which hands out as much as helps: what the one admits the other may still make late. Ours asks
 the question of the policy that will run: a newcomer is admitted if EDF itself, rolled forward without further arrivals,
-ends it and everyone admitted before in time.
+ends it and everyone admitted before in time, with the margins for speeds and delays that our own promises have, too.
 
 ``edf+elastic`` (:class:`ElasticEdf`) refuses nobody: jobs in order of their deadlines get their minimum satisfactory
 share (Algorithm 1; pauses are part of it), and what is left goes by marginal return (Algorithm 2), to those who cannot
@@ -34,7 +34,7 @@ from elasticflow_airflow.scheduler_core.policies.gang import Claim, GangPolicy, 
 from elasticflow_airflow.scheduler_core.policies.live import JobView
 from elasticflow_airflow.scheduler_core.policies.seating import Room
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
-from elasticflow_airflow.scheduler_core.values import Node, Phase
+from elasticflow_airflow.scheduler_core.values import Node, Phase, ScalingCurve
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Work
 
 _SOONER_S = 1e-3
@@ -97,6 +97,7 @@ class AdmittingEdf(Edf):
         trial.phase, trial.best_effort = Phase.ADMITTED, False
         for other in [other for other in twin.jobs.values() if other.phase is not Phase.ADMITTED]:
             del twin.jobs[other.job_id]  # runs later, if at all, and is admitted only if that keeps every promise
+        twin.expect_the_worst()
         late = twin.first_late(newcomer.now)
         if late is None:
             reason = "earliest deadline first ends it and all admitted before in time"
@@ -104,6 +105,15 @@ class AdmittingEdf(Edf):
         who, by_s = late
         who = "it" if who == job.job_id else who
         return self.refuse(newcomer, f"earliest deadline first would end {who} {duration(by_s)} late")
+
+    def expect_the_worst(self) -> None:
+        """Make everyone as slow as the configuration says that a measured speed may turn out to be."""
+        part = 1.0 - self.config.speed_error
+        for job in self.jobs.values() if part < 1.0 else ():
+            spec = job.job
+            curves = {kind: _slower(curve, part) for kind, curve in spec.curves.items()}
+            job.job = replace(spec, curve=spec.curve and _slower(spec.curve, part), curves=curves)
+            job.changed()
 
     def first_late(self, now: float) -> tuple[str, float] | None:
         """Roll forward without further arrivals; the first promise that would be broken, and by how much.
@@ -138,11 +148,16 @@ class AdmittingEdf(Edf):
         for job_id, end in ends.items():
             job = self.jobs[job_id]
             deadline = job.job.deadline_s
-            if not job.promised or deadline is None or end <= deadline + TOLERANCE_S:
+            by_s = INFINITY if deadline is None else deadline - self.config.deadline_margin_s
+            if not job.promised or end <= by_s + TOLERANCE_S:
                 continue
             if end == min(ends.values()) or job.size >= self.view(job, job.as_of_s).rising[-1]:
-                return job_id, end - deadline
+                return job_id, end - by_s
         return None
+
+
+def _slower(curve: ScalingCurve, part: float) -> ScalingCurve:
+    return ScalingCurve({size: speed * part for size, speed in curve.steps_per_s.items()})
 
 
 class ElasticEdf(GangPolicy):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from elasticflow_airflow.scheduler_core import SchedulerConfig
 from elasticflow_airflow.scheduler_core import decisions as de
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.policies.edf import AdmittingEdf, Edf, ElasticEdf
@@ -124,6 +125,17 @@ def test_a_promise_that_no_size_can_keep_is_announced(make: MakeJob, nodes: Any)
     assert (decided[0].projected_s, policy.states()[0].at_risk) == (115.0, True)
     assert policy.handle(ev.JobProgressed("a", 140.0), 41.0) == []
     assert policy.handle(ev.JobProgressed("a", 100.0), 45.0) == [de.OnTrack("a", 110.0, 95.0)]
+
+
+def test_promises_have_the_margins_of_the_configuration(make: MakeJob, nodes: Any) -> None:
+    def answer(deadline: float, **margins: float) -> type[de.Decision]:
+        policy = AdmittingEdf(SchedulerConfig(**margins), nodes(1, 1))
+        return type(policy.handle(ev.JobSubmitted(make("a", 90.0, deadline=deadline, curve={1: 1.0})), 0.0)[0])
+
+    assert answer(95.0) is de.Admit
+    assert answer(95.0, deadline_margin_s=10.0) is de.Reject
+    assert answer(95.0, speed_error=0.1) is de.Reject
+    assert answer(100.0, speed_error=0.1) is de.Admit
 
 
 def test_small_shares_keep_what_large_gangs_miss(make: MakeJob, nodes: Any, play: Any) -> None:
