@@ -131,8 +131,15 @@ def _antman_plain(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePoli
     return AntMan(config, nodes, at_knee=False)
 
 
+def _elasticflow_types(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
+    from elasticflow_airflow.scheduler_core.policies.by_type import ByType
+
+    return ByType(_elasticflow, config, nodes)
+
+
 _FACTORIES: dict[str, Factory] = {
     "elasticflow": _elasticflow,
+    "elasticflow+types": _elasticflow_types,
     "edf": _edf,
     "edf-plain": _edf_plain,
     "edf+elastic": _edf_elastic,
