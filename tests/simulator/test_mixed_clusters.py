@@ -95,7 +95,7 @@ def test_measured_pairs_leave_each_other_something() -> None:
     assert table.leftover("unknown:1", "unknown:2") == 0.0
 
 
-@pytest.mark.parametrize("name", ["gavel", "optimus", "oasis", "elasticflow"])
+@pytest.mark.parametrize("name", ["gavel", "optimus", "oasis", "elasticflow", "elasticflow+types"])
 def test_a_mixed_cluster_plays_the_models_that_both_tables_have(name: str) -> None:
     if not DATA.is_dir():
         pytest.skip(f"needs the data folder {DATA} beside the checkout")
