@@ -18,7 +18,7 @@ TOO_SMALL = (
     Case("cluster10", 2, 8),
 )
 OURS = ("elasticflow", "elasticflow:wait", "elasticflow:value", "elasticflow:value:wait")
-REFUSING = ("edf+admission", "oasis", "aonline", "chronus")
+REFUSING = ("edf+admission", "oasis", "aonline", "chronus", "chronus+size")
 
 
 def main() -> None:
