@@ -45,3 +45,15 @@ def test_a_slower_job_pushes_best_effort_aside(make_job, nodes) -> None:
     decisions = scheduler.handle(ev.JobProgressed("a", remaining_steps=90, steps_per_s=0.5), 20.0)
     assert of(decisions, de.AtRisk) == []
     assert {s.job.job_id: s.placement.workers for s in scheduler.states()} == {"a": 2, "be": 0}
+
+
+def test_a_promise_at_risk_is_kept_again_once_there_is_room(make_job, nodes) -> None:
+    """A node is lost and comes back: the newer of two promises is at risk meanwhile, and both are kept in the end."""
+    first, second = nodes(1, 1)
+    scheduler = Scheduler(CONFIG, [first, second])
+    admitted(scheduler, *[make_job(name, steps=100, deadline=130, curve={1: 1.0}) for name in "ab"])
+    decisions = scheduler.handle(ev.NodeLost(second.node_id), 20.0)
+    assert of(decisions, de.AtRisk) == [(de.AtRisk, "b")]
+    decisions = scheduler.handle(ev.NodeJoined(second), 40.0)
+    assert of(decisions, de.OnTrack) == [(de.OnTrack, "b")]
+    assert scheduler.plan_of("b").finish_s == 120.0

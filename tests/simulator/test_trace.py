@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,6 +77,16 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     write_trace(tmp_path / "t.csv", jobs)
     assert [replace(job, line=0) for job in read_trace(tmp_path / "t.csv").jobs] == jobs
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t.csv"]
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
+    def interrupted() -> Iterator[TraceJob]:
+        yield TraceJob(job_id="a", submitted_s=0, steps=7, model="m", batch_size=2, deadline_s=9)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_trace(tmp_path / "t.csv", interrupted())
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
