@@ -232,3 +232,15 @@ def test_the_distribution_counts_jobs_that_were_refused(setting: Setting) -> Non
 def test_unknown_policies_are_bad_input() -> None:
     with pytest.raises(InputError, match="unknown policy 'x'"):
         Contender(policy="x")
+
+
+def test_a_cluster_on_which_a_job_cannot_run_keeps_no_promise(
+    trace_file: Callable[..., Path], curves_folder: Callable[..., Path]
+) -> None:
+    trace = read_trace(trace_file("a,0,1000,net,64,1100"))
+    curves = read_curves(curves_folder("global_batch_size,4\n64,4.0\n"))
+    setting = Setting(trace=trace, curves=curves, nodes=cluster(1, 2), conditions=Conditions())
+    found = capacity.smallest_cluster(setting, Contender(policy="elasticflow"), limit=4)
+    assert found.nodes == 2
+    with pytest.raises(InputError, match="needs at least 4 slots"):
+        capacity.smallest_cluster(setting, Contender(policy="elasticflow"), limit=1)
