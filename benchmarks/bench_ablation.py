@@ -1,10 +1,11 @@
 """What each improvement over the paper adds: the scheduler beside itself without it, over jittered deadlines.
 
-    python benchmarks/bench_ablation.py [--seeds 2] [--full] [--processes N] [--page docs/explanation/benchmark.md]
+    python benchmarks/bench_ablation.py [--seeds 5] [--full] [--processes N] [--page docs/explanation/benchmark.md]
 
 Every deadline's distance from its submission is scaled by a random factor within a tenth of 1, anew for each seed, so
-that nothing depends on the one trace that parameters were tuned on. ``--full``: five seeds, and every trace on its own
-cluster and on those that are too small. Needs ../shared/data beside the checkout; without it there is nothing to do.
+that nothing depends on the one trace that parameters were tuned on. ``--full``: every trace, on its own cluster and on
+those that are too small; half an hour on two cores. Needs ../shared/data beside the checkout; without it there is
+nothing to do.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def lines_of(case: Case, found: Sequence[Sequence[Figures]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=0, help="default: 2, with --full 5")
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--page", type=Path, help="put the tables into this page")
@@ -115,7 +116,7 @@ def main() -> None:
     if not DATA.is_dir():
         print(f"nothing to do: the traces are not at {DATA}")
         return
-    seeds = args.seeds or (5 if args.full else 2)
+    seeds = args.seeds
     cases = (*OWN_SIZE, *TOO_SMALL) if args.full else QUICK
     pieces: list[str] = []
     with ProcessPoolExecutor(args.processes) as pool:
