@@ -23,6 +23,9 @@ from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Work
 
 
+_DOUBLINGS = 6
+
+
 @dataclass(slots=True)
 class Verdict:
     """The outcome: a draft that includes the newcomer (``anew``: only promises are in it), or why not."""
@@ -46,7 +49,7 @@ class Admission:
         self.thorough = thorough
         self.priced_out = False
         """Whether the last try failed by what is kept free for others, whatever else there is."""
-        self.stored = planner.stored()
+        self.stored = planner.reserve(planner.stored())
         self.stored.drop(newcomer.job_id)
         self.room = beside(self.stored, planner.expected) if planner.expected else self.stored
         """The stored plan with the expected runs beside it; None when they do not all fit there."""
@@ -150,7 +153,7 @@ class Admission:
         return minimum_share(free, work, planner.now) is None and expected.worth <= planner.config.protection_tolerance
 
     def _with(self, draft: Draft, course: Course) -> Draft:
-        twin = self.planner.unexpected(draft.copy())
+        twin = draft.copy()
         twin.put(self.job.job_id, course)
         return twin
 
@@ -177,6 +180,10 @@ class Admission:
             return None
         asked = self.job.job.deadline_s
         low = max(now + self._least(work), (asked - config.deadline_margin_s) if asked is not None else now)
+        for _ in range(_DOUBLINGS if self.protection is not None else 0):
+            if self._try(work, certain, 0) is not None:
+                break
+            certain = now + 2.0 * (certain - now)  # what is kept free for others leaves room only later
         high = certain
         for _ in range(self._effort(config.offer_probes)):
             if high - low <= max(1.0, 0.01 * (high - now)):

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from elasticflow_airflow.scheduler_core.admission import Admission, Verdict
 from elasticflow_airflow.scheduler_core.board import Board
-from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun
-from elasticflow_airflow.scheduler_core.calendar_guard import keepable, reserved
+from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, stand_in_id
+from elasticflow_airflow.scheduler_core.calendar_guard import keepable, reserved, stand_ins
 from elasticflow_airflow.scheduler_core.config import Objective, SchedulerConfig
 from elasticflow_airflow.scheduler_core.decisions import (
     Admit,
@@ -57,7 +57,10 @@ class Decider:
         self._protection: Protection | None = None
         if self.config.objective is Objective.VALUE:
             self._protection = Protection(
-                self.config.protection_half_lives_s, self.config.protection_reach, self.config.protection_weight
+                self.config.protection_half_lives_s,
+                self.config.protection_reach,
+                self.config.protection_weight,
+                self.config.protection_deviations,
             )
 
     def plan_of(self, job_id: str) -> Plan | None:
@@ -170,11 +173,13 @@ class Decider:
     def _ask(self, live: LiveJob, now: float, *, thorough: bool = True) -> Verdict:
         board = self._board
         jobs = [j for j in board.jobs.values() if j is not live]
-        runs = () if live.foreseen else tuple(board.calendar.runs.values())
+        runs = tuple(board.calendar.runs.values())
         limits = [j.job.deadline_s for j in (live, *jobs) if j is live or j.promised]
         last = max((limit for limit in limits if limit is not None), default=now)
         near = [run for run in runs if run.due_s < last]  # nothing that is promised by then collides with the others
         verdict = self._verdict(live, jobs, near, now, thorough=thorough)
+        if verdict.draft is None and live.foreseen and near:  # it goes before what has not come yet
+            return self._verdict(live, jobs, (), now, thorough=thorough)
         if verdict.draft is None and len(near) < len(runs):  # but a later deadline, which is offered, may
             verdict = self._verdict(live, jobs, runs, now, thorough=thorough)
         return verdict
@@ -183,7 +188,7 @@ class Decider:
         self, live: LiveJob, jobs: Sequence[LiveJob], runs: Sequence[ExpectedRun], now: float, *, thorough: bool
     ) -> Verdict:
         layout = self._board.layout
-        planner = Planner(self.config, layout, jobs, now)
+        planner = self._board.planner_over(jobs, now)
         if runs:
             planner.expected = keepable(planner, reserved(runs, layout, self.config, self._board.calendar.policy, now))
         return Admission(planner, live, self._protection, thorough=thorough).decide()
@@ -291,15 +296,26 @@ class Decider:
 
     def _finish(self, planner: Planner, draft: Draft, now: float, out: list[Decision], why: str) -> None:
         """Complete a draft of promises, prefer a fresh plan if that feeds more jobs, and adopt."""
-        draft = planner.complete(draft)
+        draft = planner.complete(planner.reserve(draft))
         starved = planner.starved(draft)
         if starved and planner.luxury(draft):
-            other = planner.fresh()
+            other = self._afresh(planner, draft)
             if other is not None:
-                other = planner.complete(other)
+                other = planner.complete(planner.reserve(other))
                 if planner.starved(other) < starved:
                     draft = other
         self._board.adopt(draft, now, out, why)
+
+    def _afresh(self, planner: Planner, draft: Draft) -> Draft | None:
+        """All promises planned anew, with every reservation that the draft holds; None when no plan proves them."""
+        calendar, now = self._board.calendar, planner.now
+        runs = [run for run in calendar.runs.values() if stand_in_id(run.run_id) in draft.courses]
+        if not runs:
+            return planner.fresh()
+        planner.expected = stand_ins(runs, planner.layout, self.config, calendar.policy, now)
+        other = planner.fresh(guarded=True)
+        planner.expected = ()
+        return None if other is None else planner.unguarded(other)
 
     def _after_measuring(self, job: LiveJob, now: float) -> list[Decision]:
         board = self._board

@@ -1,0 +1,136 @@
+"""Admission by value: what is kept free for cheaper arrivals, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
+from elasticflow_airflow.scheduler_core import decisions as de
+from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.config import Objective
+from elasticflow_airflow.scheduler_core.pricing import Arrival, Protection, footprint_of
+from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject
+from elasticflow_airflow.scheduler_core.work import Work
+
+HOUR = 3600.0
+
+
+def protection(half_lives_h: tuple[float, ...] = (10.0,), reach: float = 100.0, weight: float = 1.0) -> Protection:
+    return Protection(tuple(h * HOUR for h in half_lives_h), reach, weight, 0.0)
+
+
+def test_the_footprint_is_the_least_that_keeps_the_deadline_alone() -> None:
+    work = Work("a", 100.0, 0.0, 0, 0, 0.0, False, (1, 2, 4), {1: 1.0, 2: 1.6, 4: 2.5}, 10.0, 5.0, 0.0, 0.0)
+    assert footprint_of(work, 0.0, 200.0) == 110.0
+    assert footprint_of(work, 0.0, 100.0) == 2 * (10.0 + 62.5)
+    assert footprint_of(work, 0.0, 60.0) == 4 * (10.0 + 40.0)
+    assert footprint_of(work, 0.0, 40.0) is None
+
+
+def test_a_steady_stream_is_expected_to_go_on() -> None:
+    """One job an hour, each one slot for its window of 2 h: two slots once the stream has filled its windows."""
+    learned = protection()
+    for hour in range(200):
+        learned.note(Arrival(hour * HOUR, 2 * HOUR, 2 * HOUR, 1.0))
+    now = 199.5 * HOUR
+    times = now + np.array([0.5, 1.0, 2.0, 10.0]) * HOUR
+    assert learned.expected_use(now, 3 * HOUR, times) == pytest.approx([0.5, 1.0, 2.0, 2.0], rel=0.05)
+
+
+def test_only_who_is_cheaper_counts_and_value_makes_cheap() -> None:
+    learned = protection()
+    learned.note(Arrival(0.0, 100.0, HOUR, 1.0))
+    learned.note(Arrival(0.0, 1000.0, HOUR, 20.0))
+    times = np.array([2 * HOUR])
+    assert learned.expected_use(1.0, 40.0, times) == 0.0
+    only_valuable = learned.expected_use(1.0, 60.0, times)[0]
+    both = learned.expected_use(1.0, 200.0, times)[0]
+    assert both == pytest.approx(only_valuable * 1.1)
+
+
+def test_a_burst_is_not_the_rate_of_a_week() -> None:
+    burst = protection((1.0,), reach=2.0)
+    for _ in range(20):
+        burst.note(Arrival(0.0, HOUR, HOUR, 1.0))
+    soon, later = burst.expected_use(60.0, 2 * HOUR, np.array([1.0, 50.0]) * HOUR)
+    assert soon > 1.0
+    assert later == 0.0
+
+
+def value_scheduler(nodes: Callable[..., list[Node]], **config: float) -> Scheduler:
+    return Scheduler(SchedulerConfig(objective=Objective.VALUE, protection_weight=1.0, **config), nodes(4))
+
+
+def small(make_job: Callable[..., Job], number: int, now: float) -> Job:
+    return make_job(f"small{number}", steps=600.0, deadline=now + 1000.0, curve={1: 1.0})
+
+
+def verdict(decisions: list[de.Decision]) -> de.Admit | de.Reject | de.Wait:
+    return next(d for d in decisions if isinstance(d, de.Admit | de.Reject | de.Wait))
+
+
+def learn(scheduler: Scheduler, make_job: Callable[..., Job], until_s: float) -> None:
+    """Small jobs: one every 250 s, each with one slot for 600 s; all go as they come."""
+    now = 0.0
+    while now < until_s:
+        job = small(make_job, int(now), now)
+        assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(job), now)), de.Admit)
+        scheduler.handle(ev.JobFinished(job.job_id), now + 100.0)
+        now += 250.0
+
+
+def monster(make_job: Callable[..., Job], now: float, **more: object) -> Job:
+    """All four slots for 9,000 of the next 10,000 s."""
+    return make_job("monster", steps=36_000.0, deadline=now + 10_000.0, curve={1: 1.0, 2: 2.0, 4: 4.0}, **more)
+
+
+def test_a_monster_is_refused_where_many_small_ones_are_expected(make_job, nodes) -> None:
+    first_come = Scheduler(SchedulerConfig(), nodes(4))
+    by_value = value_scheduler(nodes)
+    for scheduler in (first_come, by_value):
+        learn(scheduler, make_job, 20_000.0)
+    assert isinstance(verdict(first_come.handle(ev.JobSubmitted(monster(make_job, 20_000.0)), 20_000.0)), de.Admit)
+    refused = verdict(by_value.handle(ev.JobSubmitted(monster(make_job, 20_000.0)), 20_000.0))
+    assert isinstance(refused, de.Reject)
+    assert "objective: value" in refused.reason
+    assert "fewer for the same value" in refused.reason
+
+
+def test_a_monster_of_enough_value_is_admitted(make_job, nodes) -> None:
+    scheduler = value_scheduler(nodes)
+    learn(scheduler, make_job, 20_000.0)
+    dear = monster(make_job, 20_000.0, value=100.0)
+    assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(dear), 20_000.0)), de.Admit)
+
+
+def test_nothing_is_kept_free_before_anything_was_seen(make_job, nodes) -> None:
+    scheduler = value_scheduler(nodes)
+    assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(monster(make_job, 0.0)), 0.0)), de.Admit)
+
+
+def test_the_deadline_that_a_refusal_by_price_offers_is_admitted_at_once(make_job, nodes) -> None:
+    scheduler = value_scheduler(nodes)
+    learn(scheduler, make_job, 20_000.0)
+    refused = verdict(scheduler.handle(ev.JobSubmitted(monster(make_job, 20_000.0)), 20_000.0))
+    assert isinstance(refused, de.Reject)
+    assert refused.earliest_deadline_s is not None
+    again = make_job("again", steps=36_000.0, deadline=refused.earliest_deadline_s, curve={1: 1.0, 2: 2.0, 4: 4.0})
+    assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(again), 20_000.0)), de.Admit)
+
+
+def test_who_waits_is_asked_for_again_the_cheapest_first(make_job, nodes) -> None:
+    scheduler = Scheduler(SchedulerConfig(objective=Objective.VALUE), nodes(1))
+    blocker = make_job("blocker", steps=500.0, deadline=500.0, curve={1: 1.0})
+    assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(blocker), 0.0)), de.Admit)
+    for name, steps in (("long", 820.0), ("short", 600.0)):  # both would fit after 350, but not one after the other
+        waits = make_job(name, steps=steps, deadline=1200.0, curve={1: 1.0}, on_reject=OnReject.WAIT)
+        decided = scheduler.handle(ev.JobSubmitted(waits), 10.0)
+        if name == "long":
+            assert isinstance(verdict(decided), de.Wait)
+    decided = scheduler.handle(ev.JobFinished("blocker"), 350.0)
+    states = {state.job.job_id: state for state in scheduler.states()}
+    assert states["short"].placement.workers == 1
+    assert "long" not in [d.job_id for d in decided if isinstance(d, de.Admit)]
