@@ -6,7 +6,7 @@ start-up, pause, migration and tail paid. Stored courses stay valid as long as r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from elasticflow_airflow.scheduler_core.allocation import as_soon_as_possible, grow, while_free, window
@@ -34,6 +34,8 @@ class Planner:
         self._free: FreeCapacity | None = None
         self.expected: Sequence[Work] = ()
         """Stand-ins for expected runs, which a newcomer must fit beside."""
+        self.reservations: Mapping[str, Course] = {}
+        """Where the stored plan keeps slots free for expected runs."""
 
     @property
     def free(self) -> FreeCapacity:
@@ -120,8 +122,8 @@ class Planner:
     def fresh(self, newcomer: Work | None = None, *, rescue: int = 0, guarded: bool = False) -> Draft | None:
         """Plan all promises anew (and the newcomer's); None when no order that was tried proves them all.
 
-        ``guarded``: with the turns of best-effort jobs that waited too long and with the expected runs, as stand-ins
-        that :meth:`unguarded` drops.
+        ``guarded``: with the turns of best-effort jobs that waited too long, as stand-ins that :meth:`unguarded`
+        drops, and with the expected runs, whose stand-ins stay as their reservations.
         """
         works = self.promised()
         if guarded:
@@ -129,32 +131,38 @@ class Planner:
             works += self.expected
         if newcomer is not None:
             works.append(newcomer)
-        draft, unfit = self._proven(deadline_order(works))
-        if draft is None and rescue and all(work.sizes for work in works):
-            orders = rescue_orders(works, self.now, rescue)
-            order = next(orders, None)
+        first = deadline_order(works)
+        draft, _ = self._proven(first)
+        if draft is not None or not rescue or not all(work.sizes for work in works):
+            return draft
+        orders = rescue_orders(works, self.now, rescue)
+        order: list[Work] | None = first
+        try:
+            unfit = None
             while order is not None:
-                for shape in Shape:
+                for shape in (Shape.FALLING, Shape.RISING) if order is first else Shape:
                     draft, unfit = self._proven(order, shape)
                     if draft is not None:
                         return draft
-                try:
-                    order = orders.send(unfit)
-                except StopIteration:
-                    break
-        return draft
+                order = next(orders, None) if order is first else orders.send(unfit)
+        except StopIteration:
+            pass  # all orders are tried
+        return None
 
     def unguarded(self, draft: Draft) -> Draft:
         """Take the stand-ins of turns out again; the jobs themselves are placed there by :meth:`complete`."""
         for job in self.jobs:
             if job.best_effort:
                 draft.drop(job.job_id)
-        return self.unexpected(draft)
+        return draft
 
-    def unexpected(self, draft: Draft) -> Draft:
-        """Take the stand-ins of expected runs out again."""
-        for work in self.expected:
-            draft.drop(work.job_id)
+    def reserve(self, draft: Draft) -> Draft:
+        """Add the reservations for expected runs that the draft has no other for, and that are free in it."""
+        for job_id, course in self.reservations.items():
+            if job_id not in draft.courses and all(
+                not mask & ~draft.book.free_over(start, end) for start, end, mask in course.holdings
+            ):
+                draft.put(job_id, course)
         return draft
 
     def _proven(self, ordered: list[Work], shape: Shape = Shape.FLAT) -> tuple[Draft | None, str | None]:

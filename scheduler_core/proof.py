@@ -27,9 +27,10 @@ def prove(
     capacity without any of the jobs; it stays as it is.
     """
     extra: dict[str, int] = {}
+    top = max((work.sizes[-1] for work in ordered if work.sizes), default=1)
     late: str | None = None
     for _ in range(rounds):
-        shares, unfit = fill(free.copy(), ordered, now, extra, shape)
+        shares, unfit = fill(free.copy(top), ordered, now, extra, shape)
         if unfit is not None:
             return None, unfit
         try:

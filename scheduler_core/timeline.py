@@ -20,33 +20,57 @@ from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.work import TOLERANCE_S, Holding
 
 _ROOM = 64
+_FEW = 512
+_SIZES = np.array([1 << level for level in range(31)], dtype=np.int32)
 
 
 class FreeCapacity:
-    """Step function of free capacity by block size from ``now`` to the end of time."""
+    """Step function of free capacity by block size from ``now`` to the end of time.
 
-    def __init__(self, layout: Layout, now: float) -> None:
-        self.levels = layout.levels
+    ``top`` limits it to blocks of up to that size: nobody asks for larger ones. Beside the rows stands, for each
+    segment, how many of them allow a gang of their size (``largest``, one more than the exponent), kept up to date
+    where something is reserved: who asks then looks at one number a segment, not at all rows.
+    """
+
+    def __init__(self, layout: Layout, now: float, top: int | None = None) -> None:
+        self.levels = layout.levels if top is None else min(layout.levels, top.bit_length())
         self.times: list[float] = [now]
         bases = [layout.capacity(layout.usable_at(now))]
         for until_s in layout.changes:
             if until_s > self.times[-1]:
                 self.times.append(until_s)
                 bases.append(layout.capacity(layout.usable_at(until_s)))
-        self.rows: npt.NDArray[np.int32] = np.zeros((self.levels, len(bases) + _ROOM), dtype=np.int32)
-        self.rows[:, : len(bases)] = np.array(bases, dtype=np.int32).T
+        count = len(bases)
+        self.rows: npt.NDArray[np.int32] = np.zeros((self.levels, count + _ROOM), dtype=np.int32)
+        self.rows[:, :count] = np.array(bases, dtype=np.int32).T[: self.levels]
+        self.largest: npt.NDArray[np.int8] = np.zeros(count + _ROOM, dtype=np.int8)
+        self._recount(0, count)
 
-    def copy(self) -> FreeCapacity:
-        """An independent copy, for trying things out."""
+    def copy(self, top: int | None = None) -> FreeCapacity:
+        """An independent copy, for trying things out; ``top`` as for a new one."""
         twin = object.__new__(FreeCapacity)
-        twin.levels = self.levels
+        twin.levels = self.levels if top is None else min(self.levels, top.bit_length())
         twin.times = self.times.copy()
-        twin.rows = self.rows.copy()
+        twin.rows = self.rows[: twin.levels].copy()
+        twin.largest = np.minimum(self.largest, np.int8(twin.levels))
         return twin
 
     def segment(self, when_s: float) -> int:
         """Index of the segment that contains ``when_s``."""
         return max(0, bisect_right(self.times, when_s) - 1)
+
+    def _recount(self, i: int, j: int) -> None:
+        """Say anew which is the largest gang that fits in each of the segments ``i:j``."""
+        if j - i <= _FEW:
+            least = np.minimum.accumulate(self.rows[:, i:j], axis=0)
+            self.largest[i:j] = (least >= _SIZES[: self.levels, None]).sum(axis=0)
+            return
+        lowest = self.rows[0, i:j].copy()
+        count = (lowest >= 1).astype(np.int8)
+        for level in range(1, self.levels):  # row by row: what is worked on stays in the processor's cache
+            np.minimum(lowest, self.rows[level, i:j], out=lowest)
+            count += lowest >= 1 << level
+        self.largest[i:j] = count
 
     def _split(self, when_s: float) -> int:
         times = self.times
@@ -60,7 +84,9 @@ class FreeCapacity:
             grown = np.zeros((self.levels, 2 * count), dtype=np.int32)
             grown[:, :count] = self.rows
             self.rows = grown
+            self.largest = np.concatenate([self.largest, np.zeros(count, dtype=np.int8)])
         self.rows[:, at : count + 1] = self.rows[:, at - 1 : count]
+        self.largest[at : count + 1] = self.largest[at - 1 : count]
         times.insert(at, when_s)
         return at
 
@@ -70,39 +96,41 @@ class FreeCapacity:
         if level > self.levels:
             return False
         i, j = self.segment(start_s), bisect_left(self.times, end_s)
-        window = self.rows[:level, i:j]
-        return window.size == 0 or bool(window.min() >= size)
+        return j <= i or int(self.largest[i:j].min()) >= level
 
     def reserve(self, start_s: float, end_s: float, size: int) -> None:
         """Take a gang of ``size`` out of the free capacity."""
         i = self._split(start_s)
         j = self._split(end_s)
-        self.rows[: size.bit_length(), i:j] -= size
+        if j > i:
+            self.rows[: size.bit_length(), i:j] -= size
+            self._recount(i, j)
 
     def withhold(self, start_s: float, end_s: float, slots: int) -> None:
         """Take ``slots`` slots, wherever they are, out of the free capacity."""
         i, j = self._split(start_s), self._split(end_s)
-        self.rows[:, i:j] = np.maximum(self.rows[:, i:j] - slots, 0)
+        if j > i:
+            self.rows[:, i:j] = np.maximum(self.rows[:, i:j] - slots, 0)
+            self._recount(i, j)
 
     def placeable(self, sizes: tuple[int, ...], start_s: float, end_s: float) -> list[tuple[float, float, int]]:
         """For each stretch of ``[start_s, end_s)``: the largest of ``sizes`` that can be placed there (0: none)."""
         i, j = self.segment(start_s), bisect_left(self.times, end_s)
-        usable = [s for s in sizes if s.bit_length() <= self.levels]
-        if j <= i or not usable:
+        if j <= i:
             return [(start_s, end_s, 0)] if end_s > start_s else []
-        top = usable[-1].bit_length()
-        least = np.minimum.accumulate(self.rows[:top, i:j], axis=0)
-        fit = np.zeros(j - i, dtype=np.int32)
-        for size in usable:
-            fit[least[size.bit_length() - 1] >= size] = size
+        by_level = [0] * (self.levels + 1)
+        for size in sizes:
+            for level in range(size.bit_length(), self.levels + 1):
+                by_level[level] = size
+        fit = np.array(by_level, dtype=np.int64)[self.largest[i:j]]
+        borders = (np.flatnonzero(fit[1:] != fit[:-1]) + 1).tolist()
         runs: list[tuple[float, float, int]] = []
-        sizes_at = fit.tolist()
-        begin, current = start_s, sizes_at[0]
-        for at, size in zip(self.times[i + 1 : j], sizes_at[1:], strict=True):
-            if size != current:
-                runs.append((begin, at, current))
-                begin, current = at, size
-        runs.append((begin, end_s, current))
+        begin, first = start_s, 0
+        for border in borders:
+            end = self.times[i + border]
+            runs.append((begin, end, int(fit[first])))
+            begin, first = end, border
+        runs.append((begin, end_s, int(fit[first])))
         return runs
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elasticflow_airflow.scheduler_core.filling import Share, fill, minimum_share
+from elasticflow_airflow.scheduler_core.filling import Shape, Share, fill, minimum_share
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.values import Node
@@ -88,3 +88,35 @@ def test_a_pause_under_way_is_paid_to_its_end_and_a_start_up_again_when_disturbe
     starting = work(mask=0b1, size=1, speed_now=1.0, since_s=20.0, starting=True, startup_s=20.0, pause_s=5.0)
     assert legs_of(starting, [Holding(10.0, 500.0, 0b1)], 10.0)[1] == 120.0
     assert legs_of(starting, [Holding(10.0, 500.0, 0b11)], 10.0)[1] == 10.0 + 20.0 + 62.5
+
+
+def slot_seconds(shares: list[Share]) -> float:
+    return sum(share.size * (share.end_s - share.start_s) for share in shares)
+
+
+@pytest.mark.parametrize("shape", [Shape.FALLING, Shape.RISING])
+def test_two_levels_end_just_in_time_and_cost_fewer_slot_seconds(free: FreeCapacity, shape: Shape) -> None:
+    """2 would end at 62.5: 125 slot-seconds. 1 for 68 s and 2 for 20 s make 100 steps, too: 108 (no pause here)."""
+    asked = work(limit_s=88.0)
+    shares, unfit = fill(free, [asked], 0.0, {}, shape)
+    assert unfit is None
+    found = shares["a"]
+    assert [share.size for share in found] == ([2, 1] if shape is Shape.FALLING else [1, 2])
+    assert found[-1].end_s == pytest.approx(88.0, abs=1.5)
+    assert found[-1].end_s <= 88.0
+    assert slot_seconds(found) == pytest.approx(108.0, abs=2.0)
+    course = course_of(asked, [Holding(s.start_s, s.end_s, (1 << s.size) - 1) for s in found], 0.0)
+    assert course.promised_s <= 88.0 + 1e-5
+
+
+def test_two_levels_only_where_the_pause_between_them_is_repaid(free: FreeCapacity) -> None:
+    dear = work(limit_s=88.0, pause_s=30.0, startup_s=0.0)
+    assert fill(free, [dear], 0.0, {}, Shape.FALLING)[0]["a"] == [Share(0.0, 62.5, 2)]
+
+
+def test_two_levels_make_room_where_one_does_not() -> None:
+    """Three jobs that each need 2 at some time, on four slots: one level each leaves the last without."""
+    layout = Layout([Node(node_id="n", slots=4)])
+    works = [work(job_id=name, limit_s=88.0) for name in ("a", "b", "c")]
+    assert fill(FreeCapacity(layout, 0.0), works, 0.0, {})[1] == "c"
+    assert fill(FreeCapacity(layout, 0.0), works, 0.0, {}, Shape.FALLING)[1] is None

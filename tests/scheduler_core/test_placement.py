@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -129,3 +130,27 @@ def test_counting_by_size_says_exactly_what_can_be_placed(plan_checker: ModuleTy
             assert layout.find(holding.mask, gang) == holding.mask
             assert holding.mask & taken == 0
             taken |= holding.mask
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    sizes=st.lists(st.sampled_from([2, 3, 4, 8]), min_size=1, max_size=3),
+    reservations=st.lists(
+        st.tuples(st.integers(0, 20), st.integers(1, 20), st.sampled_from([1, 2, 4, 8])), min_size=0, max_size=12
+    ),
+    top=st.sampled_from([1, 2, 8, 64]),
+)
+def test_what_is_kept_up_to_date_is_what_counting_anew_would_say(sizes, reservations, top) -> None:
+    """``largest`` changes only where something is reserved; ``top`` leaves out sizes, and changes nothing else."""
+    layout = layout_of(*sizes)
+    free, limited = FreeCapacity(layout, 0.0), FreeCapacity(layout, 0.0, top)
+    for begin, length, gang in reservations:
+        if free.fits(begin, begin + length, gang):
+            free.reserve(begin, begin + length, gang)
+            limited.reserve(begin, begin + length, gang)
+    least = np.minimum.accumulate(free.rows[:, : len(free.times)], axis=0)
+    anew = [sum(least[level, k] >= 1 << level for level in range(free.levels)) for k in range(len(free.times))]
+    assert free.largest[: len(free.times)].tolist() == anew
+    sizes_asked = tuple(size for size in (1, 2, 4, 8) if size <= top)
+    assert limited.placeable(sizes_asked, 0.0, 50.0) == free.placeable(sizes_asked, 0.0, 50.0)
+    assert free.copy(top).placeable(sizes_asked, 0.0, 50.0) == free.placeable(sizes_asked, 0.0, 50.0)
