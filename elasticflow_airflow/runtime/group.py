@@ -59,7 +59,7 @@ class WorkerGroup:
         # The default group's NCCL refuses workers that share a GPU, and a script's own may have no gloo.
         from elasticflow_airflow.runtime.cuda_group import CudaGroup
 
-        store = dist.PrefixStore("elasticflow", dist.distributed_c10d._get_default_store())
+        store = dist.distributed_c10d.PrefixStore("elasticflow", dist.distributed_c10d._get_default_store())
         return cls(rank, size, CudaGroup(store, rank, size, limit, device))
 
     # -- operations ---------------------------------------------------------------------------------------------
