@@ -22,7 +22,6 @@ from elasticflow_airflow.scheduler_core.proof import deadline_order
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Work
 
-
 _DOUBLINGS = 6
 
 
