@@ -1,0 +1,173 @@
+"""Several types of GPU, jobs that share one, and batch sizes that a policy chooses: what no single table shows.
+
+    python benchmarks/bench_types.py [--page docs/explanation/benchmark.md]
+
+*Types*: those jobs of public traces whose model the tables of A100 and T4 both have, on 8 x 8 A100 with 8 x 4 T4, each
+policy beside the bound of that cluster. *Sharing*: jobs drawn from the models of the table of pairs on V100s, half of
+them guaranteed. *Noise*: what the noise scale that is assumed for Pollux changes. What is assumed stands in
+``simulator/mixed.py``, ``simulator/colocation.py`` and ``policies/pollux.py``. Data: ../shared/data beside the
+checkout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from bench_policies import DATA, put_into, table
+
+from elasticflow_airflow.scheduler_core import SchedulerConfig
+from elasticflow_airflow.scheduler_core.bound import clairvoyant_bound
+from elasticflow_airflow.scheduler_core.policies.antman import AntMan, Leftover
+from elasticflow_airflow.scheduler_core.policies.by_type import ByType
+from elasticflow_airflow.scheduler_core.policies.port import Policy, ServicePolicy
+from elasticflow_airflow.scheduler_core.policies.registry import make_policy
+from elasticflow_airflow.scheduler_core.simulator.colocation import read_colocation
+from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
+from elasticflow_airflow.scheduler_core.simulator.mixed import common_jobs, mixed_cluster, read_typed_curves
+from elasticflow_airflow.scheduler_core.simulator.outcome import Result
+from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
+from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob, Simulation
+from elasticflow_airflow.scheduler_core.simulator.trace import Trace, TraceJob, read_trace
+from elasticflow_airflow.scheduler_core.values import Node
+
+MIXED = (("a100", 8, 8), ("t4", 8, 4))
+TYPES = "+types"
+MIXED_POLICIES = (
+    "elasticflow+types",
+    "chronus+size+types",
+    "oasis+types",
+    "aonline+types",
+    "gavel",
+    "pollux",
+    "optimus",
+    "gang-fifo",
+)
+"""``gavel`` chooses types itself, ``+types`` is one scheduler a type; the others do not know of types, and their gangs
+stand wherever there is room."""
+NOISE = (None, 0.5, 1.0, 2.0, 4.0, 16.0)
+PAUSE_S = 30.0
+
+
+def simulate(name: str, policy: Policy, nodes: tuple[Node, ...], jobs: list[SimulatedJob], **more: Leftover) -> Result:
+    return Simulation(name=name, policy=policy, nodes=nodes, jobs=jobs, **more).run()
+
+
+def mixed_policy(name: str, nodes: tuple[Node, ...]) -> Policy:
+    if not name.endswith(TYPES):
+        return make_policy(name, nodes)
+
+    def one(config: SchedulerConfig, of_a_type: Iterable[Node]) -> ServicePolicy:
+        return make_policy(name.removesuffix(TYPES), of_a_type, config)
+
+    return ByType(one, SchedulerConfig(), nodes)
+
+
+def types() -> list[str]:
+    """A mixed cluster."""
+    tables = {name: read_curves(DATA / "throughput" / name) for name, _, _ in MIXED}
+    nodes = mixed_cluster(MIXED)
+    lines: list[str] = []
+    for name in ("195job", "cluster10", "poisson_100job"):
+        trace, curves = common_jobs(read_trace(DATA / "traces" / f"{name}.csv"), tables)
+        jobs = prepare(trace, {}, nodes, Conditions(pause_s=PAUSE_S), curves)
+        slots = {kind: count * each for kind, count, each in MIXED}
+        bound = clairvoyant_bound(
+            [job.job for job in jobs], slots, curves=lambda job, kind: job.curves[kind], time_limit_s=60.0
+        )
+        rows = []
+        for policy in MIXED_POLICIES:
+            found = simulate(policy, mixed_policy(policy, nodes), nodes, jobs).summary()
+            cells = [str(found[key]) for key in ("met", "late_though_admitted", "rejected")]
+            mean = f"{float(found['completion_mean_s']) / 3600:.2f}"
+            share = f"{100 * float(found['met']) / bound.met:.1f} %"
+            rows.append([f"`{policy}`", cells[0], share, *cells[1:], mean, str(found["changes"])])
+        loose = "" if bound.exact else " (may be loose)"
+        head = f"**{name}**, bert and deepspeech2 alone: {len(jobs)} jobs, bound {bound.met}{loose}."
+        heads = ["policy", "met", "of bound", "late", "refused", "mean h", "changes"]
+        lines += [head, "", *table(heads, rows), ""]
+    return lines[:-1]
+
+
+def sharing(count: int = 200, seed: int = 1) -> list[str]:
+    """Opportunistic jobs beside guaranteed ones."""
+    folder = DATA / "throughput" / "gavel"
+    curves = read_typed_curves(folder / "curves.csv")["v100"]
+    pairs = read_colocation(folder / "colocation.csv", "v100", curves)
+    chaos, at, rows = random.Random(seed), 0.0, []
+    models = sorted(key for key in curves if any(f"{key[0]}:{key[1]}" in pair for pair in pairs.parts))
+    for number in range(count):
+        at += chaos.expovariate(1 / 150.0)
+        model, batch = chaos.choice(models)
+        asks = min(chaos.choice((1, 1, 1, 2, 4)), max(curves[model, batch].steps_per_s))
+        length = chaos.lognormvariate(8.0, 0.8)
+        rows.append(
+            TraceJob(
+                job_id=f"j{number:03}",
+                submitted_s=at,
+                steps=length * curves[model, batch].steps_per_s[asks],
+                model=model,
+                batch_size=batch,
+                deadline_s=1e9 if number % 2 else None,
+                workers=asks,
+            )
+        )
+    nodes = cluster(5, 8)
+    jobs = prepare(Trace(None, tuple(rows)), curves, nodes, Conditions(pause_s=PAUSE_S))
+    guaranteed = [job for job in jobs if job.job.deadline_s is not None]
+
+    def mean_h(result: Result, which: Callable[[float | None], bool]) -> str:
+        done = [r.completion_s for r in result.records if which(r.deadline_s) and r.completion_s is not None]
+        return f"{sum(done) / len(done) / 3600:.3f}" if done else "-"
+
+    found = []
+    for label, listed, left in (
+        ("guaranteed jobs alone", guaranteed, None),
+        ("all, idle slots only", jobs, None),
+        ("all, slots shared", jobs, pairs.leftover),
+    ):
+        more = {} if left is None else {"leftover": left}
+        result = simulate("antman", AntMan(nodes=nodes, leftover=left), nodes, listed, **more)
+        last = max(r.finished_s or 0.0 for r in result.records)
+        cells = [mean_h(result, lambda d: d is not None), mean_h(result, lambda d: d is None), f"{last / 3600:.2f}"]
+        found.append([label, *cells])
+    heads = ["`antman`", "guaranteed, mean h", "opportunistic, mean h", "last end h"]
+    return [f"{count} jobs on 5 x 8 V100, every other one guaranteed:", "", *table(heads, found)]
+
+
+def noise() -> list[str]:
+    """Pollux under other noise scales."""
+    rows = []
+    for scale in NOISE:
+        cells = []
+        for name, shape, kind in (("195job", (16, 8), "a100"), ("t4_195job", (16, 4), "t4")):
+            nodes = cluster(*shape)
+            conditions = replace(Conditions(pause_s=PAUSE_S), noise_batches=scale)
+            trace, curves = read_trace(DATA / "traces" / f"{name}.csv"), read_curves(DATA / "throughput" / kind)
+            jobs = prepare(trace, curves, nodes, conditions)
+            result = simulate("pollux", make_policy("pollux", nodes), nodes, jobs).summary()
+            cells += [str(result["met"]), f"{float(result['completion_mean_s']) / 3600:.2f}"]
+        rows.append(["batch stays" if scale is None else f"{scale:g}", *cells])
+    heads = ["noise scale, in batches of the job", "195job met", "mean h", "t4_195job met", "mean h"]
+    return table(heads, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", type=Path, help="put the tables into this page")
+    args = parser.parse_args()
+    if not DATA.is_dir():
+        print(f"nothing to do: the traces are not at {DATA}")
+        return
+    for name, make in (("types", types), ("sharing", sharing), ("noise", noise)):
+        lines = make()
+        print(*lines, "", sep="\n", flush=True)
+        if args.page:
+            put_into(args.page, name, lines)
+
+
+if __name__ == "__main__":
+    main()
