@@ -107,7 +107,7 @@ def simulate(
             throughput_error=throughput_error,
             mtbf_h=mtbf_h,
         )
-        if objective != ObjectiveChoice.FIRST_COME and policy != "elasticflow":
+        if objective != ObjectiveChoice.FIRST_COME and not contender.ours:
             note(f"--objective {objective} is elasticflow's; {policy} knows none")
         with Bars(len(setting.trace.jobs)) as bars:
             played = play(setting, contender, on_progress=bars.start(contender.label))

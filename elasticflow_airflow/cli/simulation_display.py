@@ -25,7 +25,7 @@ from rich.text import Text
 
 from elasticflow_airflow.scheduler_core.simulator.capacity import Capacity
 from elasticflow_airflow.scheduler_core.simulator.compare import Comparison
-from elasticflow_airflow.scheduler_core.simulator.experiment import OURS, Played, Setting
+from elasticflow_airflow.scheduler_core.simulator.experiment import Played, Setting
 
 T = TypeVar("T")
 
@@ -204,13 +204,12 @@ def _table(comparison: Comparison, columns: Sequence[tuple[str, str, Callable[[f
     table.add_column("policy", no_wrap=True)
     for heading, _, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in comparison.rows():
+    for row, played in zip(comparison.rows(), comparison.played, strict=True):
         cells = []
         for _, name, write in columns:
             value = row[name]
             cells.append(write(float(value)) if value is not None else "-")
-        ours = str(row["policy"]).split(":")[0] == OURS
-        table.add_row(Text(str(row["policy"])), *cells, style="bold" if ours else "")
+        table.add_row(Text(str(row["policy"])), *cells, style="bold" if played.contender.ours else "")
     return table
 
 

@@ -22,7 +22,7 @@ from elasticflow_airflow.scheduler_core.values import Node, OnReject
 OBJECTIVES = tuple(Objective)
 ON_REJECT = (OnReject.FAIL, OnReject.WAIT)
 OURS = "elasticflow"
-"""The policy that has objectives."""
+"""The policy that has objectives, as its variants do."""
 REPORT_AFTER_S = 60.0
 """Where speeds are not exact, a gang first reports its own so long after it began to train."""
 
@@ -57,6 +57,11 @@ class Contender:
                 known = ", ".join([*OBJECTIVES, *ON_REJECT])
                 raise InputError(f"{text!r}: {choice!r} is no choice of a policy; there are {known}")
         return contender
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is this project's scheduler, or a variant of it (``elasticflow+...``)."""
+        return self.policy.split("+")[0] == OURS
 
     @property
     def label(self) -> str:
@@ -185,7 +190,7 @@ def parse_contenders(texts: Sequence[str], objective: Objective = Objective.FIRS
     names = [part.strip() for text in texts for part in text.split(",") if part.strip()]
     for name in [one for given in names for one in (POLICY_NAMES if given == "all" else (given,))]:
         contender = Contender.parse(name)
-        if contender.policy == OURS and not set(name.split(":")) & set(OBJECTIVES):
+        if contender.ours and not set(name.split(":")) & set(OBJECTIVES):
             contender = replace(contender, objective=objective)
         found[contender.label] = contender
     if not found:

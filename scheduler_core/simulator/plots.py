@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from elasticflow_airflow.scheduler_core.simulator import series
 from elasticflow_airflow.scheduler_core.simulator.capacity import Capacity
 from elasticflow_airflow.scheduler_core.simulator.compare import Comparison, file_name
-from elasticflow_airflow.scheduler_core.simulator.experiment import OURS, Contender, Played, Setting
+from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, Played, Setting
 from elasticflow_airflow.scheduler_core.simulator.problems import InputError
 
 if TYPE_CHECKING:
@@ -176,8 +176,8 @@ def completion(comparison: Comparison) -> Figure:
             label=one.contender.label,
             color=_COLOURS[place % len(_COLOURS)],
             linestyle=_DASHES[(place + place // len(_COLOURS)) % len(_DASHES)],
-            linewidth=2.4 if one.contender.policy == OURS else 1.5,
-            zorder=3 if one.contender.policy == OURS else 2,
+            linewidth=2.4 if one.contender.ours else 1.5,
+            zorder=3 if one.contender.ours else 2,
         )
     axes.set_xscale("log")
     _hours_axis(axes)
@@ -336,7 +336,7 @@ def _named_rows(axes: Axes, names: Sequence[str]) -> None:
 
 def _bar(contender: Contender) -> str:
     """Ours stands out."""
-    return _COLOURS[0] if contender.policy == OURS else _COLOURS[4]
+    return _COLOURS[0] if contender.ours else _COLOURS[4]
 
 
 def _unit(length_s: float) -> tuple[float, str]:
