@@ -83,6 +83,7 @@ def test_bookings_survive_a_restart(make: MakeJob, nodes: Any) -> None:
     assert [twin.projected_finish_s(f"j{i}") for i in range(3)] == pytest.approx(
         [policy.projected_finish_s(f"j{i}") for i in range(3)]
     )
+    assert 0.0 < twin.prices.lowest < twin.prices.highest < float("inf")
 
 
 def test_a_lost_node_is_booked_around_and_who_cannot_make_it_is_at_risk(make: MakeJob, nodes: Any, play: Any) -> None:
