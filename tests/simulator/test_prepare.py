@@ -9,8 +9,9 @@ from statistics import mean, pstdev
 
 import pytest
 
+from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
-from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
+from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, aware_of, cluster, prepare
 from elasticflow_airflow.scheduler_core.simulator.problems import InputError
 from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob
 from elasticflow_airflow.scheduler_core.simulator.trace import read_trace
@@ -117,3 +118,10 @@ def test_a_cluster_of_equal_nodes_is_in_the_order_of_its_names() -> None:
     for wrong in [(0, 4), (4, 0), (-1, 1)]:
         with pytest.raises(InputError, match="give at least 1"):
             cluster(*wrong)
+
+
+def test_margins_follow_from_the_stated_error_and_exact_curves_need_none() -> None:
+    config = SchedulerConfig(rescue_orders=3)
+    assert aware_of(Conditions(), config) == config
+    aware = aware_of(Conditions(throughput_error=0.15), config)
+    assert (aware.speed_sigma, aware.speed_shared, aware.speed_smoothing, aware.rescue_orders) == (0.15, 0.0, 1.0, 3)
