@@ -63,5 +63,6 @@ for epoch in session.epochs():
         counts = (-model.uses.detach()).to(torch.float64)
         print(f"EPOCH {epoch} {session.steps_done} {counts.min():.6f} {counts.max():.6f}", flush=True)
 
-print(f"WEIGHTS {digest_of(model)} {session.steps_done}", flush=True)
+if not session.is_warming_up:  # the training may have ended before it could join
+    print(f"WEIGHTS {digest_of(model)} {session.steps_done}", flush=True)
 session.finish()

@@ -77,5 +77,6 @@ for _epoch in session.epochs():
         if not Path(session.config.incarnation_dir, "hurry").exists():
             time.sleep(float(os.environ.get("TEST_STEP_S", "0.01")))
 
-print(f"WEIGHTS {digest_of(model)} {session.steps_done}", flush=True)
+if not session.is_warming_up:  # the training may have ended before it could join
+    print(f"WEIGHTS {digest_of(model)} {session.steps_done}", flush=True)
 session.finish()
