@@ -1,4 +1,4 @@
-"""The page about comparing policies, followed to the letter, but for the installation."""
+"""The pages about simulating and comparing, followed to the letter, but for the installation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/compare-policies-on-your-own-trace.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = DOCS / "how-to/compare-policies-on-your-own-trace.md"
+REFERENCE = DOCS / "reference/simulate.md"
 BIN = Path(sys.executable).parent
 
 
@@ -23,8 +25,9 @@ def test_every_snippet_of_the_page_runs(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(body)
-    commands = [c for c in re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE) if "pip install" not in c]
-    assert len(commands) == 5
+    both = text + REFERENCE.read_text()
+    commands = [c for c in re.findall(r"^```bash\n(.*?)^```", both, re.DOTALL | re.MULTILINE) if "pip install" not in c]
+    assert len(commands) == 7
     # With fewer policies than all: what each of them does is tested where it lives.
     script = "\n".join(commands).replace("--out comparison", "--out comparison --policies elasticflow,edf,gang-fifo")
     environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
