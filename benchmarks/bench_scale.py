@@ -1,0 +1,117 @@
+"""How the cost of an event grows with the number of concurrent jobs, and what a filling of all of them costs.
+
+    python benchmarks/bench_scale.py [--largest 1000]
+
+For 10, 100, 1,000 (and with --largest 10000 10,000) jobs that run at once on as many slots, in nodes of 8: the
+processor time of an arrival that is admitted, of one that is refused, of an end (each with its re-plan), and of one
+progressive filling of all jobs from nothing (ElasticFlow's Algorithm 1); and the memory of this process.
+Processor time, not wall-clock time: other work on the machine does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import resource
+import statistics
+import time
+
+from elasticflow_airflow.scheduler_core import Scheduler
+from elasticflow_airflow.scheduler_core.decisions import Admit, Decision, WakeMeAt
+from elasticflow_airflow.scheduler_core.events import Event, JobFinished, JobSubmitted
+from elasticflow_airflow.scheduler_core.filling import fill
+from elasticflow_airflow.scheduler_core.placement import Layout
+from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
+from elasticflow_airflow.scheduler_core.values import Job, JobState, Node, Phase, RescaleCosts, ScalingCurve
+from elasticflow_airflow.scheduler_core.work import Work
+
+CURVE = ScalingCurve({size: size**0.8 for size in (1, 2, 4, 8, 16)})
+
+
+def make_job(number: int, now: float, chaos: random.Random, tight: float) -> Job:
+    length = chaos.lognormvariate(9.0, 0.6)
+    return Job(
+        job_id=f"job{number:06}",
+        submitted_s=now,
+        deadline_s=now + 60.0 + length * chaos.uniform(tight, 3.0),
+        total_steps=length,
+        curve=CURVE,
+        costs=RescaleCosts(startup_s=20.0, pause_s=10.0),
+    )
+
+
+def timed(scheduler: Scheduler, event: Event, now: float) -> tuple[list[Decision], float]:
+    begin = time.process_time()
+    decisions = scheduler.handle(event, now)
+    return decisions, 1e3 * (time.process_time() - begin)
+
+
+def events(count: int, chaos: random.Random, samples: int) -> dict[str, list[float]]:
+    """Milliseconds by kind of event beside ``count`` running jobs."""
+    scheduler = Scheduler(nodes=[Node(node_id=f"n{i:05}", slots=8) for i in range(max(2, count // 8))])
+    took: dict[str, list[float]] = {"admitted": [], "refused": [], "ended": []}
+    number = count
+    jobs = [make_job(i, 0.0, chaos, 1.2) for i in range(count)]
+    scheduler.restore(
+        [
+            JobState(
+                job=job,
+                phase=Phase.ADMITTED,
+                best_effort=False,
+                remaining_steps=job.total_steps,
+                as_of_s=0.0,
+                number=i,
+                promise=i,
+            )
+            for i, job in enumerate(jobs)
+        ],
+        0.0,
+    )
+    now = 60.0
+    for sample in range(samples):
+        now += 1.0
+        job = make_job(number, now, chaos, 1.2 if sample % 2 == 0 else 0.06)
+        number += 1
+        decisions, ms = timed(scheduler, JobSubmitted(job), now)
+        took["admitted" if any(isinstance(d, Admit) for d in decisions) else "refused"].append(ms)
+        victim = chaos.choice(scheduler.states()).job.job_id
+        ended, ms = timed(scheduler, JobFinished(victim), now)
+        took["ended"].append(ms)
+        assert not ended or any(isinstance(d, WakeMeAt) for d in ended)
+    return took
+
+
+def filling(count: int, chaos: random.Random) -> float:
+    """Seconds to fill ``count`` jobs on ``count`` slots from nothing."""
+    layout = Layout([Node(node_id=f"n{i:05}", slots=8) for i in range(max(1, count // 8))])
+    speeds = {size: size**0.8 for size in (1, 2, 4, 8, 16, 32, 64)}
+    works = []
+    for number in range(count):
+        length = chaos.lognormvariate(7.5, 0.8)
+        steps = 0.3 * length * speeds[chaos.choice([1, 2, 4, 8, 16, 32])]
+        limit = 40.0 + length * chaos.uniform(1.05, 4.0)
+        works.append(Work(f"j{number:05}", steps, 0.0, 0, 0, 0.0, False, tuple(speeds), speeds, 30.0, 30.0, 0.0, limit))
+    works.sort(key=lambda work: work.limit_s)
+    begin = time.process_time()
+    fill(FreeCapacity(layout, 0.0, 64), works, 0.0, {})
+    return time.process_time() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--largest", type=int, default=1000)
+    parser.add_argument("--samples", type=int, default=24)
+    args = parser.parse_args()
+    print("    jobs    admitted     refused       ended  (ms, medians)   a filling of all    memory")
+    for count in (10, 100, 1000, 10_000):
+        if count > args.largest:
+            break
+        took = events(count, random.Random(7), args.samples if count < 10_000 else 4)
+        cells = [f"{statistics.median(values):9.2f}" if values else "        -" for values in took.values()]
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        seconds = filling(count, random.Random(7))
+        print(f"{count:8,} {'   '.join(cells)}                    {seconds:10.3f} s   {memory:5.0f} MiB", flush=True)
+
+
+if __name__ == "__main__":
+    main()
