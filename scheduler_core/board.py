@@ -5,9 +5,9 @@ Turns an adopted draft into decisions. What to plan is decided elsewhere (:mod:`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from elasticflow_airflow.scheduler_core.calendar import Calendar, CalendarPolicy
+from elasticflow_airflow.scheduler_core.calendar import Calendar, CalendarPolicy, stand_in_id
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.decisions import (
     AtRisk,
@@ -39,6 +39,8 @@ class Board:
     def __init__(self, config: SchedulerConfig, nodes: Iterable[Node], calendar: CalendarPolicy | None = None) -> None:
         self.config = config
         self.calendar = Calendar(calendar)
+        self.reservations: dict[str, Course] = {}
+        """Where slots are kept free for expected runs, by the ids of their stand-ins: part of the stored plan."""
         self.nodes = {node.node_id: node for node in nodes}
         self.jobs: dict[str, LiveJob] = {}
         self.layout = Layout(self.nodes.values())
@@ -49,7 +51,19 @@ class Board:
 
     def planner(self, now: float) -> Planner:
         """A planner over the present jobs."""
-        return Planner(self.config, self.layout, list(self.jobs.values()), now)
+        return self.planner_over(list(self.jobs.values()), now)
+
+    def planner_over(self, jobs: Sequence[LiveJob], now: float) -> Planner:
+        """A planner over some of the jobs; it knows the reservations of runs that may still come in time for them."""
+        planner = Planner(self.config, self.layout, jobs, now)
+        if self.reservations:
+            names = {stand_in_id(run_id) for run_id in self.calendar.runs}
+            planner.reservations = {
+                name: course
+                for name, course in self.reservations.items()
+                if name in names and course.holdings[0].start_s > now + TOLERANCE_S
+            }
+        return planner
 
     # -- the cluster ---------------------------------------------------------------------------------------------
 
@@ -62,6 +76,7 @@ class Board:
             ids = list(dict.fromkeys(slot.node_id for slot in sorted(job.placement.slots)))
             if len(ids) > 1:
                 groups.append(ids)
+        self.reservations = {}
         self.layout = layout = Layout(self.nodes.values(), groups)
         for job in self.jobs.values():
             job.mask = layout.mask_of(job.placement)
@@ -171,6 +186,8 @@ class Board:
 
     def adopt(self, draft: Draft, now: float, out: list[Decision], why: str) -> None:
         """Store the courses of ``draft`` and order what they say for now."""
+        names = [stand_in_id(run_id) for run_id in self.calendar.runs]
+        self.reservations = {name: draft.courses[name] for name in names if name in draft.courses}
         for job in self.jobs.values():
             job.course = draft.courses.get(job.job_id)
             if draft.shares is not None:

@@ -21,6 +21,8 @@ class CalendarPolicy:
 
     quantile: float = 0.9
     """Reservations hold for so large a part of the lengths and of the latenesses seen."""
+    unseen: float = 0.25
+    """With one run seen, the next is taken to be longer and later by this part; with ten, by a tenth of it."""
     sure: float = 0.9
     """Runs that come at least this often are reserved for one by one; the others by what they use on average."""
     early_s: float = 60.0
@@ -35,7 +37,7 @@ class CalendarPolicy:
             value = getattr(self, name)
             if not 0.0 < value <= 1.0:
                 raise ValueError(f"{name} is {value!r}; it is a fraction above 0 and at most 1")
-        for name in ("early_s", "late_factor", "late_min_s"):
+        for name in ("unseen", "early_s", "late_factor", "late_min_s"):
             if not getattr(self, name) >= 0.0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it cannot be negative")
 
@@ -109,6 +111,11 @@ class ExpectedRun:
         """From when on it is taken not to come; at its deadline at the latest."""
         late = max(policy.late_min_s, policy.late_factor * self.lateness.quantile(1.0))
         return min(self.deadline_s, self.due_s + late)
+
+
+def stand_in_id(run_id: str) -> str:
+    """Under which id plans hold the reservation of an expected run; no job has such an id."""
+    return f"expected {run_id}"
 
 
 def how_surely(history: Iterable[PastRun]) -> float:

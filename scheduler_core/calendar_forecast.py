@@ -167,10 +167,10 @@ class _Expecting:
             probability=run.probability,
         )
         parts = (self.policy.quantile, 0.5)
-        work = stand_in(run, planner.layout, planner.config, planner.now, parts)
+        work = stand_in(run, planner.layout, planner.config, planner.now, parts, self.policy.unseen)
         if work is None:
             patient = stand_in(
-                replace(run, deadline_after_s=1e9), planner.layout, planner.config, planner.now, parts[:1]
+                replace(run, deadline_after_s=1e9), planner.layout, planner.config, planner.now, parts[:1], 0.0
             )
             if patient is None:
                 size = f"no usable number of workers: it needs at least {run.min_workers}"

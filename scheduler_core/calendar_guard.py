@@ -1,31 +1,35 @@
 """Expected runs as work that newcomers have to fit beside: who is reserved for, how much, and from when on.
 
-A stand-in is planned like any work, only that it cannot begin before it is expected to have come; it books nothing for
-good. As long as admission proves a joint plan that includes the stand-ins, the run that comes finds its place.
+A stand-in is planned like any work, only that it cannot begin before it is expected to have come. Where the joint plan
+that admits a newcomer puts it is its reservation: part of the stored plan, kept while it can be, so that the run that
+comes finds its place. Promises may push it aside, nothing else may.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun
+from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, stand_in_id
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.draft import Draft
 from elasticflow_airflow.scheduler_core.filling import minimum_share
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.planner import Planner
 from elasticflow_airflow.scheduler_core.proof import deadline_order
-from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding, Work
+from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding, Work, course_of
 
 _HALF = 0.5
-_TRIES = 8
+_TRIES = 2
 """How many other orders are tried before stand-ins are given up."""
 
 
 def stand_in(
-    run: ExpectedRun, layout: Layout, config: SchedulerConfig, now: float, parts: Sequence[float]
+    run: ExpectedRun, layout: Layout, config: SchedulerConfig, now: float, parts: Sequence[float], unseen: float
 ) -> Work | None:
     """An expected run as work, at the first of the quantiles ``parts`` at which it can be done in time alone.
+
+    With few runs seen the largest was probably not among them: lengths and latenesses count as longer by ``unseen``
+    divided by their number (except at the median, which is the last resort).
 
     None when it cannot at any: what cannot be kept is not reserved for.
     """
@@ -35,11 +39,13 @@ def stand_in(
         return None
     speeds = {size: speed * (1.0 - config.speed_error) for size, speed in usable.items()}
     limit = run.deadline_s - config.deadline_margin_s
+    seen = len(run.steps.values)
     for part in parts:
-        release = max(now, run.due_s + run.lateness.quantile(part))
+        longer = 1.0 + (unseen / seen if part > _HALF else 0.0)
+        release = max(now, run.due_s + run.lateness.quantile(part) * longer)
         work = Work(
-            job_id=f"expected {run.run_id}",
-            remaining=run.steps.quantile(part),
+            job_id=stand_in_id(run.run_id),
+            remaining=run.steps.quantile(part) * longer,
             since_s=release,
             mask=0,
             size=0,
@@ -56,6 +62,15 @@ def stand_in(
         if release + work.least_time_s() <= limit + TOLERANCE_S:
             return work
     return None
+
+
+def stand_ins(
+    runs: Iterable[ExpectedRun], layout: Layout, config: SchedulerConfig, policy: CalendarPolicy, now: float
+) -> list[Work]:
+    """A stand-in for each of the runs that can be done in time alone, as long and as late as the policy believes."""
+    parts = (policy.quantile, _HALF)
+    found = (stand_in(run, layout, config, now, parts, policy.unseen) for run in runs)
+    return [work for work in found if work is not None]
 
 
 def footprint(work: Work) -> float:
@@ -78,11 +93,7 @@ def reserved(
     its footprint times its probability to what is owed, and gets a stand-in when at least half of it is owed. One run
     that comes three times in ten is not reserved for; of ten such runs, three are.
     """
-    found: list[tuple[ExpectedRun, Work]] = []
-    for run in runs:
-        work = stand_in(run, layout, config, now, (policy.quantile, _HALF))
-        if work is not None:
-            found.append((run, work))
+    found = [(run, work) for run in runs for work in stand_ins([run], layout, config, policy, now)]
     found.sort(key=lambda item: (item[1].release_s, item[1].job_id))
     kept: list[Work] = []
     owed, until = 0.0, -INFINITY
@@ -101,32 +112,32 @@ def reserved(
     return kept
 
 
-def keepable(planner: Planner, stand_ins: Sequence[Work]) -> list[Work]:
+def keepable(planner: Planner, works: Sequence[Work]) -> list[Work]:
     """Those of the stand-ins that can be kept beside the promises, so that one that cannot does not veto everybody.
 
     All, if they fit beside the stored plan as it is, or if a joint plan proves them. Else whoever fits in order of
     deadlines among the promises, after them, or beside the stored plan, whichever way keeps most.
     """
-    fitting = _fitting(planner, stand_ins)
-    if len(fitting) == len(stand_ins):
+    fitting = _fitting(planner, works)
+    if len(fitting) == len(works):
         return fitting
     promises = [*planner.promised(), *planner.turns()]
-    left_out = _left_out(planner, deadline_order([*promises, *stand_ins]), {work.job_id for work in stand_ins})
+    left_out = _left_out(planner, deadline_order([*promises, *works]), {work.job_id for work in works})
     if left_out is not None:
-        kept = [work for work in stand_ins if work.job_id not in left_out]
+        kept = [work for work in works if work.job_id not in left_out]
         if _joint(planner, kept):
             return kept
-    if _joint(planner, stand_ins, rescue=_TRIES):
-        return list(stand_ins)
-    after = [*deadline_order(promises), *deadline_order(stand_ins)]
-    left_out = _left_out(planner, after, {work.job_id for work in stand_ins})
-    kept = [] if left_out is None else [work for work in stand_ins if work.job_id not in left_out]
+    if _joint(planner, works, rescue=_TRIES):
+        return list(works)
+    after = [*deadline_order(promises), *deadline_order(works)]
+    left_out = _left_out(planner, after, {work.job_id for work in works})
+    kept = [] if left_out is None else [work for work in works if work.job_id not in left_out]
     return kept if len(kept) > len(fitting) else fitting
 
 
-def _joint(planner: Planner, stand_ins: Sequence[Work], rescue: int = 0) -> bool:
+def _joint(planner: Planner, works: Sequence[Work], rescue: int = 0) -> bool:
     """Whether a plan proves the promises and the stand-ins together."""
-    before, planner.expected = planner.expected, stand_ins
+    before, planner.expected = planner.expected, works
     proven = planner.fresh(guarded=True, rescue=rescue) is not None
     planner.expected = before
     return proven
@@ -147,26 +158,42 @@ def _left_out(planner: Planner, ordered: Sequence[Work], may: Collection[str]) -
     return left_out
 
 
-def _fitting(planner: Planner, stand_ins: Sequence[Work]) -> list[Work]:
-    """As many stand-ins as fit beside the stored plan, the earliest deadline first."""
-    draft, fitting = planner.stored(), list[Work]()
-    for work in sorted(stand_ins, key=lambda work: (work.limit_s, work.job_id)):
-        course = place_from(draft, work)
-        if course is not None:
-            draft.put(work.job_id, course)
-            fitting.append(work)
-    return fitting
+def _fitting(planner: Planner, works: Sequence[Work]) -> list[Work]:
+    """As many stand-ins as fit beside the stored plan."""
+    return _place(planner.reserve(planner.stored()), works)
 
 
-def beside(draft: Draft, stand_ins: Sequence[Work]) -> Draft | None:
+def beside(draft: Draft, works: Sequence[Work]) -> Draft | None:
     """The draft with all stand-ins booked beside what is in it; None when one does not fit. ``draft`` stays."""
     twin = draft.copy()
-    for work in sorted(stand_ins, key=lambda work: (work.limit_s, work.job_id)):
-        course = place_from(twin, work)
-        if course is None:
-            return None
-        twin.put(work.job_id, course)
-    return twin
+    return twin if len(_place(twin, works)) == len(works) else None
+
+
+def _place(draft: Draft, works: Sequence[Work]) -> list[Work]:
+    """Book stand-ins, the earliest deadline first: where the draft has them, if that still does, else anew.
+
+    Where there is no room for a run that is now expected to be later or longer, what was kept free for it stays.
+    """
+    placed, anew = list[Work](), list[Work]()
+    for work in sorted(works, key=lambda work: (work.limit_s, work.job_id)):
+        before = draft.courses.get(work.job_id)
+        (placed if before is not None and _does(work, before, draft.now) else anew).append(work)
+    for work in anew:
+        before = draft.drop(work.job_id)
+        course = place_from(draft, work) or before
+        if course is not None:
+            draft.put(work.job_id, course)
+            placed.append(work)
+    return placed
+
+
+def _does(work: Work, course: Course, now: float) -> bool:
+    """Whether an earlier reservation still suffices: a run may be expected to be later or longer since."""
+    begins = course.holdings[0].start_s
+    return (
+        begins >= work.release_s - TOLERANCE_S
+        and course_of(work, course.holdings, now).promised_s <= work.limit_s + TOLERANCE_S
+    )
 
 
 def place_from(draft: Draft, work: Work) -> Course | None:

@@ -1,0 +1,287 @@
+"""Expected runs: what is learned of them, what is kept free for them, and what a forecast says."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
+from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.calendar import (
+    Calendar,
+    CalendarPolicy,
+    ExpectedRun,
+    PastRun,
+    Spread,
+    expect,
+    how_surely,
+)
+from elasticflow_airflow.scheduler_core.calendar_forecast import Outcome, forecast
+from elasticflow_airflow.scheduler_core.decisions import Admit, Reject, Wait
+from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob, Simulation
+from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, ScalingCurve
+
+LINEAR = ScalingCurve({1: 1.0, 2: 2.0, 4: 4.0})
+
+
+def make_scheduler(unseen: float = 0.0) -> Scheduler:
+    return Scheduler(SchedulerConfig(), [Node(node_id="a", slots=4)], CalendarPolicy(unseen=unseen))
+
+
+def expected(name: str = "run", due: float = 1000.0, **given: object) -> ExpectedRun:
+    """A run that keeps four slots busy for 75 of the 100 seconds from its due time to its deadline."""
+    values = {"task": "nightly", "deadline_after_s": 100.0, "steps": Spread((300.0,)), "curve": LINEAR, **given}
+    return ExpectedRun(run_id=name, due_s=due, **values)
+
+
+def job(name: str, now: float, deadline: float | None, steps: float, **given: object) -> Job:
+    return Job(job_id=name, submitted_s=now, deadline_s=deadline, total_steps=steps, curve=LINEAR, **given)
+
+
+def verdict(scheduler: Scheduler, submitted: Job, now: float) -> Admit | Reject | Wait:
+    decided = scheduler.handle(ev.JobSubmitted(submitted), now)
+    return next(d for d in decided if isinstance(d, Admit | Reject | Wait) and d.job_id == submitted.job_id)
+
+
+def greedy(name: str = "greedy") -> Job:
+    """Needs the whole cluster for 1,050 of the 1,090 seconds until its deadline."""
+    return job(name, 0.0, 1090.0, 4200.0)
+
+
+# -- distributions and histories ---------------------------------------------------------------------------------
+
+
+def test_a_quantile_is_a_value_that_was_seen():
+    spread = Spread((5.0, 1.0, 3.0, 2.0, 4.0))
+    assert [spread.quantile(part) for part in (0.01, 0.2, 0.21, 0.5, 0.9, 1.0)] == [1.0, 1.0, 2.0, 3.0, 5.0, 5.0]
+
+
+@pytest.mark.parametrize("values", [(), (float("nan"),), (float("inf"), 1.0)])
+def test_a_distribution_needs_finite_values(values):
+    with pytest.raises(ValueError, match="distribution needs"):
+        Spread(values)
+
+
+def test_what_is_expected_comes_from_the_history():
+    history = [
+        PastRun(due_s=100.0 * i, late_s=10.0 * i, steps=100.0 + i, deadline_after_s=50.0 + i, came=i != 2)
+        for i in range(4)
+    ]
+    run = expect(history, run_id="next", task="t", due_s=400.0, curve=LINEAR)
+    assert run is not None
+    assert run.steps.values == (100.0, 101.0, 103.0)
+    assert run.lateness.values == (0.0, 10.0, 30.0)
+    assert run.deadline_s == 453.0
+    assert run.probability == how_surely(history) == 0.8
+
+
+def test_nothing_is_expected_of_a_task_without_a_run_that_had_a_deadline():
+    assert expect([], run_id="r", task="t", due_s=1.0, curve=LINEAR) is None
+    assert expect([PastRun(due_s=0.0, came=False)], run_id="r", task="t", due_s=1.0, curve=LINEAR) is None
+    assert how_surely([]) == 1.0
+
+
+def test_a_submission_takes_the_run_that_has_been_due_longest():
+    calendar = Calendar()
+    for name, due in (("late", 3000.0), ("first", 1000.0), ("second", 2000.0)):
+        calendar.expect(expected(name, due))
+    assert calendar.take("nightly", 900.0) is None
+    assert calendar.take("another", 2500.0) is None
+    assert [run.run_id for run in (calendar.take("nightly", 2500.0), calendar.take("nightly", 2500.0)) if run] == [
+        "first",
+        "second",
+    ]
+    assert set(calendar.runs) == {"late"}
+
+
+def test_a_run_is_given_up_when_it_is_later_than_any_before_and_at_its_deadline_at_the_latest():
+    policy = CalendarPolicy(late_min_s=100.0)
+    patient = {"deadline_after_s": 1e6}
+    assert expected(**patient).forgotten_s(policy) == 1100.0
+    assert expected(lateness=Spread((0.0, 400.0)), **patient).forgotten_s(policy) == 1800.0
+    assert expected(deadline_after_s=50.0).forgotten_s(policy) == 1050.0
+
+
+# -- admission ---------------------------------------------------------------------------------------------------
+
+
+def test_without_a_calendar_nothing_is_kept_free():
+    assert isinstance(verdict(make_scheduler(), greedy(), 0.0), Admit)
+
+
+def test_a_newcomer_must_fit_beside_what_is_expected():
+    scheduler = make_scheduler()
+    scheduler.handle(ev.RunExpected(expected()), 0.0)
+    refused = verdict(scheduler, greedy(), 0.0)
+    assert isinstance(refused, Reject)
+    assert "1 expected run" in refused.reason
+    offer = refused.earliest_deadline_s
+    assert offer is not None
+    assert isinstance(verdict(scheduler, job("patient", 0.0, offer, 4200.0), 0.0), Admit)
+    # The run comes, takes its place, and whoever was promised keeps the promise.
+    run = verdict(scheduler, job("run", 1000.0, 1100.0, 300.0, task="nightly"), 1000.0)
+    assert isinstance(run, Admit)
+    assert scheduler.plan_of("patient").promised_s <= offer
+    assert scheduler.expected_runs() == ()
+
+
+def test_what_is_expected_need_not_fit_beside_what_else_is():
+    scheduler = make_scheduler()
+    for name in ("one", "two"):
+        scheduler.handle(ev.RunExpected(expected(name, task=name)), 0.0)
+    assert isinstance(verdict(scheduler, job("a", 1000.0, 1100.0, 390.0, task="one"), 1000.0), Admit)
+    (state,) = scheduler.states()
+    assert state.foreseen
+
+
+def test_a_forgotten_run_gives_its_place_back_to_who_waits():
+    scheduler = make_scheduler()
+    scheduler.handle(ev.RunExpected(expected()), 0.0)
+    waits = job("waits", 0.0, 1090.0, 4200.0, on_reject=OnReject.WAIT)
+    assert isinstance(verdict(scheduler, waits, 0.0), Wait)
+    decided = scheduler.handle(ev.RunForgotten("run"), 10.0)
+    assert any(isinstance(d, Admit) and d.job_id == "waits" for d in decided)
+
+
+def test_a_run_that_does_not_come_is_given_up_in_time():
+    scheduler = make_scheduler()
+    scheduler.handle(ev.RunExpected(expected(deadline_after_s=5000.0)), 0.0)
+    scheduler.handle(ev.WakeUp(), 1599.0)
+    assert len(scheduler.expected_runs()) == 1
+    scheduler.handle(ev.WakeUp(), 1600.0)
+    assert scheduler.expected_runs() == ()
+
+
+@pytest.mark.parametrize(("probability", "count", "kept"), [(0.3, 1, False), (0.6, 1, True), (0.3, 4, True)])
+def test_uncertain_runs_are_reserved_for_by_what_they_use_together(probability, count, kept):
+    scheduler = make_scheduler()
+    for number in range(count):
+        run = expected(str(number), task=str(number), probability=probability)
+        scheduler.handle(ev.RunExpected(run), 0.0)
+    assert isinstance(verdict(scheduler, greedy(), 0.0), Reject if kept else Admit)
+
+
+def test_reservations_hold_for_a_long_and_late_run_not_for_the_mean_one():
+    lengths = Spread((100.0,) * 8 + (300.0, 300.0))
+    scheduler = make_scheduler()
+    scheduler.handle(ev.RunExpected(expected(steps=lengths)), 0.0)
+    # At the mean of 140 steps it would fit: 4,200 steps here and 140 there are 1,085 s of the whole cluster.
+    assert isinstance(verdict(scheduler, greedy(), 0.0), Reject)
+
+
+def test_of_a_task_that_was_seen_once_a_longer_run_is_expected():
+    modest = job("modest", 0.0, 1090.0, 4060.0)  # together with a run of 300 steps exactly what there is until 1,090
+    for unseen, kind in ((0.0, Admit), (0.25, Reject)):
+        scheduler = make_scheduler(unseen)
+        scheduler.handle(ev.RunExpected(expected()), 0.0)
+        assert isinstance(verdict(scheduler, modest, 0.0), kind)
+
+
+def test_a_reservation_stays_when_there_is_no_room_for_a_longer_one():
+    scheduler = make_scheduler()
+    scheduler.handle(ev.RunExpected(expected()), 0.0)
+    assert isinstance(verdict(scheduler, job("modest", 0.0, 1090.0, 4060.0), 0.0), Admit)
+    scheduler.handle(ev.RunExpected(expected(steps=Spread((300.0, 390.0)))), 10.0)
+    assert isinstance(verdict(scheduler, job("another", 20.0, 1095.0, 200.0), 20.0), Reject)
+    assert isinstance(verdict(scheduler, job("run", 1000.0, 1100.0, 300.0, task="nightly"), 1000.0), Admit)
+
+
+def test_what_cannot_be_kept_does_not_keep_others_out():
+    scheduler = make_scheduler()
+    scheduler.handle(ev.RunExpected(expected("too long", steps=Spread((1e6,)))), 0.0)
+    scheduler.handle(ev.RunExpected(expected("no size", min_workers=64)), 0.0)
+    assert isinstance(verdict(scheduler, greedy(), 0.0), Admit)
+    crowd = make_scheduler()
+    for number in range(5):
+        crowd.handle(ev.RunExpected(expected(str(number), task=str(number))), 0.0)
+    # Only one of the five fits beside the others; a job that leaves room for it is admitted.
+    assert isinstance(verdict(crowd, job("modest", 0.0, 990.0, 3900.0), 0.0), Admit)
+    assert isinstance(verdict(crowd, job("another", 0.0, 1500.0, 1500.0), 0.0), Admit)
+
+
+def test_what_was_foreseen_survives_a_restore():
+    scheduler = make_scheduler()
+    scheduler.handle(ev.RunExpected(expected()), 0.0)
+    verdict(scheduler, job("run", 1000.0, 1100.0, 300.0, task="nightly"), 1000.0)
+    again = make_scheduler()
+    again.restore(scheduler.states(), 1001.0)
+    assert [state.foreseen for state in again.states()] == [True]
+
+
+arrivals = st.lists(
+    st.tuples(st.floats(0.0, 900.0), st.integers(50, 3000), st.floats(1.05, 8.0)), min_size=1, max_size=8
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(arrivals=arrivals, late=st.floats(0.0, 20.0))
+def test_the_run_that_comes_as_expected_is_promised_whatever_came_before(arrivals, late):
+    scheduler = make_scheduler()
+    scheduler.handle(ev.RunExpected(expected(lateness=Spread((0.0, 20.0)))), 0.0)
+    jobs = [job("run", 1000.0 + late, 1100.0, 300.0, task="nightly")]
+    for number, (at, steps, slack) in enumerate(arrivals):
+        jobs.append(job(f"j{number}", at, at + slack * steps / 4.0, float(steps)))
+    simulated = [SimulatedJob(job=one, truth=dict(LINEAR.steps_per_s), arrives_s=one.submitted_s) for one in jobs]
+    result = Simulation(name="calendar", policy=scheduler, nodes=scheduler.nodes(), jobs=simulated).run()
+    (run,) = [record for record in result.records if record.job_id == "run"]
+    assert run.met
+    assert not any(record.late_though_admitted for record in result.records)
+
+
+# -- forecast ----------------------------------------------------------------------------------------------------
+
+
+def test_a_forecast_of_nothing_is_empty():
+    assert forecast(make_scheduler(), 0.0, 1e6).outlooks == ()
+
+
+def test_a_forecast_says_what_is_kept_and_when_it_is_done():
+    scheduler = make_scheduler()
+    verdict(scheduler, job("live", 0.0, 500.0, 400.0), 0.0)
+    verdict(scheduler, job("beyond", 0.0, 50_000.0, 400.0), 0.0)
+    verdict(scheduler, job("best effort", 0.0, None, 400.0), 0.0)
+    scheduler.handle(ev.RunExpected(expected()), 0.0)
+    found = forecast(copy.deepcopy(scheduler), 0.0, 5000.0)
+    assert [(one.job_id or one.run_id, one.outcome) for one in found.outlooks] == [
+        ("live", Outcome.KEPT),
+        ("run", Outcome.KEPT),
+    ]
+    assert found.outlooks[1].projected_s == pytest.approx(1075.0)
+    assert found.extra_nodes == 0
+
+
+def test_a_forecast_says_how_much_is_missing():
+    scheduler = make_scheduler()
+    for number in range(3):
+        scheduler.handle(ev.RunExpected(expected(str(number), task=str(number))), 0.0)
+    found = forecast(copy.deepcopy(scheduler), 0.0, 5000.0)
+    assert sorted(one.outcome for one in found.outlooks) == ["kept", "missed", "missed"]
+    assert (found.extra_nodes, found.extra_slots) == (2, 4)
+    missed = [one for one in found.outlooks if one.outcome is Outcome.MISSED]
+    assert all(1140.0 <= (one.earliest_deadline_s or 0.0) <= 1215.0 for one in missed)
+    assert "does not fit beside 0 promised jobs and 1 expected run " in missed[0].reason
+    assert len(scheduler.expected_runs()) == 3
+
+
+def test_a_forecast_knows_what_no_capacity_helps():
+    scheduler = make_scheduler()
+    scheduler.handle(ev.RunExpected(expected(steps=Spread((4000.0,)))), 0.0)
+    found = forecast(copy.deepcopy(scheduler), 0.0, 5000.0)
+    (one,) = found.outlooks
+    assert one.outcome is Outcome.MISSED
+    assert "too long even with the cluster to itself" in one.reason
+    assert one.earliest_deadline_s == pytest.approx(2000.0, abs=61.0)
+    assert found.extra_nodes is None
+
+
+def test_a_forecast_sees_what_is_at_risk():
+    scheduler = Scheduler(SchedulerConfig(), [Node(node_id="a", slots=4), Node(node_id="b", slots=4)])
+    for name in ("one", "two"):
+        assert isinstance(verdict(scheduler, job(name, 0.0, 1050.0, 4000.0), 0.0), Admit)
+    scheduler.handle(ev.NodeLost("b"), 10.0)
+    found = forecast(copy.deepcopy(scheduler), 10.0, 5000.0)
+    assert sorted(one.outcome for one in found.outlooks) == ["at_risk", "kept"]
+    assert found.extra_nodes == 1
