@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import httpx
 import pytest
 
@@ -9,7 +11,7 @@ from elasticflow_airflow.service.api import ServiceParts, Traffic, build_app
 from elasticflow_airflow.service.forecasting import ForecastDesk
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.refusal import Refusal
-from elasticflow_airflow.wire import DryRun, ForecastAnswer
+from elasticflow_airflow.wire import Command, DryRun, ForecastAnswer, JobIdentity, JobSubmission, Length
 
 HOUR_S = 3600.0
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
@@ -240,3 +242,23 @@ def test_before_the_first_pass_nobody_can_say(make_world):
     with pytest.raises(Refusal) as refused:
         desk_of(world).forecast(1.0)
     assert refused.value.status == 503
+
+
+def test_the_client_asks_a_real_service_and_leaves_no_trace(daemons, open_client):
+    client = open_client(daemons.embedded())
+    submission = JobSubmission(
+        identity=JobIdentity(dag_id="daily", run_id="r1", task_id="train"),
+        command=Command(snapshot="0" * 64, script="train.py"),
+        length=Length(steps=2000),
+        global_batch_size=32,
+        deadline_at=time.time() + 600.0,
+        scaling_curve=CURVE,
+    )
+    limit = time.monotonic() + 30.0
+    while not client.health().slots:
+        assert time.monotonic() < limit, "the service has not looked at its nodes"
+    said = client.dry_run(submission)
+    assert (said.job_id, said.verdict.decision) == (submission.identity.job_id, "admitted")
+    answer = client.forecast(2.0)
+    assert (answer.items, answer.summary) == ([], "nothing with a deadline is due")
+    assert client.list_jobs() == []
