@@ -147,13 +147,13 @@ def smallest(args: argparse.Namespace, pool: ProcessPoolExecutor, found: dict[Ca
     }
     sizes = range(args.nodes, args.nodes + 3)
     variants = ("plain", "calendar")
-    cases = [
-        Case(variant, seed, args.days, nodes, args.slots)
-        for nodes in sizes[1:]
-        for variant in variants
-        for seed in range(args.seeds)
-    ]
-    found = {**found, **dict(zip(cases, pool.map(simulate, cases), strict=True))}
+    left = [(variant, seed) for variant in variants for seed in range(args.seeds)]
+    for nodes in sizes:
+        cases = [Case(variant, seed, args.days, nodes, args.slots) for variant, seed in left]
+        missing = [case for case in cases if case not in found]
+        found = {**found, **dict(zip(missing, pool.map(simulate, missing), strict=True))}
+        # Who reaches every goal here need not be tried on more.
+        left = [(case.variant, case.seed) for case in cases if not all(goal(found[case]) for goal in goals.values())]
     print(f"\nSmallest cluster by seed, in nodes of {args.slots} slots ({sizes[0]} to {sizes[-1]} tried; - none)\n")
     print("| variant | " + " | ".join(goals) + " |")
     print("|---" * (len(goals) + 1) + "|")
@@ -162,8 +162,8 @@ def smallest(args: argparse.Namespace, pool: ProcessPoolExecutor, found: dict[Ca
         for reached in goals.values():
             least = []
             for seed in range(args.seeds):
-                enough = (n for n in sizes if reached(found[Case(variant, seed, args.days, n, args.slots)]))
-                least.append(next(enough, None))
+                tried = ((n, found.get(Case(variant, seed, args.days, n, args.slots))) for n in sizes)
+                least.append(next((n for n, one in tried if one is not None and reached(one)), None))
             mean = sum(n for n in least if n is not None) / max(1, sum(n is not None for n in least))
             cells.append(f"{', '.join('-' if n is None else str(n) for n in least)} (mean {mean:.1f})")
         print(f"| {variant} | " + " | ".join(cells) + " |")
