@@ -134,7 +134,10 @@ class Admission:
         return None
 
     def _leaves_room(self, work: Work, limit: float) -> bool:
-        """Whether it finds a share beside what cheaper arrivals are expected to use (always, if first come)."""
+        """Whether it finds a share beside what cheaper arrivals are expected to use (always, if first come).
+
+        Beside them as they are expected, or, as they may come at other times, by slot-seconds until the limit.
+        """
         if self.protection is None:
             return True
         planner = self.planner
@@ -144,11 +147,14 @@ class Admission:
         free = planner.free.copy()
         earlier = [other for other in planner.promised() if other.limit_s <= limit and other.job_id != work.job_id]
         fill(free, deadline_order(earlier), planner.now, {})
+        if free.slot_seconds(planner.now, limit) - expected.slot_seconds >= expected.footprint:
+            return True
         beside = free.copy()
-        for start, end, slots in expected.part(1.0):
+        for start, end, slots in expected.reservations():
             beside.withhold(start, end, slots)
         if minimum_share(beside, work, planner.now) is not None:
             return True
+        # Where this order of filling finds no share at all, it says nothing about those who are expected.
         return minimum_share(free, work, planner.now) is None and expected.worth <= planner.config.protection_tolerance
 
     def _with(self, draft: Draft, course: Course) -> Draft:

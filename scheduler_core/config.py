@@ -49,15 +49,15 @@ class SchedulerConfig:
     """How often the filling is repeated with the pauses of the migrations that placing it turned out to need."""
 
     objective: Objective = Objective.FIRST_COME
-    protection_weight: float = 0.7
+    protection_weight: float = 1.0
     """With ``objective="value"``: how much of what cheaper arrivals are expected to use is kept free for them."""
     protection_deviations: float = 0.0
     """... and so many standard deviations more: few large jobs are less predictable than many small ones."""
     protection_tolerance: float = 1.0
-    """... and how much value of theirs it may displace for a value of 1."""
+    """Where it is not clear whether a newcomer fits at all: so much expected value need not be protected from it."""
     protection_half_lives_s: tuple[float, ...] = (3600.0, 4 * 3600.0, 36 * 3600.0)
     """... and how fast arrivals are forgotten; the memory that expects more wins."""
-    protection_reach: float = 2.0
+    protection_reach: float = 3.0
     """... and for how many of its half-lives ahead each memory predicts: a burst is not the rate of a week."""
     waiting_retry_s: float = 1800.0
     """A job that waits for capacity is asked for again at least this often."""

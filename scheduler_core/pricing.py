@@ -35,15 +35,24 @@ class Arrival(NamedTuple):
 
 
 class Expectation(NamedTuple):
-    """Slots that are expected to be used in each bin between ``edges``, all for jobs of ``worth`` together."""
+    """Slots that are expected to be used in each bin between ``edges``, all for jobs of ``worth`` together.
+
+    ``footprint`` is the least that the newcomer itself needs, in slot-seconds.
+    """
 
     edges: NDArray[np.float64]
     slots: NDArray[np.float64]
     worth: float
+    footprint: float
 
-    def part(self, part: float) -> list[tuple[float, float, int]]:
-        """``(start, end, slots)`` where a part of it needs any."""
-        slots = np.rint(part * self.slots).astype(int).tolist()
+    @property
+    def slot_seconds(self) -> float:
+        """What is expected to be used until the newcomer's limit."""
+        return float(self.slots @ np.diff(self.edges))
+
+    def reservations(self) -> list[tuple[float, float, int]]:
+        """``(start, end, slots)`` wherever it needs any, in whole slots."""
+        slots = np.rint(self.slots).astype(int).tolist()
         edges = self.edges.tolist()
         return [(a, b, n) for a, b, n in zip(edges[:-1], edges[1:], slots, strict=True) if n > 0]
 
@@ -117,4 +126,5 @@ class Protection:
         cheaper = [known for known in self.arrivals if known.footprint < price * known.value]
         worth = sum(known.value for known in cheaper)
         mean = sum(known.footprint for known in cheaper) / worth if worth else math.inf
-        return Expectation(edges, expected, float(expected.sum()) * (limit_s - now) / _BINS / mean)
+        worth_s = float(expected.sum()) * (limit_s - now) / _BINS
+        return Expectation(edges, expected, worth_s / mean, footprint)

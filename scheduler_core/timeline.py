@@ -113,6 +113,14 @@ class FreeCapacity:
             self.rows[:, i:j] = np.maximum(self.rows[:, i:j] - slots, 0)
             self._recount(i, j)
 
+    def slot_seconds(self, start_s: float, end_s: float) -> float:
+        """Free slots times seconds between two times, wherever they are."""
+        i, j = self.segment(start_s), bisect_left(self.times, end_s)
+        if j <= i:
+            return 0.0
+        borders = np.clip([*self.times[i:j], end_s], start_s, end_s)
+        return float(np.maximum(self.rows[0, i:j], 0) @ np.diff(borders))
+
     def placeable(self, sizes: tuple[int, ...], start_s: float, end_s: float) -> list[tuple[float, float, int]]:
         """For each stretch of ``[start_s, end_s)``: the largest of ``sizes`` that can be placed there (0: none)."""
         i, j = self.segment(start_s), bisect_left(self.times, end_s)
