@@ -12,7 +12,14 @@ from elasticflow_airflow import runtime
 from elasticflow_airflow.runtime import bootstrap
 from elasticflow_airflow.runtime.context import detect
 from elasticflow_airflow.runtime.manifest import list_candidates
-from elasticflow_airflow.runtime.protocol import Promotion, ReportKind, RescaleMode, SessionConfig, promoted_path
+from elasticflow_airflow.runtime.protocol import (
+    Promotion,
+    ReportKind,
+    RescaleMode,
+    SessionConfig,
+    append_report,
+    promoted_path,
+)
 
 
 def at(step: int, act):
@@ -133,17 +140,26 @@ def test_another_error_is_no_out_of_memory(service, training):
 
 
 def test_a_full_disk_costs_reports_but_not_the_training(service, training, monkeypatch, capsys):
+    """Progress may be lost; a start must arrive, and is tried again until somebody has made room."""
     service.configure(epochs=1)
     service.start(1)
     run = training()
+    tried = []
 
     def full(path, report):
-        raise OSError(28, "No space left on device")
+        tried.append(report.kind)
+        if report.kind is ReportKind.PROGRESS or len(tried) == 1:
+            raise OSError(28, "No space left on device")
+        append_report(path, report)
 
     monkeypatch.setattr("elasticflow_airflow.runtime.reporting.append_report", full)
     run.run()
-    assert "elasticflow: report started of step 0 could not be written: [Errno 28]" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "elasticflow: report started of step 0 could not be written: [Errno 28]" in said
+    assert "tries again" in said
     assert run.session.steps_done == 4
+    assert ReportKind.STARTED in {report.kind for report in service.reports(1)}
+    assert ReportKind.PROGRESS not in {report.kind for report in service.reports(1)}
 
 
 # -- leaving and coming back --------------------------------------------------------------------------------------
