@@ -62,6 +62,8 @@ def footprint_of(work: Work, now: float, limit_s: float) -> float | None:
     left, cost = work.left_at(now), work.cost_of_change(now)
     least: float | None = None
     for size in work.sizes:
+        if work.speeds[size] <= 0.0:
+            continue  # not measured yet
         seconds = cost + left / work.speeds[size] + work.tail_s
         if now + seconds <= limit_s + TOLERANCE_S:
             needed = size * seconds

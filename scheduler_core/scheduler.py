@@ -138,6 +138,7 @@ class Scheduler(Decider):
             self._board.jobs[job.job_id] = job
             self._numbers = max(self._numbers, job.number + 1)
             self._promises = max(self._promises, job.promise + 1)
+            self._note_arrival(job, job.job.submitted_s)  # what came before them is forgotten
         spanning = any(len({slot.node_id for slot in job.placement.slots}) > 1 for job in self._board.jobs.values())
         if spanning:
             self._board.change_nodes(list(self._board.nodes.values()))

@@ -50,10 +50,14 @@ def serve(
     policy: str | None = typer.Option(
         None, help="Who gets which slots when, such as edf; a wrong name lists all. Only elasticflow forecasts."
     ),
+    objective: str | None = typer.Option(
+        None, help="Whom to promise when not everybody can be: first-come (default), or value."
+    ),
     state_dir: Path | None = StateDir,
 ) -> None:
     """Run the scheduler service in the foreground. Every setting has an environment variable ELASTICFLOW_<NAME>."""
-    for name, value in (("HOST", host), ("PORT", port), ("POLICY", policy), ("STATE_DIR", state_dir)):
+    given = {"HOST": host, "PORT": port, "POLICY": policy, "OBJECTIVE": objective, "STATE_DIR": state_dir}
+    for name, value in given.items():
         if value is not None:
             os.environ[f"ELASTICFLOW_{name}"] = str(value)
     from elasticflow_airflow.service.__main__ import main as run

@@ -19,6 +19,7 @@ import structlog
 from elasticflow_airflow.engines.port import Engine, EngineError, EngineNode, GangObservation, GangState
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.config import Objective
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
 from elasticflow_airflow.scheduler_core.policies.registry import DEFAULT_POLICY, make_policy
@@ -332,6 +333,7 @@ def _policy(settings: ServiceSettings, nodes: Iterable[Node]) -> ServicePolicy:
 
 def _scheduler_config(settings: ServiceSettings) -> SchedulerConfig:
     return SchedulerConfig(
+        objective=Objective(settings.objective),
         speed_error=settings.throughput_error,
         deadline_margin_s=settings.deadline_margin_s,
         offer_margin_s=settings.offer_margin_s,

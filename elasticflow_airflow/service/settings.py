@@ -44,6 +44,8 @@ class ServiceSettings(BaseSettings):
 
     policy: str = "elasticflow"
     """Who gets which slots when; the others are there to compare with, and promise less or nothing."""
+    objective: Literal["first-come", "value"] = "first-come"
+    """Whom to promise when not everybody can be: who comes first, or who is worth more than what it takes."""
 
     idle_exit_s: float = Field(default=600.0, gt=0)
     """The embedded service leaves when there was no live job and no request for so long."""

@@ -45,3 +45,19 @@ def test_after_a_kill_the_policy_goes_on_with_its_jobs(make_world):
 def test_an_unknown_policy_is_told_what_there_is(tmp_path):
     with pytest.raises(ValidationError, match="no policy 'fifo'; choose one of elasticflow, "):
         ServiceSettings(state_dir=tmp_path, policy="fifo")
+
+
+def test_by_value_a_job_that_would_take_what_many_need_is_refused_and_says_why(make_world):
+    world = make_world(objective="value", nodes=1, slots=4)
+    for number in range(20):
+        small = world.submit(task=f"small{number}", within=120, steps=300, scaling_curve={1: 8.0})
+        assert small.job.verdict.decision == "admitted"
+        world.run(60)
+    monster = world.submit(task="monster", within=1000, steps=26_000, scaling_curve={1: 8.0, 2: 16.0, 4: 32.0})
+    assert monster.job.verdict.decision == "rejected"
+    assert "objective: value" in monster.job.verdict.reason
+
+
+def test_an_objective_that_is_none_is_told_what_there_is(tmp_path):
+    with pytest.raises(ValidationError, match="first-come"):
+        ServiceSettings(state_dir=tmp_path, objective="cheapest")
