@@ -173,6 +173,8 @@ def _option(draft: Draft, work: Work, config: SchedulerConfig) -> tuple[float, C
     least = max(TOLERANCE_S, max(config.min_saving_pauses * work.pause_s, config.min_saving_s) if size else 0.0)
     best: tuple[float, Course] | None = None
     for target in candidates:
+        if work.speeds[target] <= 0.0:
+            continue  # nobody knows what it would gain
         if target == work.size and not work.mask & ~free_now:
             soonest, enough = work.since_s + work.remaining / work.speeds[target], TOLERANCE_S
         else:

@@ -37,9 +37,19 @@ def placeable(gangs: Iterable[int], blocks: Iterable[int]) -> bool:
 
 
 def check_plan(
-    job: Job, plan: Plan, now: float, remaining: float, *, size_now: int = 0, free_from: float | None = None
+    job: Job,
+    plan: Plan,
+    now: float,
+    remaining: float,
+    *,
+    size_now: int = 0,
+    free_from: float | None = None,
+    starting: bool = False,
 ) -> list[str]:
-    """Everything wrong with one plan of a job that holds ``size_now`` slots and can step at ``free_from``."""
+    """Everything wrong with one plan of a job that holds ``size_now`` slots and can step at ``free_from``.
+
+    ``starting``: what it waits for until then is its start-up, not a pause.
+    """
     wrong: list[str] = []
     assert job.curve is not None
     most = job.max_workers or 1 << 30
@@ -52,10 +62,12 @@ def check_plan(
             wrong.append(f"segments overlap or run backwards at {part.start_s}")
         if part.start_s > end + EPS_S:
             size = 0
-        if size == 0:
-            due = part.start_s + job.costs.startup_s
+        if size == 0 or (starting and size != part.workers and stalled_until > part.start_s + EPS_S):
+            due = part.start_s + job.costs.startup_s  # a start-up that is interrupted begins again
+            starting = True
         elif size != part.workers:
             due = part.start_s + job.costs.pause_s
+            starting = False
         else:
             due = max(part.start_s, stalled_until)
         stalled_until = due

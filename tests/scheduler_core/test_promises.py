@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import ModuleType
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
@@ -171,6 +171,7 @@ class _Watching(Scheduler):
                 state.remaining_steps,
                 size_now=state.placement.workers,
                 free_from=max(state.as_of_s, state.no_progress_until_s),
+                starting=state.starting,
             )
             assert not problems, problems
         late = [
@@ -193,7 +194,35 @@ def _deep(scheduler: Scheduler) -> dict:
     return copy.deepcopy({k: v for k, v in scheduler.__dict__.items() if k not in ("checker",)})
 
 
+def _best_effort(number: int, steps: float = 1.0, sizes: tuple[int, ...] = (1,), startup_s: float = 0.0) -> Job:
+    return Job(
+        job_id=f"j{number}",
+        submitted_s=1000.0,
+        deadline_s=None,
+        total_steps=steps,
+        curve=ScalingCurve(dict.fromkeys(sizes, 1.0)),
+        costs=RescaleCosts(startup_s=startup_s, tail_s=20.0),
+    )
+
+
+NO_SIZE_FITS = (
+    [2],
+    [
+        _best_effort(0),
+        _best_effort(1, startup_s=30.0),
+        _best_effort(2, 14.0, startup_s=30.0),
+        _best_effort(3, sizes=(4,)),
+        replace(_best_effort(4), submitted_s=1064.0, deadline_s=1085.0),
+    ],
+    [],
+    True,
+    False,
+)
+"""A best-effort job whose curve has no size of this cluster: it once made the planner divide by zero."""
+
+
 @QUICK
+@example(story=NO_SIZE_FITS)
 @given(story=stories())
 def test_plans_are_whole_offers_are_honoured_and_rejections_leave_no_trace(
     world: ModuleType, plan_checker: ModuleType, story
