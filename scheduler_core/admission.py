@@ -20,7 +20,7 @@ from elasticflow_airflow.scheduler_core.planner import Planner
 from elasticflow_airflow.scheduler_core.pricing import Protection
 from elasticflow_airflow.scheduler_core.proof import deadline_order
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
-from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Work
+from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Work, course_of
 
 _DOUBLINGS = 6
 
@@ -113,6 +113,9 @@ class Admission:
         self.priced_out = not self._leaves_room(newcomer, limit)
         if self.priced_out:
             return None
+        course = self._as_reserved(newcomer, limit)
+        if course is not None:
+            return self._with(self.stored, course), False
         course = share_now(self.room, newcomer, limit) if self.room is not None else None
         if course is not None and self.room is not None:
             return self._with(self.room, course), False
@@ -132,6 +135,20 @@ class Admission:
             if draft is not None:
                 return self.planner.unguarded(draft), True
         return None
+
+    def _as_reserved(self, work: Work, limit: float) -> Course | None:
+        """What was kept free for the job before it came, where that still does."""
+        kept, now = self.job.reservation, self.planner.now
+        if kept is None:
+            return None
+        holdings = [h._replace(start_s=max(h.start_s, now)) for h in kept.holdings if h.end_s > now + TOLERANCE_S]
+        if not holdings:
+            return None
+        if holdings[-1].end_s < limit:
+            holdings[-1] = holdings[-1]._replace(end_s=limit)
+        course = course_of(work, holdings, now)
+        free = all(not h.mask & ~self.stored.book.free_over(h.start_s, h.end_s) for h in course.holdings)
+        return course if free and course.promised_s <= limit + TOLERANCE_S else None
 
     def _leaves_room(self, work: Work, limit: float) -> bool:
         """Whether it finds a share beside what cheaper arrivals are expected to use (always, if first come).

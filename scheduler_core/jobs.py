@@ -61,6 +61,8 @@ class LiveJob:
     """Steps left by a prediction, at ``as_of_s``; None: there is none."""
     foreseen: bool = False
     """The calendar expected it, so that it need not fit beside what else is expected."""
+    reservation: Course | None = None
+    """What was kept free for it before it came, until it is decided on."""
     _work: Work | None = None
 
     @property

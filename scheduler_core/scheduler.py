@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun
+from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, stand_in_id
 from elasticflow_airflow.scheduler_core.decider import Decider
 from elasticflow_airflow.scheduler_core.decisions import (
     Amended,
@@ -153,7 +153,10 @@ class Scheduler(Decider):
                 self._new(job, now), now, f"{reason}: runs as best effort; no deadline is kept"
             )
         live = self._new(job, now)
-        live.foreseen = self._board.calendar.take(job.task, now) is not None
+        run = self._board.calendar.take(job.task, now)
+        if run is not None:
+            live.foreseen = True
+            live.reservation = self._board.reservations.pop(stand_in_id(run.run_id), None)
         if job.deadline_s is None:
             return self._take_best_effort(live, now, "best effort: runs on slots that no promise needs")
         if job.curve is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
@@ -217,6 +217,7 @@ arrivals = st.lists(
 
 
 @settings(max_examples=40, deadline=None)
+@example(arrivals=[(0.0, 50, 2.0), (0.0, 1058, 4.0), (1.0, 936, 4.0), (3.0, 2045, 2.0)], late=0.0)
 @given(arrivals=arrivals, late=st.floats(0.0, 20.0))
 def test_the_run_that_comes_as_expected_is_promised_whatever_came_before(arrivals, late):
     scheduler = make_scheduler()
