@@ -132,5 +132,6 @@ output = trainer.train(resume_from_checkpoint=os.environ.get("TEST_RESUME"))
 timing = ("runtime", "per_second")
 history = [{k: v for k, v in line.items() if not any(t in k for t in timing)} for line in trainer.state.log_history]
 logged = hashlib.sha256(json.dumps(history).encode()).hexdigest()
-print(f"END {digest_of(trainer.model)} {trainer.state.global_step} {output.training_loss!r} {logged}", flush=True)
+end = f"END {digest_of(trainer.model)} {trainer.state.global_step} {output.training_loss!r} {logged}\n"
+os.write(1, end.encode())  # in one piece: workers of torchrun share their output
 sys.stderr.write(json.dumps(history) + "\n")
