@@ -110,20 +110,18 @@ class Admission:
         newcomer = replace(work, limit_s=limit)
         if self.planner.now + self._least(work) > limit + TOLERANCE_S:
             return None
-        self.priced_out = not self._leaves_room(newcomer, limit)
-        if self.priced_out:
-            return None
         course = self._as_reserved(newcomer, limit)
         if course is not None:
             return self._with(self.stored, course), False
-        course = share_now(self.room, newcomer, limit) if self.room is not None else None
-        if course is not None and self.room is not None:
+        self.priced_out = not self._leaves_room(newcomer, limit)
+        if self.priced_out:
+            return None
+        if self.room is not None and (course := share_now(self.room, newcomer, limit)) is not None:
             return self._with(self.room, course), False
         draft = self.planner.fresh(newcomer, guarded=True)
         if draft is not None:
             return self.planner.unguarded(draft), True
-        course = share_later(self.room, newcomer, limit) if self.room is not None else None
-        if course is not None and self.room is not None:
+        if self.room is not None and (course := share_later(self.room, newcomer, limit)) is not None:
             return self._with(self.room, course), False
         base = self._base_draft()
         if base is not None:
@@ -166,10 +164,10 @@ class Admission:
         fill(free, deadline_order(earlier), planner.now, {})
         if free.slot_seconds(planner.now, limit) - expected.slot_seconds >= expected.footprint:
             return True
-        beside = free.copy()
+        left = free.copy()
         for start, end, slots in expected.reservations():
-            beside.withhold(start, end, slots)
-        if minimum_share(beside, work, planner.now) is not None:
+            left.withhold(start, end, slots)
+        if minimum_share(left, work, planner.now) is not None:
             return True
         # Where this order of filling finds no share at all, it says nothing about those who are expected.
         return minimum_share(free, work, planner.now) is None and expected.worth <= planner.config.protection_tolerance

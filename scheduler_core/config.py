@@ -51,8 +51,6 @@ class SchedulerConfig:
     objective: Objective = Objective.FIRST_COME
     protection_weight: float = 1.0
     """With ``objective="value"``: how much of what cheaper arrivals are expected to use is kept free for them."""
-    protection_deviations: float = 0.0
-    """... and so many standard deviations more: few large jobs are less predictable than many small ones."""
     protection_tolerance: float = 1.0
     """Where it is not clear whether a newcomer fits at all: so much expected value need not be protected from it."""
     protection_half_lives_s: tuple[float, ...] = (3600.0, 4 * 3600.0, 36 * 3600.0)

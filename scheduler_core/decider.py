@@ -57,10 +57,7 @@ class Decider:
         self._protection: Protection | None = None
         if self.config.objective is Objective.VALUE:
             self._protection = Protection(
-                self.config.protection_half_lives_s,
-                self.config.protection_reach,
-                self.config.protection_weight,
-                self.config.protection_deviations,
+                self.config.protection_half_lives_s, self.config.protection_reach, self.config.protection_weight
             )
 
     def plan_of(self, job_id: str) -> Plan | None:
@@ -91,15 +88,7 @@ class Decider:
         return job
 
     def _new(self, job: Job, now: float) -> LiveJob:
-        return LiveJob(
-            job=job,
-            phase=Phase.ADMITTED,
-            best_effort=job.deadline_s is None,
-            number=self._numbers,
-            remaining=job.total_steps,
-            as_of_s=now,
-            waiting_since_s=now,
-        )
+        return LiveJob.newcomer(job, self._numbers, now, best_effort=job.deadline_s is None)
 
     def _register(self, live: LiveJob) -> None:
         if live.job_id not in self._board.jobs:

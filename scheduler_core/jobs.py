@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.events import JobProgressed
 from elasticflow_airflow.scheduler_core.learning import believed, planned, smoothed
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.values import Job, JobState, Phase, Placement, Reservation, ScalingCurve
@@ -64,6 +66,19 @@ class LiveJob:
     reservation: Course | None = None
     """What was kept free for it before it came, until it is decided on."""
     _work: Work | None = None
+
+    @classmethod
+    def newcomer(cls, job: Job, number: int, now: float, *, best_effort: bool) -> Self:
+        """A job that was just submitted."""
+        return cls(
+            job=job,
+            phase=Phase.ADMITTED,
+            best_effort=best_effort,
+            number=number,
+            remaining=job.total_steps,
+            as_of_s=now,
+            waiting_since_s=now,
+        )
 
     @property
     def job_id(self) -> str:
@@ -150,6 +165,17 @@ class LiveJob:
             self.remaining = left
         self.as_of_s = now
         self._work = None
+
+    def hear(self, event: JobProgressed) -> None:
+        """Believe a report about the job's length and what is left of it (call :meth:`settle` before)."""
+        if event.total_steps is not None:
+            self.job = replace(self.job, total_steps=event.total_steps)
+            if event.remaining_steps is None and self.remaining is None:
+                self.remaining = event.total_steps
+        if event.remaining_steps is not None:
+            self.remaining = max(0.0, event.remaining_steps)
+            self.expected = None if event.expected_steps is None else max(0.0, event.expected_steps)
+            self.ever_started = self.ever_started or bool(self.mask)
 
     def hold(self, layout: Layout, config: SchedulerConfig, mask: int, now: float) -> None:
         """Take exactly the slots of ``mask`` from ``now`` on, paying for the change."""

@@ -74,11 +74,10 @@ def footprint_of(work: Work, now: float, limit_s: float) -> float | None:
 class Protection:
     """Learns what arrives and says what is to be kept free of a newcomer."""
 
-    def __init__(self, half_lives_s: tuple[float, ...], reach: float, weight: float, deviations: float) -> None:
+    def __init__(self, half_lives_s: tuple[float, ...], reach: float, weight: float) -> None:
         self.half_lives_s = half_lives_s
         self.reach = reach
         self.weight = weight
-        self.deviations = deviations
         self.arrivals: list[Arrival] = []
 
     def note(self, arrival: Arrival) -> None:
@@ -112,10 +111,8 @@ class Protection:
             observed = (1.0 - math.exp(-decay * max(now - first, _LEAST_OBSERVED_S))) / decay
             reach = self.reach * half_life
             ahead = np.clip(np.minimum(horizon, reach) - np.maximum(horizon - windows[None, :], 0.0), 0.0, None)
-            mean = ahead @ (weights * use) / observed
-            variance = ahead @ (weights * use**2) / observed  # of a compound Poisson process
-            expected = np.maximum(expected, self.weight * mean + self.deviations * np.sqrt(variance))
-        return expected
+            expected = np.maximum(expected, ahead @ (weights * use) / observed)
+        return self.weight * expected
 
     def expectation(self, work: Work, value: float, now: float, limit_s: float) -> Expectation | None:
         """What cheaper arrivals are expected to use until a job's limit; None: not even alone can it be kept."""

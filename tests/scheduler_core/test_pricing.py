@@ -10,16 +10,17 @@ import pytest
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core import decisions as de
 from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, Spread
 from elasticflow_airflow.scheduler_core.config import Objective
 from elasticflow_airflow.scheduler_core.pricing import Arrival, Protection, footprint_of
-from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject
+from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, ScalingCurve
 from elasticflow_airflow.scheduler_core.work import Work
 
 HOUR = 3600.0
 
 
 def protection(half_lives_h: tuple[float, ...] = (10.0,), reach: float = 100.0, weight: float = 1.0) -> Protection:
-    return Protection(tuple(h * HOUR for h in half_lives_h), reach, weight, 0.0)
+    return Protection(tuple(h * HOUR for h in half_lives_h), reach, weight)
 
 
 def test_the_footprint_is_the_least_that_keeps_the_deadline_alone() -> None:
@@ -104,6 +105,27 @@ def test_a_monster_of_enough_value_is_admitted(make_job, nodes) -> None:
     learn(scheduler, make_job, 20_000.0)
     dear = monster(make_job, 20_000.0, value=100.0)
     assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(dear), 20_000.0)), de.Admit)
+
+
+def test_a_run_that_was_expected_is_not_refused_by_price(make_job, nodes) -> None:
+    """Room was kept free for it before it came; those who are expected beside it did not get that room."""
+    linear = ScalingCurve({1: 1.0, 2: 2.0, 4: 4.0})
+    scheduler = Scheduler(SchedulerConfig(objective=Objective.VALUE), nodes(4), CalendarPolicy(unseen=0.0))
+    learn(scheduler, make_job, 20_000.0)
+    run = ExpectedRun(
+        run_id="tonight",
+        task="nightly",
+        due_s=20_010.0,
+        deadline_after_s=10_000.0,
+        steps=Spread((36_000.0,)),
+        curve=linear,
+    )
+    scheduler.handle(ev.RunExpected(run), 20_000.0)
+    beside = make_job("beside", steps=5.0, deadline=20_100.0, curve={1: 1.0})  # whoever is admitted leaves the room
+    assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(beside), 20_000.0)), de.Admit)
+    scheduler.handle(ev.JobFinished("beside"), 20_005.0)
+    nightly = monster(make_job, 20_010.0, task="nightly")
+    assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(nightly), 20_010.0)), de.Admit)
 
 
 def test_nothing_is_kept_free_before_anything_was_seen(make_job, nodes) -> None:
