@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from elasticflow_airflow.scheduler_core.calendar import Calendar, CalendarPolicy, stand_in_id
+from elasticflow_airflow.scheduler_core.cluster import neighbours
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.decisions import (
     AtRisk,
@@ -71,13 +72,8 @@ class Board:
         """Take over a new set of nodes; stored courses move to the new addresses, or break."""
         old = self.layout
         self.nodes = {node.node_id: node for node in nodes}
-        groups = []
-        for job in self.jobs.values():
-            ids = list(dict.fromkeys(slot.node_id for slot in sorted(job.placement.slots)))
-            if len(ids) > 1:
-                groups.append(ids)
         self.reservations = {}
-        self.layout = layout = Layout(self.nodes.values(), groups)
+        self.layout = layout = Layout(self.nodes.values(), neighbours(job.placement for job in self.jobs.values()))
         for job in self.jobs.values():
             job.mask = layout.mask_of(job.placement)
             job.changed()

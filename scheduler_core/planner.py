@@ -17,7 +17,7 @@ from elasticflow_airflow.scheduler_core.filling import Shape, minimum_share
 from elasticflow_airflow.scheduler_core.jobs import LiveJob, overdue
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.profiling import next_size, window_s
-from elasticflow_airflow.scheduler_core.proof import deadline_order, prove, rescue_orders
+from elasticflow_airflow.scheduler_core.proof import deadline_order, prove, rescues
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.values import Phase
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding, Work
@@ -131,22 +131,19 @@ class Planner:
             works += self.expected
         if newcomer is not None:
             works.append(newcomer)
-        first = deadline_order(works)
-        draft, _ = self._proven(first)
+        draft, _ = self._proven(deadline_order(works))
         if draft is not None or not rescue or not all(work.sizes for work in works):
             return draft
-        orders = rescue_orders(works, self.now, rescue)
-        order: list[Work] | None = first
-        try:
-            unfit = None
-            while order is not None:
-                for shape in (Shape.FALLING, Shape.RISING) if order is first else Shape:
-                    draft, unfit = self._proven(order, shape)
-                    if draft is not None:
-                        return draft
-                order = next(orders, None) if order is first else orders.send(unfit)
-        except StopIteration:
-            pass  # all orders are tried
+        attempts = rescues(works, self.now, rescue)
+        attempt = next(attempts, None)
+        while attempt is not None:
+            draft, unfit = self._proven(*attempt)
+            if draft is not None:
+                return draft
+            try:
+                attempt = attempts.send(unfit)
+            except StopIteration:
+                break
         return None
 
     def unguarded(self, draft: Draft) -> Draft:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Generator, Sequence
+from typing import NamedTuple
 
 from elasticflow_airflow.scheduler_core.filling import Shape, fill
 from elasticflow_airflow.scheduler_core.placement import Layout
@@ -55,21 +56,31 @@ def deadline_order(works: Sequence[Work]) -> list[Work]:
     return sorted(works, key=lambda work: (work.limit_s, work.job_id))
 
 
-def rescue_orders(works: Sequence[Work], now: float, count: int) -> Generator[list[Work], str | None, None]:
-    """Up to ``count`` other orders of filling, in the sequence in which they are worth trying; always the same ones.
+class Attempt(NamedTuple):
+    """An order of filling, and the shape of its shares."""
 
-    By the latest possible start at the fastest size, then at the smallest; then in turn random perturbations of the
-    deadline order and, like a squeaky wheel that gets the grease (Joslin and Clements, JAIR 1999), the order before
-    with whoever did not fit (sent by the caller) filled earlier.
+    order: list[Work]
+    shape: Shape
+
+
+def rescues(works: Sequence[Work], now: float, count: int) -> Generator[Attempt, str | None, None]:
+    """What is worth trying when the deadline order with one level each does not do; always the same for the same jobs.
+
+    The deadline order with two levels, then up to ``count`` other orders with one and with two: by the latest possible
+    start at the fastest size, at the smallest; then in turn random perturbations of the deadline order and, like a
+    squeaky wheel that gets the grease (Joslin and Clements, JAIR 1999), the order before with whoever did not fit (sent
+    by the caller after each attempt) filled earlier.
     """
-    first = [work.job_id for work in deadline_order(works)]
-    seen = {tuple(first)}
     by_id = {work.job_id: work for work in works}
+    first = [work.job_id for work in deadline_order(works)]
+    for shape in (Shape.FALLING, Shape.RISING):
+        yield Attempt([by_id[job_id] for job_id in first], shape)
 
     def slack(work: Work, size: int) -> float:
         return work.limit_s - work.left_at(now) / work.speeds[size]
 
     chaos = random.Random(len(works))
+    seen = {tuple(first)}
     made, last, unfit = 0, first, None
     for attempt in range(4 * count):
         if made >= count:
@@ -87,7 +98,8 @@ def rescue_orders(works: Sequence[Work], now: float, count: int) -> Generator[li
         if tuple(order) not in seen:
             seen.add(tuple(order))
             made += 1
-            unfit = yield [by_id[job_id] for job_id in order]
+            for shape in Shape:
+                unfit = yield Attempt([by_id[job_id] for job_id in order], shape)
             last = order
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, stand_in_id
+from elasticflow_airflow.scheduler_core.cluster import nodes_after, nodes_avoiding
 from elasticflow_airflow.scheduler_core.decider import Decider
 from elasticflow_airflow.scheduler_core.decisions import (
     Amended,
@@ -18,7 +19,6 @@ from elasticflow_airflow.scheduler_core.decisions import (
     Suspend,
     Terms,
 )
-from elasticflow_airflow.scheduler_core.explain import moment
 from elasticflow_airflow.scheduler_core.jobs import LiveJob, ProfilingRun
 from elasticflow_airflow.scheduler_core.planner import Planner
 from elasticflow_airflow.scheduler_core.profiling import enough
@@ -171,14 +171,7 @@ class Scheduler(Decider):
         if self._as_expected(job, event, now):
             return board.wake(now)
         job.settle(board.layout, self.config, now)
-        if event.total_steps is not None:
-            job.job = replace(job.job, total_steps=event.total_steps)
-            if event.remaining_steps is None and job.remaining is None:
-                job.remaining = event.total_steps
-        if event.remaining_steps is not None:
-            job.remaining = max(0.0, event.remaining_steps)
-            job.expected = None if event.expected_steps is None else max(0.0, event.expected_steps)
-            job.ever_started = job.ever_started or bool(job.mask)
+        job.hear(event)
         if event.steps_per_s is not None and event.steps_per_s > 0.0 and job.mask:
             self._learn_speed(job, event.steps_per_s)
         job.changed()
@@ -354,31 +347,18 @@ class Scheduler(Decider):
         if curve is not None and size in curve.steps_per_s:
             job.learn(size, curve.steps_per_s[size] * event.gain, self.config, exact=True)
         job.changed()
-        node = board.nodes[node_id]
-        board.change_nodes(
-            {**board.nodes, node_id: replace(node, avoided={**node.avoided, index: event.until_s})}.values()
-        )
+        board.change_nodes(nodes_avoiding(board.nodes, event).values())
         if job.course is not None:
             board.late.add(job.job_id)
         return self._replan(now, f"a worker of {job.job_id} is slow on {node_id}:{index}", retry=False)
 
     def _nodes_changed(self, event: ev.NodeJoined | ev.NodeLost | ev.NodeDraining, now: float) -> list[Decision]:
         board = self._board
-        nodes = dict(board.nodes)
-        match event:
-            case ev.NodeJoined(node):
-                nodes[node.node_id] = node
-                why = f"node {node.node_id} is there with {node.slots - len(node.busy)} free slots"
-            case ev.NodeLost(node_id):
-                nodes.pop(node_id, None)
-                why = f"node {node_id} is lost"
-                for job in board.jobs.values():
-                    if any(slot.node_id == node_id for slot in job.placement.slots):
-                        self._lose_gang(job, now)
-            case ev.NodeDraining(node_id, until_s):
-                if node_id in nodes:
-                    nodes[node_id] = replace(nodes[node_id], draining_until_s=until_s)
-                why = f"node {node_id} goes away at {moment(until_s)}"
+        if isinstance(event, ev.NodeLost):
+            for job in board.jobs.values():
+                if any(slot.node_id == event.node_id for slot in job.placement.slots):
+                    self._lose_gang(job, now)
+        nodes, why = nodes_after(board.nodes, event)
         board.change_nodes(nodes.values())
         return self._replan(now, why, retry=True)
 

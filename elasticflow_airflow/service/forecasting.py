@@ -18,9 +18,8 @@ from elasticflow_airflow.scheduler_core.values import Job, OnReject
 from elasticflow_airflow.service import history, recurring
 from elasticflow_airflow.service.books import costs_from
 from elasticflow_airflow.service.codec import curve_from_json, plan_to_json
-from elasticflow_airflow.service.deciding import when
-from elasticflow_airflow.service.introducing import known_speeds, logical_workers, most_workers
-from elasticflow_airflow.service.refusal import Refusal
+from elasticflow_airflow.service.introducing import known_speeds, logical_workers, most_workers, passed_already
+from elasticflow_airflow.service.refusal import Refusal, never_fits, wrong_job_id
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store import Reader, Store
 from elasticflow_airflow.wire import DryRun, ForecastAnswer, ForecastItem, JobSubmission, Verdict
@@ -85,24 +84,17 @@ class ForecastDesk:
     def dry_run(self, job_id: str, submission: JobSubmission) -> DryRun:
         """What admission control would say to a submission now. Raises Refusal 422, 503."""
         if submission.identity.job_id != job_id:
-            raise Refusal(
-                422,
-                "wrong_job_id",
-                f"the submission's identity makes the id {submission.identity.job_id!r}, not {job_id!r}",
-                "send it to the id that JobIdentity.job_id gives",
-            )
+            raise wrong_job_id(job_id, submission.identity.job_id)
         scheduler, now = self._copy(), self.clock()
         if any(state.job.job_id == job_id for state in scheduler.states()):
             scheduler.handle(ev.JobCancelled(job_id), now)  # it would be superseded
         slots = sum(node.slots for node in scheduler.nodes())
         if submission.min_workers > slots:
-            reason = f"min_workers={submission.min_workers} never fits: the cluster has {slots} slots"
-            return DryRun(job_id=job_id, verdict=Verdict(decision="rejected", reason=reason))
+            return _refused_at_once(job_id, never_fits(submission.min_workers, slots))
         with self.store.read() as reader:
             job = self._job(reader, job_id, submission, slots, now)
         if job.deadline_s is not None and job.deadline_s <= now:
-            reason = f"its deadline {when(job.deadline_s)} has passed already: choose a later one, or best_effort=True"
-            return DryRun(job_id=job_id, verdict=Verdict(decision="rejected", reason=reason))
+            return _refused_at_once(job_id, passed_already(job.deadline_s))
         verdict = _verdict(scheduler, job, now)
         known = any(state.job.job_id == job_id for state in scheduler.states())
         finish_s = scheduler.projected_finish_s(job_id) if known else None
@@ -145,6 +137,10 @@ class ForecastDesk:
             explore=not submission.scaling_curve,
             task=key if expected else "",
         )
+
+
+def _refused_at_once(job_id: str, reason: str) -> DryRun:
+    return DryRun(job_id=job_id, verdict=Verdict(decision="rejected", reason=reason))
 
 
 def _verdict(scheduler: ServicePolicy, job: Job, now: float) -> Verdict:

@@ -65,8 +65,7 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
         books.end(row, State.FAILED, reason, failure=reason)
         return
     if row.deadline_at is not None and row.deadline_at <= books.now:
-        reason = f"its deadline {when(row.deadline_at)} has passed already: choose a later one, or best_effort=True"
-        _reject_at_once(books, row, reason)
+        _reject_at_once(books, row, passed_already(row.deadline_at))
         return
     reason = "its scaling curve is known" if speeds else "its speed is not known yet: it is measured first"
     books.event("submitted", f"submitted; {reason}", row, deadline_at=row.deadline_at, curve=speeds)
@@ -117,6 +116,11 @@ def most_workers(submission: Mapping[str, Any], shares: int | None) -> int:
     batch = int(submission["global_batch_size"])
     most = shares if shares is not None else 1 << (batch.bit_length() - 1)
     return min(most, submission["max_workers"] or most)
+
+
+def passed_already(deadline_at: float) -> str:
+    """Why a deadline before now is refused."""
+    return f"its deadline {when(deadline_at)} has passed already: choose a later one, or best_effort=True"
 
 
 def known_speeds(submission: Mapping[str, Any], past: Mapping[str, float] | None) -> dict[str, float] | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from elasticflow_airflow.service.models import AmendmentRow, DrainRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.notify import Notifier
-from elasticflow_airflow.service.refusal import Refusal, no_such_job, stale_claim
+from elasticflow_airflow.service.refusal import Refusal, never_fits, no_such_job, stale_claim, wrong_job_id
 from elasticflow_airflow.service.secrets import SecretBox
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import Snapshots
@@ -166,12 +166,7 @@ class JobDesk:
 
     def _check(self, job_id: str, submission: JobSubmission) -> None:
         if submission.identity.job_id != job_id:
-            raise Refusal(
-                422,
-                "wrong_job_id",
-                f"the submission's identity makes the id {submission.identity.job_id!r}, not {job_id!r}",
-                "send it to the id that JobIdentity.job_id gives",
-            )
+            raise wrong_job_id(job_id, submission.identity.job_id)
         sha256 = submission.command.snapshot
         if not self.snapshots.has(sha256):
             raise Refusal(422, "snapshot_missing", f"the code {sha256} was not uploaded", "upload the snapshot first")
@@ -199,7 +194,7 @@ class JobDesk:
             raise Refusal(
                 422,
                 "too_many_workers",
-                f"min_workers={submission.min_workers} never fits: the cluster has {slots} slots",
+                never_fits(submission.min_workers, slots),
                 "ask for fewer workers",
             )
 

@@ -16,6 +16,21 @@ def no_such_job(job_id: str) -> Refusal:
     return Refusal(404, "job_not_found", f"there is no job {job_id!r} here", "submit it, or look at `elasticflow jobs`")
 
 
+def wrong_job_id(job_id: str, made: str) -> Refusal:
+    """422: a submission was sent to another id than its identity makes."""
+    return Refusal(
+        422,
+        "wrong_job_id",
+        f"the submission's identity makes the id {made!r}, not {job_id!r}",
+        "send it to the id that JobIdentity.job_id gives",
+    )
+
+
+def never_fits(min_workers: int, slots: int) -> str:
+    """Why a job is too large for any moment."""
+    return f"min_workers={min_workers} never fits: the cluster has {slots} slots"
+
+
 def stale_claim(job_id: str, claim: int, current: int) -> Refusal:
     """409: a newer attempt owns the job."""
     return Refusal(

@@ -32,7 +32,7 @@ from elasticflow_airflow.scheduler_core.placement import Layout, level_of
 from elasticflow_airflow.scheduler_core.policies.gang import Claim, GangPolicy, Scene, Wanted
 from elasticflow_airflow.scheduler_core.policies.live import GangJob, JobView
 from elasticflow_airflow.scheduler_core.policies.seating import Room, seat
-from elasticflow_airflow.scheduler_core.values import Job, Node, Phase
+from elasticflow_airflow.scheduler_core.values import Node
 
 Leftover = Callable[[str, str], float]
 """Of a holder's and a guest's workload: the part of its speed that the guest has while the holder loses nothing."""
@@ -56,6 +56,8 @@ class GuestJob(GangJob):
 class AntMan(GangPolicy):
     """Guaranteed and opportunistic jobs. Deterministic."""
 
+    job_type = GuestJob
+
     def __init__(
         self,
         config: SchedulerConfig | None = None,
@@ -68,18 +70,6 @@ class AntMan(GangPolicy):
         self._leftover = leftover
         self._at_knee = at_knee
         self._guaranteed: set[str] = set()
-
-    def live_job(self, job: Job, now: float) -> GangJob:
-        """A newcomer as a live job, not yet among the others."""
-        return GuestJob(
-            job=job,
-            phase=Phase.ADMITTED,
-            best_effort=True,
-            number=self._numbers,
-            remaining=job.total_steps,
-            as_of_s=now,
-            waiting_since_s=now,
-        )
 
     def handle(self, event: ev.Event, now: float) -> list[Decision]:
         """Take in one event; opportunistic gangs are told that they run beside whoever holds their slots."""

@@ -103,13 +103,6 @@ class AOnline(PricedPolicy):
             ranked.append((0.0 if isinstance(found, str) else -found[0] / job.job.value, job.number, job))
         out: list[Decision] = []
         for _, _, job in sorted(ranked, key=lambda item: item[:2]):
-            verdict = super().judge(self.view(job, now))
-            if isinstance(verdict, Wait):
-                continue
-            out.append(verdict)
-            if isinstance(verdict, Reject):
-                del self.jobs[job.job_id]
-            else:
-                self._accept(job, verdict)
+            out += self._conclude(job, super().judge(self.view(job, now)))
         self._begin(now, left_over=any(job.phase is Phase.WAITING for job in waiting))
         return out

@@ -8,9 +8,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Self
+from typing import ClassVar, Self
 
 from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.cluster import neighbours, nodes_avoiding
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.policies.live import GangJob, JobView
@@ -32,6 +33,8 @@ LEAVE_S = 60.0
 
 class Books:
     """Everything that such a policy remembers."""
+
+    job_type: ClassVar[type[GangJob]] = GangJob
 
     def __init__(self, config: SchedulerConfig | None = None, nodes: Iterable[Node] = ()) -> None:
         self.config = config or SchedulerConfig()
@@ -99,15 +102,7 @@ class Books:
 
     def live_job(self, job: Job, now: float) -> GangJob:
         """A newcomer as a live job, not yet among the others."""
-        return GangJob(
-            job=job,
-            phase=Phase.ADMITTED,
-            best_effort=True,
-            number=self._numbers,
-            remaining=job.total_steps,
-            as_of_s=now,
-            waiting_since_s=now,
-        )
+        return self.job_type.newcomer(job, self._numbers, now, best_effort=True)
 
     def _job(self, job_id: str) -> GangJob:
         job = self.jobs.get(job_id)
@@ -117,14 +112,7 @@ class Books:
 
     def _progressed(self, job: GangJob, event: ev.JobProgressed, now: float) -> None:
         job.settle(self.layout, self.config, now)
-        if event.total_steps is not None:
-            job.job = replace(job.job, total_steps=event.total_steps)
-            if event.remaining_steps is None and job.remaining is None:
-                job.remaining = event.total_steps
-        if event.remaining_steps is not None:
-            job.remaining = max(0.0, event.remaining_steps)
-            job.expected = None if event.expected_steps is None else max(0.0, event.expected_steps)
-            job.ever_started = job.ever_started or bool(job.mask)
+        job.hear(event)
         if event.steps_per_s is not None and event.steps_per_s > 0.0 and job.mask:
             self._know(job, job.size, event.steps_per_s, weight=self.config.speed_smoothing)
         job.changed()
@@ -171,28 +159,20 @@ class Books:
 
     def _mark_slow(self, job: GangJob, event: ev.SlotSlow, now: float) -> None:
         """Avoid a slot, and expect the job to be that much faster elsewhere."""
-        node_id, index = event.slot
         job.settle(self.layout, self.config, now)
         if job.job.curve is not None:
             faster = {size: speed * event.gain for size, speed in job.job.curve.steps_per_s.items()}
             job.job = replace(job.job, curve=ScalingCurve(faster))
             job.changed()
-        if node_id in self._nodes:
-            node = self._nodes[node_id]
-            slow = replace(node, avoided={**node.avoided, index: event.until_s})
-            self._change_nodes({**self._nodes, node_id: slow}.values(), now)
+        if event.slot.node_id in self._nodes:
+            self._change_nodes(nodes_avoiding(self._nodes, event).values(), now)
 
     def _change_nodes(self, nodes: Iterable[Node], now: float) -> None:
         """Take over a new set of nodes: gangs that span nodes stay neighbours, those on lost slots are lost."""
         self._nodes = {node.node_id: node for node in nodes}
-        groups = []
-        for job in self.jobs.values():
-            ids = list(dict.fromkeys(slot.node_id for slot in sorted(job.placement.slots)))
-            if len(ids) > 1:
-                groups.append(ids)
         for job in self.jobs.values():
             job.settle(self.layout, self.config, now)
-        self.layout = Layout(self._nodes.values(), groups)
+        self.layout = Layout(self._nodes.values(), neighbours(job.placement for job in self.jobs.values()))
         for job in self.jobs.values():
             job.mask = self.layout.mask_of(job.placement)
             job.changed()

@@ -16,6 +16,7 @@ from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.decisions import Admit, Decision, Reject, Wait, WakeMeAt
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
+from elasticflow_airflow.scheduler_core.scheduler import Scheduler
 from elasticflow_airflow.scheduler_core.values import Job, JobState, Node, OnReject, Plan
 from elasticflow_airflow.scheduler_core.work import TOLERANCE_S
 
@@ -166,3 +167,8 @@ class ByType:
                 return self._type_of_node[slot.node_id]
         told = [name for name in self._inner if state.job.curves.get(name) == state.job.curve]
         return told[0] if told else min(self._inner)
+
+
+def schedulers_by_type(config: SchedulerConfig, nodes: Iterable[Node]) -> ByType:
+    """Our own scheduler, one for each type."""
+    return ByType(Scheduler, config, nodes)

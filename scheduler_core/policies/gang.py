@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.cluster import nodes_after
 from elasticflow_airflow.scheduler_core.decisions import (
     Admit,
     Amended,
@@ -236,15 +237,18 @@ class GangPolicy(Books, ABC):
         """Ask again for those who wait."""
         out: list[Decision] = []
         for job in [job for job in self.jobs.values() if job.phase is Phase.WAITING]:
-            verdict = self.judge(self.view(job, now))
-            if isinstance(verdict, Wait):
-                continue
-            out.append(verdict)
-            if isinstance(verdict, Reject):
-                del self.jobs[job.job_id]
-            else:
-                self._accept(job, verdict)
+            out += self._conclude(job, self.judge(self.view(job, now)))
         return out
+
+    def _conclude(self, job: GangJob, verdict: Admit | Reject | Wait) -> list[Decision]:
+        """What a verdict on a job that waits changes; nothing where it goes on waiting."""
+        if isinstance(verdict, Wait):
+            return []
+        if isinstance(verdict, Reject):
+            del self.jobs[job.job_id]
+        else:
+            self._accept(job, verdict)
+        return [verdict]
 
     def _amended(self, job: GangJob, event: ev.JobAmended, now: float) -> list[Decision]:
         before, promised = job.job, job.promised
@@ -274,18 +278,7 @@ class GangPolicy(Books, ABC):
     # -- what becomes known ----------------------------------------------------------------------------------------
 
     def _nodes_changed(self, event: ev.NodeJoined | ev.NodeLost | ev.NodeDraining, now: float) -> list[Decision]:
-        nodes = dict(self._nodes)
-        match event:
-            case ev.NodeJoined(node):
-                nodes[node.node_id] = node
-                why = f"node {node.node_id} is there with {node.slots - len(node.busy)} free slots"
-            case ev.NodeLost(node_id):
-                nodes.pop(node_id, None)
-                why = f"node {node_id} is lost"
-            case ev.NodeDraining(node_id, until_s):
-                if node_id in nodes:
-                    nodes[node_id] = replace(nodes[node_id], draining_until_s=until_s)
-                why = f"node {node_id} goes away at {moment(until_s)}"
+        nodes, why = nodes_after(self._nodes, event)
         self._change_nodes(nodes.values(), now)
         return self._replan(now, why, retry=True)
 

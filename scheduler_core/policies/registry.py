@@ -2,166 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from typing import Any
 
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
 from elasticflow_airflow.scheduler_core.values import Node
 
-Factory = Callable[[SchedulerConfig, Iterable[Node]], ServicePolicy]
-
-
-def _elasticflow(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
-    from elasticflow_airflow.scheduler_core.scheduler import Scheduler
-
-    return Scheduler(config, nodes)
-
-
-def _gang_fifo(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
-    from elasticflow_airflow.scheduler_core.policies.fifo import GangFifo
-
-    return GangFifo(config, nodes)
-
-
-def _gang_fifo_knee(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
-    from elasticflow_airflow.scheduler_core.policies.fifo import GangFifo
-
-    return GangFifo(config, nodes, at_knee=True)
-
-
-def _edf(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
-    from elasticflow_airflow.scheduler_core.policies.edf import Edf
-
-    return Edf(config, nodes)
-
-
-def _edf_plain(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
-    from elasticflow_airflow.scheduler_core.policies.edf import Edf
-
-    return Edf(config, nodes, plain=True)
-
-
-def _edf_admission(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
-    from elasticflow_airflow.scheduler_core.policies.edf import AdmittingEdf
-
-    return AdmittingEdf(config, nodes)
-
-
-def _edf_elastic(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
-    from elasticflow_airflow.scheduler_core.policies.edf import ElasticEdf
-
-    return ElasticEdf(config, nodes)
-
-
-def _optimus(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
-    from elasticflow_airflow.scheduler_core.policies.optimus import Optimus
-
-    return Optimus(config, nodes)
-
-
-def _gandiva(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
-    from elasticflow_airflow.scheduler_core.policies.gandiva import Gandiva
-
-    return Gandiva(config, nodes)
-
-
-def _tiresias(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
-    from elasticflow_airflow.scheduler_core.policies.tiresias import Tiresias
-
-    return Tiresias(config, nodes)
-
-
-def _themis(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
-    from elasticflow_airflow.scheduler_core.policies.themis import Themis
-
-    return Themis(config, nodes)
-
-
-def _aonline(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
-    from elasticflow_airflow.scheduler_core.policies.aonline import AOnline
-
-    return AOnline(config, nodes)
-
-
-def _oasis(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
-    from elasticflow_airflow.scheduler_core.policies.oasis import Oasis
-
-    return Oasis(config, nodes)
-
-
-def _pollux(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
-    from elasticflow_airflow.scheduler_core.policies.pollux import Pollux
-
-    return Pollux(config, nodes)
-
-
-def _chronus(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
-    from elasticflow_airflow.scheduler_core.policies.chronus import Chronus
-
-    return Chronus(config, nodes)
-
-
-def _chronus_size(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
-    from elasticflow_airflow.scheduler_core.policies.chronus import Chronus
-
-    return Chronus(config, nodes, choose_size=True)
-
-
-def _gavel(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
-    from elasticflow_airflow.scheduler_core.policies.gavel import Gavel
-
-    return Gavel(config, nodes)
-
-
-def _gavel_plain(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
-    from elasticflow_airflow.scheduler_core.policies.gavel import Gavel
-
-    return Gavel(config, nodes, at_knee=False)
-
-
-def _antman(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
-    from elasticflow_airflow.scheduler_core.policies.antman import AntMan
-
-    return AntMan(config, nodes)
-
-
-def _antman_plain(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
-    from elasticflow_airflow.scheduler_core.policies.antman import AntMan
-
-    return AntMan(config, nodes, at_knee=False)
-
-
-def _elasticflow_types(config: SchedulerConfig, nodes: Iterable[Node]) -> ServicePolicy:
-    from elasticflow_airflow.scheduler_core.policies.by_type import ByType
-
-    return ByType(_elasticflow, config, nodes)
-
-
-_FACTORIES: dict[str, Factory] = {
-    "elasticflow": _elasticflow,
-    "elasticflow+types": _elasticflow_types,
-    "edf": _edf,
-    "edf-plain": _edf_plain,
-    "edf+elastic": _edf_elastic,
-    "edf+admission": _edf_admission,
-    "gang-fifo": _gang_fifo,
-    "gang-fifo+knee": _gang_fifo_knee,
-    "gandiva": _gandiva,
-    "tiresias": _tiresias,
-    "themis": _themis,
-    "chronus": _chronus,
-    "chronus+size": _chronus_size,
-    "gavel": _gavel,
-    "gavel+plain": _gavel_plain,
-    "antman": _antman,
-    "antman+plain": _antman_plain,
-    "optimus": _optimus,
-    "pollux": _pollux,
-    "oasis": _oasis,
-    "aonline": _aonline,
+_PACKAGE = "elasticflow_airflow.scheduler_core"
+
+_POLICIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
+    "elasticflow": ("scheduler", "Scheduler", {}),
+    "elasticflow+types": ("policies.by_type", "schedulers_by_type", {}),
+    "edf": ("policies.edf", "Edf", {}),
+    "edf-plain": ("policies.edf", "Edf", {"plain": True}),
+    "edf+elastic": ("policies.edf", "ElasticEdf", {}),
+    "edf+admission": ("policies.edf", "AdmittingEdf", {}),
+    "gang-fifo": ("policies.fifo", "GangFifo", {}),
+    "gang-fifo+knee": ("policies.fifo", "GangFifo", {"at_knee": True}),
+    "gandiva": ("policies.gandiva", "Gandiva", {}),
+    "tiresias": ("policies.tiresias", "Tiresias", {}),
+    "themis": ("policies.themis", "Themis", {}),
+    "chronus": ("policies.chronus", "Chronus", {}),
+    "chronus+size": ("policies.chronus", "Chronus", {"choose_size": True}),
+    "gavel": ("policies.gavel", "Gavel", {}),
+    "gavel+plain": ("policies.gavel", "Gavel", {"at_knee": False}),
+    "antman": ("policies.antman", "AntMan", {}),
+    "antman+plain": ("policies.antman", "AntMan", {"at_knee": False}),
+    "optimus": ("policies.optimus", "Optimus", {}),
+    "pollux": ("policies.pollux", "Pollux", {}),
+    "oasis": ("policies.oasis", "Oasis", {}),
+    "aonline": ("policies.aonline", "AOnline", {}),
 }
+"""By name: module below ``scheduler_core``, class, and what it is made with beside configuration and nodes."""
 DEFAULT_POLICY = "elasticflow"
-POLICY_NAMES: tuple[str, ...] = tuple(_FACTORIES)
+POLICY_NAMES: tuple[str, ...] = tuple(_POLICIES)
 """All names that :func:`make_policy` knows, the default first."""
 
 
@@ -171,7 +47,8 @@ def make_policy(name: str, nodes: Iterable[Node], config: SchedulerConfig | None
     Raises:
         ValueError: there is no policy of this name.
     """
-    factory = _FACTORIES.get(name)
-    if factory is None:
+    if name not in _POLICIES:
         raise ValueError(f"there is no policy {name!r}; choose one of {', '.join(POLICY_NAMES)}")
-    return factory(config or SchedulerConfig(), nodes)
+    module, kind, options = _POLICIES[name]
+    make: Callable[..., ServicePolicy] = getattr(import_module(f"{_PACKAGE}.{module}"), kind)
+    return make(config or SchedulerConfig(), nodes, **options)

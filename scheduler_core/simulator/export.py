@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from elasticflow_airflow.scheduler_core.simulator.files import whole_file
 from elasticflow_airflow.scheduler_core.simulator.run import Change
 from elasticflow_airflow.scheduler_core.values import Node
 
@@ -17,17 +18,12 @@ from elasticflow_airflow.scheduler_core.values import Node
 def write_schedule(path: Path, nodes: Sequence[Node], changes: Iterable[Change]) -> None:
     """Write a schedule, whole or not at all: an interrupted run leaves nothing."""
     number = {node.node_id: i for i, node in enumerate(nodes)}
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            for change in changes:
-                line: dict[str, object] = {"t": change.at_s, "job": change.job_id}
-                if change.event:
-                    line["event"] = change.event
-                else:
-                    line["workers"] = len(change.slots)
-                    line["slots"] = [[number[slot.node_id], slot.index] for slot in change.slots]
-                file.write(json.dumps(line) + "\n")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        for change in changes:
+            line: dict[str, object] = {"t": change.at_s, "job": change.job_id}
+            if change.event:
+                line["event"] = change.event
+            else:
+                line["workers"] = len(change.slots)
+                line["slots"] = [[number[slot.node_id], slot.index] for slot in change.slots]
+            file.write(json.dumps(line) + "\n")

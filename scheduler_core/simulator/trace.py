@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from elasticflow_airflow.scheduler_core.simulator.files import whole_file
 from elasticflow_airflow.scheduler_core.simulator.problems import InputError
 
 _ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -109,32 +110,27 @@ def read_trace(path: Path) -> Trace:
 
 def write_trace(path: Path, jobs: Iterable[TraceJob]) -> None:
     """Write jobs in our own form, whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(COLUMNS)
-            for job in jobs:
-                writer.writerow(
-                    [
-                        job.job_id,
-                        job.submitted_s,
-                        job.steps,
-                        job.model,
-                        job.batch_size,
-                        "" if job.deadline_s is None else job.deadline_s,
-                        job.workers,
-                        "" if job.duration_s is None else job.duration_s,
-                        int(job.deadline_s is None),
-                        job.value,
-                        job.task,
-                        int(job.expected),
-                        "" if job.due_s is None else job.due_s,
-                    ]
-                )
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for job in jobs:
+            writer.writerow(
+                [
+                    job.job_id,
+                    job.submitted_s,
+                    job.steps,
+                    job.model,
+                    job.batch_size,
+                    "" if job.deadline_s is None else job.deadline_s,
+                    job.workers,
+                    "" if job.duration_s is None else job.duration_s,
+                    int(job.deadline_s is None),
+                    job.value,
+                    job.task,
+                    int(job.expected),
+                    "" if job.due_s is None else job.due_s,
+                ]
+            )
 
 
 def _columns(header: list[str], path: Path) -> tuple[dict[str, int], tuple[str, ...]]:
