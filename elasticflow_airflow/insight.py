@@ -1,0 +1,231 @@
+"""What the service tells about itself and its jobs beyond their status: the values behind the pages. Times in UTC s.
+
+May import nothing but pydantic, like ``wire``: read by the service, its clients, and the pages of the plugin.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from elasticflow_airflow.wire import ForecastAnswer, JobStatus, SlotStatus, Verdict, Wire
+
+Moment = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Span(Wire):
+    """A job on its slots for a while: one generation of workers, or one segment of a plan.
+
+    ``slots`` are [node, index]; of a plan only as many as it has settled. ``running_at`` is when its workers began to
+    train: from ``from_at`` until then, and during ``pause_s``, slots were held without computing.
+    """
+
+    job_id: str
+    dag_id: str
+    task_id: str
+    run_id: str
+    map_index: int = -1
+    incarnation: int = 1
+    generation: int | None = None
+    from_at: float
+    running_at: float | None = None
+    until_at: float | None = None
+    """None: it still holds them."""
+    workers: int
+    slots: list[tuple[str, int]] = Field(default_factory=list)
+    pause_s: float = 0.0
+    purpose: str = ""
+    reason: str = ""
+
+
+class Admission(Wire):
+    """One submission and what admission control said to it."""
+
+    job_id: str
+    dag_id: str
+    task_id: str
+    run_id: str
+    submitted_at: float
+    decided_at: float | None = None
+    started_at: float | None = None
+    decision: Literal["admitted", "best_effort", "renegotiated", "rejected", "undecided"]
+    deadline_at: float | None = None
+    finished_at: float | None = None
+    met: bool | None = None
+    reason: str = ""
+
+
+class ClusterNow(Wire):
+    """The cluster at this moment: every slot and who holds it, and all live jobs."""
+
+    at: float
+    slots: list[SlotStatus]
+    jobs: list[JobStatus]
+
+
+class ClusterHistory(Wire):
+    """What was, what is planned, and what was asked for, between two moments.
+
+    ``held_slot_s`` and ``computing_slot_s`` add up the slots that were held and those of them that trained, in each of
+    the equal parts of the time from ``from_at`` to ``until_at``, of ``part_s`` each.
+    """
+
+    from_at: float
+    until_at: float
+    now: float
+    spans: list[Span]
+    planned: list[Span]
+    admissions: list[Admission]
+    part_s: float
+    held_slot_s: list[float]
+    computing_slot_s: list[float]
+    slots: int
+
+
+class Sample(Wire):
+    """How a job did at one moment."""
+
+    at: float
+    step: int
+    loss: float | None = None
+    steps_per_s: float | None = None
+    workers: int = 0
+
+
+class WorkerTimes(Wire):
+    """Where the time of one worker went in its last window; the seconds add up to the window."""
+
+    worker_id: str
+    rank: int
+    at: float
+    window_steps: int
+    data_s: float = 0.0
+    compute_s: float = 0.0
+    reduce_s: float = 0.0
+    wait_s: float = 0.0
+    pause_s: float = 0.0
+    save_s: float = 0.0
+    other_s: float = 0.0
+    memory_bytes: int | None = None
+    device_memory_bytes: int | None = None
+
+
+class Checkpoint(Wire):
+    """A checkpoint that was written. ``path`` is relative to the job's checkpoint folder."""
+
+    step: int
+    generation: int
+    path: str
+    digest: str
+    at: float | None = None
+    size_bytes: int | None = None
+    promoted: bool = False
+    status: str = ""
+
+
+class CurvePoint(Wire):
+    """Speed with a number of workers: as measured, and as the scheduler reckons with."""
+
+    workers: int
+    measured_steps_per_s: float | None = None
+    reckoned_steps_per_s: float | None = None
+
+
+class JobStory(Wire):
+    """Everything about one incarnation of a job, for a page of its own."""
+
+    status: JobStatus
+    incarnations: int
+    why: str
+    """One sentence: why it has this size or why it waits, and until when."""
+    submission: dict[str, Any]
+    """What was asked for: no secret, no environment value."""
+    generations: list[Span]
+    planned: list[Span]
+    samples: list[Sample]
+    curve: list[CurvePoint]
+    workers: list[WorkerTimes]
+    checkpoints: list[Checkpoint]
+
+
+class RunOfTask(Wire):
+    """One run of a recurring task, to stand beside another: ``samples`` count seconds from its start, not UTC."""
+
+    job_id: str
+    run_id: str
+    incarnation: int
+    state: str
+    submitted_at: float
+    started_at: float | None
+    finished_at: float | None
+    deadline_at: float | None
+    met: bool | None
+    steps: int
+    final_loss: float | None
+    slot_s: float
+    rescales: int
+    samples: list[Sample]
+
+
+class DeadlineChange(Wire):
+    """What if this live job had another deadline, or none (``deadline_at`` None: best effort)?"""
+
+    job_id: str
+    deadline_at: Moment | None
+
+
+class WhatIfRequest(Wire):
+    """Ask for the outlook with other deadlines, or with more or fewer nodes. Nothing is changed."""
+
+    hours: float = Field(default=24.0, gt=0, le=24 * 14, allow_inf_nan=False)
+    changes: list[DeadlineChange] = Field(default_factory=list, max_length=100)
+    without_nodes: list[str] = Field(default_factory=list, max_length=1000)
+    extra_nodes: int = Field(default=0, ge=0, le=1000)
+    """So many more nodes, each like the largest that there is."""
+
+
+class WhatIfVerdict(Wire):
+    """What the service would say to one of the changes."""
+
+    job_id: str
+    verdict: Verdict
+
+
+class WhatIf(Wire):
+    """The outlook as things are, and as they would be."""
+
+    verdicts: list[WhatIfVerdict]
+    before: ForecastAnswer
+    after: ForecastAnswer
+
+
+class DueRuns(Wire):
+    """When the runs of one recurring task are due, as its timetable says; replaces what was said of it before."""
+
+    namespace: str = "default"
+    dag_id: str
+    task_id: str
+    map_index: int = -1
+    due_at: list[Moment] = Field(max_length=500)
+
+
+class CalendarRequest(Wire):
+    """Due runs of many tasks, of one Airflow (namespace)."""
+
+    tasks: list[DueRuns] = Field(max_length=5000)
+
+
+class CalendarAnswer(Wire):
+    """How many tasks were taken in; ``unknown`` ones have no history here, so nothing can be kept free for them yet."""
+
+    taken: int
+    unknown: list[str]
+
+
+class StackDump(Wire):
+    """What each live worker of a job was doing, by worker id; or why that cannot be said."""
+
+    job_id: str
+    at: float
+    stacks: dict[str, str]
