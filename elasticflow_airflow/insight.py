@@ -169,7 +169,7 @@ class RunOfTask(Wire):
 
 
 class DeadlineChange(Wire):
-    """What if this live job had another deadline, or none (``deadline_at`` None: best effort)?"""
+    """What if this live job had another deadline, or none (``deadline_at`` None: best effort)."""
 
     job_id: str
     deadline_at: Moment | None
