@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help
 help: ## show the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 $(STAMP): requirements/lock.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Say which with: make PYTHON=python3.12")'
@@ -52,6 +52,15 @@ lint: $(STAMP) ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+.PHONY: docs
+docs: $(STAMP) ## build the documentation into build/docs; a warning is an error
+	$(BIN)/python -m sphinx -W -n -q -b html docs build/docs
+	@echo "Open build/docs/index.html"
+
+.PHONY: reference
+reference: $(STAMP) ## write the generated parts of docs/reference anew
+	$(BIN)/python docs/generate.py
 
 .PHONY: bench
 bench: $(STAMP) ## print the benchmarks

@@ -1,0 +1,110 @@
+"""How Sphinx builds these pages: ``make docs``. Which page comes where; everything else is in the pages themselves.
+
+The pages are plain Markdown, so that they read well in a checkout too. What only Sphinx needs is added here.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pygments.lexers.special import TextLexer
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS.parent))
+
+from elasticflow_airflow import __version__  # noqa: E402
+
+project = "elasticflow-airflow"
+author = "The elasticflow-airflow developers"
+copyright = author  # noqa: A001 - Sphinx's name
+release = version = __version__
+
+extensions = ["myst_parser", "sphinx_copybutton"]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["_build", "examples"]
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence"]
+nitpicky = True
+
+html_theme = "furo"
+html_title = f"elasticflow-airflow {release}"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
+html_copy_source = False
+html_use_index = False
+html_show_sphinx = False
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#1f7a4d", "color-brand-content": "#1f7a4d"},
+    "dark_css_variables": {"color-brand-primary": "#6fcf97", "color-brand-content": "#6fcf97"},
+}
+copybutton_prompt_text = r"\$ "
+copybutton_prompt_is_regexp = True
+
+NAVIGATION = {
+    "Tutorial": ["tutorial/first-dag"],
+    "How to": [
+        # Begin
+        "how-to/install",
+        "how-to/migrate",
+        "how-to/choose-how-to-write",
+        "how-to/elastic-training-script",
+        "how-to/transformers-trainer",
+        "how-to/lightning",
+        "how-to/plain-torchrun-script",
+        "how-to/gpus",
+        # DAGs
+        "how-to/deadlines",
+        "how-to/retrain-from-yesterday",
+        "how-to/*",
+        # Run it
+        "how-to/run-the-service",
+        "how-to/deploy",
+        "how-to/monitor",
+        "how-to/size-a-cluster",
+        "how-to/compare-policies-on-your-own-trace",
+    ],
+    "Reference": ["reference/operator", "reference/configuration", "reference/cli", "reference/api", "reference/*"],
+    "Explanation": [
+        "explanation/deadlines-and-promises",
+        "explanation/how-a-task-becomes-a-job",
+        "explanation/the-same-weights",
+        "explanation/architecture",
+        "explanation/*",
+    ],
+}
+"""The four kinds, in order. A pattern takes the pages of its folder that are not named."""
+
+
+def pages_of(kind: str) -> list[str]:
+    """Return the pages of one kind in order: those named, and where its pattern stands those that are not."""
+    entries = NAVIGATION[kind]
+    pages: list[str] = []
+    for entry in entries:
+        if not entry.endswith("*"):
+            if (DOCS / f"{entry}.md").exists():
+                pages.append(entry)
+            continue
+        found = sorted(str(file.relative_to(DOCS).with_suffix("")) for file in DOCS.glob(f"{entry}.md"))
+        pages += [page for page in found if page not in entries]
+    return pages
+
+
+def add_navigation(_app: Sphinx, name: str, source: list[str]) -> None:
+    """Add to the first page the lists from which Sphinx makes the navigation."""
+    if name != "index":
+        return
+    for kind in NAVIGATION:
+        pages = "\n".join(pages_of(kind))
+        source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {kind}\n\n{pages}\n```\n"
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Sphinx calls this."""
+    app.connect("source-read", add_navigation)
+    app.add_lexer("csv", TextLexer)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
