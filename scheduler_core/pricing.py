@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from elasticflow_airflow.scheduler_core.work import TOLERANCE_S, Work
 
-_FORGOTTEN = 8.0
+FORGOTTEN = 8.0
 """Arrivals older than this many of the longest half-life weigh nothing."""
 _BINS = 48
 _LEAST_OBSERVED_S = 3600.0
@@ -83,7 +83,7 @@ class Protection:
     def note(self, arrival: Arrival) -> None:
         """Remember an arrival, whatever becomes of it."""
         self.arrivals.append(arrival)
-        oldest = arrival.at_s - _FORGOTTEN * max(self.half_lives_s)
+        oldest = arrival.at_s - FORGOTTEN * max(self.half_lives_s)
         if len(self.arrivals) > 64 and self.arrivals[len(self.arrivals) // 4].at_s < oldest:
             self.arrivals = [known for known in self.arrivals if known.at_s >= oldest]
 

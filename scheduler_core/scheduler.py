@@ -138,11 +138,20 @@ class Scheduler(Decider):
             self._board.jobs[job.job_id] = job
             self._numbers = max(self._numbers, job.number + 1)
             self._promises = max(self._promises, job.promise + 1)
-            self._note_arrival(job, job.job.submitted_s)  # what came before them is forgotten
+            self._note_arrival(job, job.job.submitted_s)
         spanning = any(len({slot.node_id for slot in job.placement.slots}) > 1 for job in self._board.jobs.values())
         if spanning:
             self._board.change_nodes(list(self._board.nodes.values()))
         return self._replan(now, "the scheduler was restarted", retry=True)
+
+    def recall(self, jobs: Iterable[Job]) -> None:
+        """Learn from jobs with deadlines that came and went before a restart; in order of submission.
+
+        With ``objective="value"`` what is kept free for cheaper arrivals is learned from all that came; live jobs bring
+        their part by :meth:`restore`.
+        """
+        for job in jobs:
+            self._note_arrival(self._new(job, job.submitted_s), job.submitted_s)
 
     def _submitted(self, job: Job, now: float) -> list[Decision]:
         if job.job_id in self._board.jobs:

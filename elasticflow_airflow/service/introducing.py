@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from elasticflow_airflow.runtime.manifest import CheckpointError, adopt
+from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.config import Objective
+from elasticflow_airflow.scheduler_core.pricing import FORGOTTEN
 from elasticflow_airflow.scheduler_core.values import Job, OnReject
 from elasticflow_airflow.service import history, outlook, recurring
 from elasticflow_airflow.service.books import Books, incarnation_dir
@@ -98,6 +101,29 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
         outlook.tell(books, row)
     if row.state == State.SUBMITTED and not row.ending:
         books.set_state(row, State.WAITING, row.verdict.get("reason") or "waits for slots")
+
+
+def recall(books: Books, scheduler: Scheduler) -> None:
+    """Tell a new scheduler what came and went before it: a price is learned from all that ever asked."""
+    if scheduler.config.objective is not Objective.VALUE:
+        return
+    since = books.now - FORGOTTEN * max(scheduler.config.protection_half_lives_s)
+    known = [(row, row.speeds or known_speeds(row.submission, None)) for row in books.tx.over_since(since)]
+    scheduler.recall(
+        Job(
+            job_id=row.job_id,
+            submitted_s=row.submitted_at,
+            deadline_s=row.deadline_at,
+            total_steps=float(row.total_steps),
+            curve=curve_from_json(speeds),
+            costs=books.costs_of(row),
+            min_workers=int(row.submission["min_workers"]),
+            max_workers=most_workers(row.submission, row.logical_workers),
+            value=row.value,
+        )
+        for row, speeds in known
+        if speeds and row.total_steps is not None
+    )
 
 
 def logical_workers(submission: Mapping[str, Any], slots: int) -> int | None:

@@ -177,6 +177,8 @@ class Reconciler:
             if row.introduced and not row.terminal and row.scheduler_state is not None
         ]
         books.scheduler = scheduler
+        if isinstance(scheduler, Scheduler):
+            introducing.recall(books, scheduler)
         record_all(books, scheduler.restore(states, books.now))
         self._wake_at = books.wake_at
         if states:

@@ -87,6 +87,15 @@ class Reader:
         )
         return [(job, row) for job, row in self.session.execute(query)]
 
+    def over_since(self, submitted_after: float) -> list[IncarnationRow]:
+        """Incarnations with a deadline that were submitted after a moment and are over, in order of submission."""
+        query = sa.select(IncarnationRow).where(
+            IncarnationRow.terminal.is_(True),
+            IncarnationRow.deadline_at.is_not(None),
+            IncarnationRow.submitted_at > submitted_after,
+        )
+        return list(self.session.scalars(query.order_by(IncarnationRow.submitted_at, IncarnationRow.job_id)))
+
     def live_count(self) -> int:
         """How many incarnations are not over."""
         query = sa.select(sa.func.count()).select_from(IncarnationRow).where(IncarnationRow.drained.is_(False))

@@ -58,6 +58,18 @@ def test_by_value_a_job_that_would_take_what_many_need_is_refused_and_says_why(m
     assert "objective: value" in monster.job.verdict.reason
 
 
+def test_what_was_seen_to_come_is_remembered_across_a_restart(make_world):
+    world = make_world(objective="value", nodes=1, slots=4)
+    for number in range(20):
+        world.submit(task=f"small{number}", within=200, steps=700, scaling_curve={1: 8.0})
+        world.run(60)
+    world.run(300)
+    world.restart()
+    monster = world.submit(task="monster", within=1000, steps=26_000, scaling_curve={1: 8.0, 2: 16.0, 4: 32.0})
+    assert monster.job.verdict.decision == "rejected"
+    assert "objective: value" in monster.job.verdict.reason
+
+
 def test_an_objective_that_is_none_is_told_what_there_is(tmp_path):
     with pytest.raises(ValidationError, match="first-come"):
         ServiceSettings(state_dir=tmp_path, objective="cheapest")
