@@ -46,6 +46,7 @@ class Admission(Wire):
     dag_id: str
     task_id: str
     run_id: str
+    map_index: int = -1
     submitted_at: float
     decided_at: float | None = None
     started_at: float | None = None
@@ -62,6 +63,8 @@ class ClusterNow(Wire):
     at: float
     slots: list[SlotStatus]
     jobs: list[JobStatus]
+    why: dict[str, str] = Field(default_factory=dict)
+    """By job id, one sentence as in ``JobStory.why``."""
 
 
 class ClusterHistory(Wire):

@@ -439,6 +439,9 @@ class ForecastItem(Wire):
     outcome: Literal["kept", "at_risk", "undecided", "missed", "unknown"]
     task: str
     job_id: str | None = None
+    namespace: str | None = None
+    """With ``dag_id``, whose task this is: who shows the answer to people must know what they may read."""
+    dag_id: str | None = None
     due_at: float | None = None
     deadline_at: float | None = None
     probability: float = 1.0

@@ -22,7 +22,7 @@ from elasticflow_airflow.service.introducing import known_speeds, logical_worker
 from elasticflow_airflow.service.refusal import Refusal, never_fits, wrong_job_id
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store import Reader, Store
-from elasticflow_airflow.wire import DryRun, ForecastAnswer, ForecastItem, JobSubmission, Verdict
+from elasticflow_airflow.wire import DryRun, ForecastAnswer, ForecastItem, JobIdentity, JobSubmission, Verdict
 
 _HOUR_S = 3600.0
 
@@ -50,14 +50,14 @@ class ForecastDesk:
         until_s = now + hours * _HOUR_S
         found = forecast(scheduler, now, until_s)
         with self.store.read() as reader:
-            names = {
-                job.job_id: f"{job.dag_id}.{job.identity['task_id']}"
+            identities = {
+                job.job_id: JobIdentity.model_validate(job.identity)
                 for job in (reader.job(one.job_id) for one in found.outlooks if one.job_id)
                 if job is not None
             }
             told = {one.run_id for one in found.outlooks}
             runs = recurring.expected_runs_of(self.settings, reader)
-        items = [_item(one, names) for one in found.outlooks]
+        items = [_item(one, identities) for one in found.outlooks]
         for run_id, (key, due_at, run) in runs.items():
             if run is None and run_id not in told and due_at <= until_s:
                 items.append(
@@ -65,6 +65,8 @@ class ForecastDesk:
                         kind="expected",
                         outcome="unknown",
                         task=recurring.name_of(key),
+                        namespace=recurring.owner_of(key)[0],
+                        dag_id=recurring.owner_of(key)[1],
                         due_at=due_at,
                         reason="its speed, length or deadline is not known yet: nothing is kept free for it",
                     )
@@ -169,13 +171,23 @@ def _verdict(scheduler: ServicePolicy, job: Job, now: float) -> Verdict:
     return Verdict(decision="undecided", reason=reason, deadline_at=job.deadline_s)
 
 
-def _item(one: Outlook, names: dict[str, str]) -> ForecastItem:
-    task = names.get(one.job_id, one.job_id) if one.job_id else recurring.name_of(one.task)
+def _item(one: Outlook, identities: dict[str, JobIdentity]) -> ForecastItem:
+    namespace: str | None
+    dag_id: str | None
+    if one.job_id:
+        known = identities.get(one.job_id)
+        task = one.job_id if known is None else recurring.name_of(known.recurring_key)
+        namespace, dag_id = (None, None) if known is None else (known.namespace, known.dag_id)
+    else:
+        task = recurring.name_of(one.task)
+        namespace, dag_id = recurring.owner_of(one.task)
     return ForecastItem(
         kind="job" if one.job_id else "expected",
         outcome=one.outcome.value,
         task=task,
         job_id=one.job_id or None,
+        namespace=namespace,
+        dag_id=dag_id,
         due_at=one.due_s,
         deadline_at=one.deadline_s,
         probability=one.probability,

@@ -181,6 +181,12 @@ def _run_id(task: RecurringTaskRow, due_at: float) -> str:
     return f"{task.recurring_key}@{due_at:.3f}"
 
 
+def owner_of(recurring_key: str) -> tuple[str, str]:
+    """The namespace and the DAG that a task belongs to."""
+    namespace, dag_id, _, _ = json.loads(recurring_key)
+    return str(namespace), str(dag_id)
+
+
 def name_of(recurring_key: str) -> str:
     """A task as people write it."""
     _, dag_id, task_id, map_index = json.loads(recurring_key)
