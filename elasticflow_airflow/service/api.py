@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -55,6 +55,8 @@ from elasticflow_airflow.wire import (
 
 _KEEP_ALIVE_S = 15.0
 _STREAM_CHUNK = 200
+_TAR_BODY = {"requestBody": {"required": True, "content": {"application/x-tar": {"schema": {"type": "string"}}}}}
+_EVENT_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}, "description": "Events"}}
 JobId = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9-]{0,119}$")]
 Sha256 = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
 EventId = Annotated[int, Query(ge=0, lt=1 << 62)]
@@ -177,14 +179,17 @@ def _add_errors(app: FastAPI) -> None:
 def _add_health(app: FastAPI, parts: ServiceParts) -> None:
     @app.get("/healthz", response_class=PlainTextResponse)
     def healthz() -> str:
+        """Whether somebody listens: the one route that needs no token."""
         return "ok"
 
     @app.get("/v1/version")
     def version() -> dict[str, str]:
+        """The versions of the service and of this API."""
         return {"version": __version__, "api": API_VERSION}
 
     @app.get("/v1/health")
     def health() -> Health:
+        """How the service is, and who holds which slot."""
         problem = parts.problem()
         with parts.store.read() as reader:
             live = reader.live_count()
@@ -221,14 +226,17 @@ def _add_health(app: FastAPI, parts: ServiceParts) -> None:
 
 
 def _add_snapshots(app: FastAPI, parts: ServiceParts) -> None:
-    @app.api_route("/v1/snapshots/{sha256}", methods=["GET", "HEAD"])
+    @app.head("/v1/snapshots/{sha256}", status_code=204, include_in_schema=False)
+    @app.get("/v1/snapshots/{sha256}", status_code=204)
     def has_snapshot(sha256: Sha256) -> Response:
+        """Whether this code was uploaded: 204, or 404."""
         if not parts.snapshots.has(sha256):
             raise Refusal(404, "snapshot_missing", f"the code {sha256} was not uploaded", "upload it")
         return Response(status_code=204)
 
-    @app.put("/v1/snapshots/{sha256}")
+    @app.put("/v1/snapshots/{sha256}", status_code=204, openapi_extra=_TAR_BODY)
     async def put_snapshot(sha256: Sha256, request: Request) -> Response:
+        """Upload code: a tar archive, under the SHA-256 of its files."""
         incoming = await run_in_threadpool(parts.snapshots.incoming)
         try:
             size = 0
@@ -263,10 +271,11 @@ def _add_snapshots(app: FastAPI, parts: ServiceParts) -> None:
 def _add_jobs(app: FastAPI, parts: ServiceParts) -> None:
     desk = parts.desk
 
-    @app.put("/v1/jobs/{job_id}")
+    @app.put("/v1/jobs/{job_id}", responses={201: {"model": Attachment, "description": "A new incarnation"}})
     def submit(
         job_id: JobId, submission: JobSubmission, response: Response, dry_run: bool = False
     ) -> Attachment | DryRun:
+        """Submit a job, or attach to the live one of equal specification. With dry_run: only ask for the verdict."""
         if dry_run:
             return _forecasts(parts).dry_run(job_id, submission)
         attachment = desk.submit(job_id, submission)
@@ -275,6 +284,7 @@ def _add_jobs(app: FastAPI, parts: ServiceParts) -> None:
 
     @app.post("/v1/jobs/{job_id}/attach")
     def attach(job_id: JobId, request: AttachRequest) -> Attachment:
+        """Take a new claim on the current incarnation of a job."""
         return desk.attach(job_id, request.lease_s)
 
     @app.get("/v1/jobs")
@@ -284,26 +294,32 @@ def _add_jobs(app: FastAPI, parts: ServiceParts) -> None:
         live: bool | None = None,
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     ) -> list[JobStatus]:
+        """List jobs, newest first."""
         return desk.list_jobs(state, dag_id, live, limit)
 
     @app.get("/v1/jobs/{job_id}")
     def status(job_id: JobId) -> JobStatus:
+        """Everything about one job."""
         return desk.status(job_id)
 
     @app.patch("/v1/jobs/{job_id}")
     def amend(job_id: JobId, request: AmendRequest) -> AmendAnswer:
+        """Change a job's deadline or value, if that can be promised. Needs its claim."""
         return desk.amend(job_id, request)
 
     @app.post("/v1/jobs/{job_id}/cancel")
     def cancel(job_id: JobId, request: ClaimRequest) -> JobStatus:
+        """Cancel a job, once its workers have saved and left. Needs its claim."""
         return desk.cancel(job_id, request.claim, request.reason)
 
     @app.post("/v1/jobs/{job_id}/acknowledge")
     def acknowledge(job_id: JobId, request: ClaimRequest) -> JobStatus:
+        """Say that a success was recorded: the next submit trains anew. Needs its claim."""
         return desk.acknowledge(job_id, request.claim)
 
     @app.post("/v1/jobs/{job_id}/lease")
     def lease(job_id: JobId, request: ClaimRequest) -> JobStatus:
+        """Renew a job's lease, and look at it. Needs its claim."""
         return desk.renew(job_id, request.claim)
 
 
@@ -316,12 +332,14 @@ def _forecasts(parts: ServiceParts) -> ForecastDesk:
 def _add_forecast(app: FastAPI, parts: ServiceParts) -> None:
     @app.post("/v1/forecast")
     def forecast(request: ForecastRequest) -> ForecastAnswer:
+        """What will become of everything that is due in the next hours."""
         return _forecasts(parts).forecast(request.hours)
 
 
 def _add_nodes(app: FastAPI, parts: ServiceParts) -> None:
     @app.put("/v1/nodes/{node_id}/drain")
     def drain(node_id: NodeId, request: DrainRequest) -> Drain:
+        """Say when a node goes away, or with null that it stays."""
         known = sorted(node.node_id for node in parts.nodes())
         if node_id not in known:
             raise Refusal(404, "node_not_found", f"there is no node {node_id!r}", f"nodes are: {', '.join(known)}")
@@ -336,11 +354,13 @@ def _add_events_and_logs(app: FastAPI, parts: ServiceParts) -> None:
 
     @app.get("/v1/jobs/{job_id}/events")
     def job_events(job_id: JobId, after: EventId = 0, limit: Annotated[int, Query(ge=1, le=1000)] = 200) -> list[Event]:
+        """A job's events, oldest first: what was decided, and why."""
         parts.desk.status(job_id)
         return read_events(after, job_id, limit)
 
-    @app.get("/v1/events")
+    @app.get("/v1/events", response_class=StreamingResponse, responses=_EVENT_STREAM)
     async def stream(request: Request, after: EventId | None = None, job_id: str | None = None) -> StreamingResponse:
+        """Events as they come (server-sent events), from an id or the header Last-Event-ID on."""
         last = request.headers.get("last-event-id", "")
         start = int(last) if re.fullmatch(r"[0-9]{1,18}", last) else after or 0
         return StreamingResponse(
@@ -357,6 +377,7 @@ def _add_events_and_logs(app: FastAPI, parts: ServiceParts) -> None:
         limit: Annotated[int, Query(ge=1, le=1 << 20)] = 1 << 16,
         incarnation: Annotated[int | None, Query(ge=1, lt=1 << 31)] = None,
     ) -> LogPiece:
+        """A piece of a worker's log, from a byte offset on."""
         with parts.store.read() as reader:
             job = reader.job(job_id)
         if job is None:
