@@ -26,6 +26,7 @@ from elasticflow_airflow import __version__
 from elasticflow_airflow.engines.port import Engine, EngineNode
 from elasticflow_airflow.service.forecasting import ForecastDesk
 from elasticflow_airflow.service.jobs import JobDesk
+from elasticflow_airflow.service.metrics import add_metrics
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.refusal import Refusal, no_such_job
 from elasticflow_airflow.service.settings import ServiceSettings
@@ -89,8 +90,11 @@ class ServiceParts:
     forecasts: ForecastDesk | None = None
 
 
-def build_app(parts: ServiceParts, token: str | None) -> FastAPI:
-    """The application. ``token`` None: whoever can open the socket may do everything."""
+def build_app(parts: ServiceParts, token: str | None, metrics_token: str | None = None) -> FastAPI:
+    """The application. ``token`` None: whoever can open the socket may do everything.
+
+    ``metrics_token`` opens ``/metrics`` and nothing else.
+    """
     app = FastAPI(title="elasticflow", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app)
     _add_health(app, parts)
@@ -99,7 +103,8 @@ def build_app(parts: ServiceParts, token: str | None) -> FastAPI:
     _add_forecast(app, parts)
     _add_nodes(app, parts)
     _add_events_and_logs(app, parts)
-    app.add_middleware(TokenGuard, token=token)
+    add_metrics(app, parts)
+    app.add_middleware(TokenGuard, token=token, metrics_token=metrics_token)
     app.add_middleware(TrafficCounter, traffic=parts.traffic)
     return app
 
@@ -107,15 +112,16 @@ def build_app(parts: ServiceParts, token: str | None) -> FastAPI:
 class TokenGuard:
     """Lets nobody in without the token (RFC 6750), compared in constant time."""
 
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
+    def __init__(self, app: ASGIApp, token: str | None, metrics_token: str | None = None) -> None:
         self._app = app
         self._expected = None if token is None else f"Bearer {token}".encode()
+        self._for_metrics = None if metrics_token is None else f"Bearer {metrics_token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer 401."""
         if scope["type"] == "http" and self._expected is not None and scope["path"] != "/healthz":
             given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
+            if not hmac.compare_digest(given, self._expected) and not self._may_read_metrics(scope["path"], given):
                 what = "wrong" if given else "missing"
                 refusal = Refusal(
                     401, "unauthorized", f"the token is {what}", "send Authorization: Bearer <the service's token>"
@@ -125,6 +131,9 @@ class TokenGuard:
                 await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    def _may_read_metrics(self, path: str, given: bytes) -> bool:
+        return path == "/metrics" and self._for_metrics is not None and hmac.compare_digest(given, self._for_metrics)
 
 
 class TrafficCounter:

@@ -25,7 +25,7 @@ from elasticflow_airflow.scheduler_core.decisions import (
     WakeMeAt,
 )
 from elasticflow_airflow.scheduler_core.events import CalendarEvent, Event
-from elasticflow_airflow.service import history
+from elasticflow_airflow.service import history, instruments
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.codec import plan_to_json, slots_to_json
 from elasticflow_airflow.service.generations import can_continue, order
@@ -39,9 +39,11 @@ def feed(books: Books, event: Event | CalendarEvent) -> None:
     if isinstance(event, CalendarEvent):
         if not isinstance(scheduler, Scheduler):
             return  # No other policy knows a calendar.
-        decisions = scheduler.handle(event, books.now)
+        with instruments.deciding(event):
+            decisions = scheduler.handle(event, books.now)
     else:
-        decisions = scheduler.handle(event, books.now)
+        with instruments.deciding(event):
+            decisions = scheduler.handle(event, books.now)
     books.fed = True
     books.wake_at = None  # The scheduler asks anew after each event.
     record_all(books, decisions)

@@ -73,7 +73,7 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
 
     The caller holds the lock. Raises CannotServeError, with what to do.
     """
-    token = _token_for(settings, embedded)
+    token, metrics_token = _token_for(settings, embedded), _metrics_token(settings)
     listener, where = _listen(settings, embedded)
     try:
         started_at = time.time()
@@ -114,7 +114,7 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
         )
         server = _OrderlyServer(
             uvicorn.Config(
-                build_app(parts, token),
+                build_app(parts, token, metrics_token),
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -204,6 +204,13 @@ def _token_for(settings: ServiceSettings, embedded: bool) -> str | None:
             " Make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
         )
     return token
+
+
+def _metrics_token(settings: ServiceSettings) -> str | None:
+    try:
+        return settings.read_metrics_token()
+    except ValueError as error:
+        raise CannotServeError(str(error)) from error
 
 
 def _listen(settings: ServiceSettings, embedded: bool) -> tuple[socket.socket, str]:

@@ -27,6 +27,9 @@ class ServiceSettings(BaseSettings):
     port: int = Field(default=8321, ge=0, le=65535)
     token: SecretStr | None = None
     token_file: Path | None = None
+    metrics_token: SecretStr | None = None
+    """Opens ``/metrics`` and nothing else: for Prometheus, which need not be able to submit."""
+    metrics_token_file: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
     database_url: SecretStr | None = None
@@ -127,7 +130,7 @@ class ServiceSettings(BaseSettings):
     verdict_wait_s: float = Field(default=2.0, gt=0)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
-    @field_validator("state_dir", "token_file", "slot_lock_dir")
+    @field_validator("state_dir", "token_file", "metrics_token_file", "slot_lock_dir")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return None if value is None else value.expanduser().absolute()
@@ -171,17 +174,11 @@ class ServiceSettings(BaseSettings):
 
     def read_token(self) -> str | None:
         """The bearer token, from the environment or from its file. Raises ValueError when the file holds none."""
-        if self.token is not None and self.token.get_secret_value():
-            return self.token.get_secret_value()
-        if self.token_file is None:
-            return None
-        try:
-            token = self.token_file.read_text().strip()
-        except OSError as error:
-            raise ValueError(f"the token file {self.token_file} cannot be read: {error}") from error
-        if not token:
-            raise ValueError(f"the token file {self.token_file} is empty: write a long random text into it")
-        return token
+        return _token(self.token, self.token_file)
+
+    def read_metrics_token(self) -> str | None:
+        """The token that opens ``/metrics`` alone. Raises ValueError when its file holds none."""
+        return _token(self.metrics_token, self.metrics_token_file)
 
     def store_url(self) -> str:
         """SQLAlchemy URL of the store."""
@@ -191,6 +188,20 @@ class ServiceSettings(BaseSettings):
         if url.startswith(("postgres://", "postgresql://")):
             return "postgresql+psycopg://" + url.split("://", 1)[1]
         return url
+
+
+def _token(given: SecretStr | None, file: Path | None) -> str | None:
+    if given is not None and given.get_secret_value():
+        return given.get_secret_value()
+    if file is None:
+        return None
+    try:
+        token = file.read_text().strip()
+    except OSError as error:
+        raise ValueError(f"the token file {file} cannot be read: {error}") from error
+    if not token:
+        raise ValueError(f"the token file {file} is empty: write a long random text into it")
+    return token
 
 
 def _default_state_dir() -> Path:
