@@ -75,6 +75,9 @@ def get_provider_info() -> dict[str, Any]:
                     "poll_interval_s": _option(
                         "Seconds between two looks at a job; each renews its lease.", "float", default="5"
                     ),
+                    "dag_test_poke_s": _option(
+                        "The same under dag.test(): from one look of a task to its next.", "float", default="1"
+                    ),
                     "inline_wait_s": _option(
                         "Seconds that a deferrable task waits in the worker first: a rejection or a short job"
                         " needs no triggerer.",

@@ -22,6 +22,7 @@ class AirflowSettings:
 
     namespace: str
     poll_interval_s: float
+    dag_test_poke_s: float
     inline_wait_s: float
     min_deferral_s: float
     lease_s: float
@@ -35,6 +36,7 @@ class AirflowSettings:
         return cls(
             namespace=conf.get(_SECTION, "namespace", fallback="default"),
             poll_interval_s=_seconds("poll_interval_s", 5.0),
+            dag_test_poke_s=_seconds("dag_test_poke_s", 1.0),
             inline_wait_s=_seconds("inline_wait_s", 5.0),
             min_deferral_s=_seconds("min_deferral_s", 15.0),
             lease_s=_seconds("lease_s", 600.0),

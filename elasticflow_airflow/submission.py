@@ -5,7 +5,6 @@ Reads Airflow's context and connections, and the script's folder; talks to no se
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta, tzinfo
@@ -21,6 +20,7 @@ from pydantic import SecretStr, ValidationError
 
 from elasticflow_airflow.arguments import ArgumentError, count, present, rendered_texts, secret_reference, target
 from elasticflow_airflow.client import Snapshot, SnapshotError, snapshot_module, snapshot_script
+from elasticflow_airflow.clock import now_s
 from elasticflow_airflow.deadlines import DAG_RUN, training_deadline
 from elasticflow_airflow.leases import LEASE_S, ORPHAN_S
 from elasticflow_airflow.settings import AirflowSettings
@@ -245,7 +245,7 @@ def _deadline(task: ElasticTask, argument: str, facts: RunFacts, memory: TaskMem
             timezone=facts.timezone,
             deadline_of=task.deadline_of,
             downstream_reserve=task.downstream_reserve,
-            now=pendulum.from_timestamp(time.time()),
+            now=pendulum.from_timestamp(now_s()),
             argument=argument,
         )
         kept = {"given": said, "at": computed.at.timestamp(), "arithmetic": computed.arithmetic}

@@ -12,6 +12,7 @@ from datetime import tzinfo
 from typing import Any, Protocol
 
 from elasticflow_airflow.client import ElasticFlowClient, ServiceUnavailable
+from elasticflow_airflow.clock import now_s
 from elasticflow_airflow.progress import report
 from elasticflow_airflow.settings import AirflowSettings
 from elasticflow_airflow.task_memory import TaskMemory
@@ -56,7 +57,7 @@ class JobWatch:
         """Log what is new: each event with its reason, and now and then a line of progress."""
         mark = self._memory.mark
         events = self._client.events(status.job_id, mark.event_id) if status.last_event_id > mark.event_id else []
-        lines, mark = report(status, events, mark, timezone=self._timezone, now=time.time(), every_s=_LINE_EVERY_S)
+        lines, mark = report(status, events, mark, timezone=self._timezone, now=now_s(), every_s=_LINE_EVERY_S)
         for line in lines:
             self._log.info("%s", line)
         self._memory.mark = replace(mark, event_id=max([mark.event_id, *(e.event_id for e in events)]))
@@ -71,7 +72,7 @@ class JobWatch:
             status = self._client.renew(str(memory.job_id), memory.claim, "the Airflow task waits")
             self.say(status)
         except ServiceUnavailable as error:
-            now = time.time()
+            now = now_s()
             memory.away_since = memory.away_since or now
             if now - memory.away_since > self._settings.service_away_s:
                 raise

@@ -7,7 +7,6 @@ imports torch; everything it needs to know of the service is the client.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from datetime import datetime, timedelta, tzinfo
@@ -32,6 +31,7 @@ from elasticflow_airflow.client import (
     SnapshotError,
     StaleClaim,
 )
+from elasticflow_airflow.clock import now_s
 from elasticflow_airflow.deadlines import DeadlineError, show_duration, zone_name
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.leases import OwnedJob, keeper
@@ -50,7 +50,6 @@ from elasticflow_airflow.triggers import ElasticFlowJobTrigger
 from elasticflow_airflow.waiting import JobWatch
 from elasticflow_airflow.wire import Attachment, JobStatus, JobSubmission, State
 
-_DAG_TEST_POKE_S = 1.0
 _KILL_WITHIN_S = 4.0
 """Airflow sends SIGKILL five seconds after SIGTERM."""
 
@@ -305,7 +304,7 @@ class ElasticTrainOperator(BaseOperator):
         self._defer(memory, settings, facts.timezone)
 
     def _submit(self, client: ElasticFlowClient, prepared: Prepared, facts: RunFacts, memory: TaskMemory) -> JobStatus:
-        submission, now = prepared.submission, time.time()
+        submission, now = prepared.submission, now_s()
         for note in prepared.notes:
             self.log.info("%s", note)
         past_s = 0.0 if submission.deadline_at is None else now - submission.deadline_at
@@ -389,7 +388,7 @@ class ElasticTrainOperator(BaseOperator):
             self.log.warning("the service does not know job %s any more: submitting it again", memory.job_id)
             return self._submit(client, prepare(self, self._given, facts, memory, settings), facts, memory)
         limit = self.execution_timeout
-        if limit is not None and time.time() - memory.since > limit.total_seconds():
+        if limit is not None and now_s() - memory.since > limit.total_seconds():
             # Each poke is a new execution to Airflow, whose own timeout sees only this one.
             self.log.warning("%s", self._own(client, memory).cancel(f"execution_timeout ({limit}) is over"))
             raise AirflowException(f"execution_timeout={limit} is over: job {memory.job_id} was cancelled")
@@ -400,8 +399,9 @@ class ElasticTrainOperator(BaseOperator):
         return self.elasticflow_job
 
     def _reschedule(self, memory: TaskMemory) -> NoReturn:
-        self.log.debug("job %s goes on; looking again in %g s", memory.job_id, _DAG_TEST_POKE_S)
-        poke_at = pendulum.now("UTC").add(seconds=_DAG_TEST_POKE_S)
+        pause_s = AirflowSettings.read().dag_test_poke_s
+        self.log.debug("job %s goes on; looking again in %g s", memory.job_id, pause_s)
+        poke_at = pendulum.now("UTC").add(seconds=pause_s)
         raise AirflowRescheduleException(poke_at)  # type: ignore[no-untyped-call]  # Airflow has no types here
 
     def _defer(self, memory: TaskMemory, settings: AirflowSettings, timezone: tzinfo) -> NoReturn:
@@ -435,7 +435,7 @@ class ElasticTrainOperator(BaseOperator):
             return result_of(status, timezone)
         self.elasticflow_job = None  # it has ended: there is nothing left for the listener to acknowledge or cancel
         if status.state is State.REJECTED:
-            raise AirflowFailException(rejection_message(status, timezone, time.time()))
+            raise AirflowFailException(rejection_message(status, timezone, now_s()))
         if status.state is State.CANCELLED:
             raise AirflowFailException(cancel_message(status))
         raise AirflowException(failure_message(status))
