@@ -8,10 +8,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, Boolean, Float, ForeignKey, ForeignKeyConstraint, Index, Integer, LargeBinary, String, Text
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Float,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Index,
+    Integer,
+    LargeBinary,
+    String,
+    Text,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-SCHEMA_HEAD = "0005"
+SCHEMA_HEAD = "0006"
 """Newest Alembic revision: a database that is already there needs no Alembic at start."""
 
 
@@ -45,7 +57,12 @@ class IncarnationRow(Base):
     """One training of a job: what was asked for, what is wanted now, what is known."""
 
     __tablename__ = "incarnation"
-    __table_args__ = (Index("ix_incarnation_terminal", "terminal"), Index("ix_incarnation_submitted", "submitted_at"))
+    __table_args__ = (
+        Index("ix_incarnation_terminal", "terminal"),
+        Index("ix_incarnation_submitted", "submitted_at"),
+        Index("ix_incarnation_drained", "drained"),
+        Index("ix_incarnation_finished", "finished_at"),
+    )
 
     job_id: Mapped[str] = mapped_column(ForeignKey("job.job_id"), primary_key=True)
     incarnation: Mapped[int] = mapped_column(Integer, primary_key=True)
@@ -120,6 +137,8 @@ class IncarnationRow(Base):
     failure: Mapped[str | None] = mapped_column(Text, default=None)
     finished_at: Mapped[float | None] = mapped_column(default=None)
     last_event_id: Mapped[int] = mapped_column(Integer, default=0)
+    sampling: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    """How its samples are thinned: see ``samples.py``."""
 
 
 class GenerationRow(Base):
@@ -129,6 +148,8 @@ class GenerationRow(Base):
     __table_args__ = (
         ForeignKeyConstraint(["job_id", "incarnation"], ["incarnation.job_id", "incarnation.incarnation"]),
         Index("ix_generation_state", "state"),
+        Index("ix_generation_handled", "handled"),
+        Index("ix_generation_ended", "ended_at"),
     )
 
     job_id: Mapped[str] = mapped_column(String(120), primary_key=True)
@@ -191,6 +212,45 @@ class CandidateRow(Base):
     digest: Mapped[str] = mapped_column(Text)
     status: Mapped[str] = mapped_column(String(16), default="new")
     """new, valid, invalid, or deleted."""
+    at: Mapped[float | None] = mapped_column(default=None)
+    """When it was there; None where only the folder was found."""
+    size_bytes: Mapped[int | None] = mapped_column(BigInteger, default=None)
+
+
+class SampleRow(Base):
+    """How an incarnation did at one moment; thinned, so that a job has only some hundreds."""
+
+    __tablename__ = "sample"
+    __table_args__ = (
+        ForeignKeyConstraint(["job_id", "incarnation"], ["incarnation.job_id", "incarnation.incarnation"]),
+    )
+
+    job_id: Mapped[str] = mapped_column(String(120), primary_key=True)
+    incarnation: Mapped[int] = mapped_column(Integer, primary_key=True)
+    number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    at: Mapped[float]
+    step: Mapped[int] = mapped_column(Integer)
+    loss: Mapped[float | None]
+    steps_per_s: Mapped[float | None]
+    workers: Mapped[int] = mapped_column(Integer)
+
+
+class WorkerTimesRow(Base):
+    """Where the time of one worker went in the last window that it reported."""
+
+    __tablename__ = "worker_times"
+    __table_args__ = (
+        ForeignKeyConstraint(["job_id", "incarnation"], ["incarnation.job_id", "incarnation.incarnation"]),
+    )
+
+    job_id: Mapped[str] = mapped_column(String(120), primary_key=True)
+    incarnation: Mapped[int] = mapped_column(Integer, primary_key=True)
+    worker_id: Mapped[str] = mapped_column(String(120), primary_key=True)
+    generation: Mapped[int] = mapped_column(Integer)
+    rank: Mapped[int] = mapped_column(Integer)
+    at: Mapped[float]
+    window: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    """window_steps, data_s ... other_s, memory_bytes, device_memory_bytes, as far as they were reported."""
 
 
 class AmendmentRow(Base):

@@ -15,7 +15,7 @@ from elasticflow_airflow.runtime.protocol import Report, ReportKind, RescaleMode
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.scheduler_core.values import Phase
-from elasticflow_airflow.service import measuring, outlook, stragglers
+from elasticflow_airflow.service import measuring, outlook, samples, stragglers
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.codec import placement_from_json
 from elasticflow_airflow.service.deciding import feed
@@ -234,6 +234,7 @@ def _fold_reports(
             _note_switch(generation, report)
         if report.kind is ReportKind.WORKER:
             stragglers.note(books, generation, report)
+            samples.take_worker(books, row, generation, report)
         if report.kind is ReportKind.WARNING and report.data.get("absent"):
             generation.notes = {**generation.notes, "absent": [str(worker) for worker in report.data["absent"]]}
         if report.rank == 0 or report.kind in (ReportKind.FAILED, ReportKind.OUT_OF_MEMORY):
@@ -257,7 +258,7 @@ def _fold_report(
         case ReportKind.PROGRESS:
             return _progress(books, row, generation, report)
         case ReportKind.CHECKPOINT:
-            _candidate(books, row, generation, str(data.get("path", "")), report.step)
+            _candidate(books, row, generation, str(data.get("path", "")), report)
         case ReportKind.STOPPED:
             note = {"stopped": report.step}
         case ReportKind.FINISHED:
@@ -266,8 +267,9 @@ def _fold_report(
             row.metrics = dict(data.get("metrics") or {})
             row.step = max(row.step, report.step)
             row.loss = _number(data.get("loss"), row.loss)
+            samples.take(books, row, generation, min(report.at_s, books.now), row.steps_per_s, last=True)
             if data.get("path"):
-                _candidate(books, row, generation, str(data["path"]), report.step)
+                _candidate(books, row, generation, str(data["path"]), report)
         case ReportKind.OUT_OF_MEMORY:
             note = {"out_of_memory": {"micro_batch_size": data.get("micro_batch_size"), "message": message}}
         case ReportKind.FAILED:
@@ -348,6 +350,7 @@ def _progress(books: Books, row: IncarnationRow, generation: GenerationRow, repo
     speed = measuring.recent_speed(generation.window, books.enough)
     if speed is not None:
         row.steps_per_s = speed
+    samples.take(books, row, generation, at_s, speed)
     return True
 
 
@@ -406,18 +409,21 @@ def _measure(books: Books, row: IncarnationRow, generation: GenerationRow) -> No
         row.costs = {**row.costs, "pause_s": max(0.0, lost_s)}
 
 
-def _candidate(books: Books, row: IncarnationRow, generation: GenerationRow, path: str, step: int) -> None:
+def _candidate(books: Books, row: IncarnationRow, generation: GenerationRow, path: str, report: Report) -> None:
     known = {c.path for c in books.tx.candidates(row.job_id, row.incarnation)}
     if path and path not in known:
+        size_bytes = _number(report.data.get("size_bytes"), None)
         books.tx.add(
             CandidateRow(
                 job_id=row.job_id,
                 incarnation=row.incarnation,
                 path=path,
                 generation=generation.generation,
-                step=step,
+                step=report.step,
                 digest="",
                 status="new",
+                at=min(report.at_s, books.now),
+                size_bytes=None if size_bytes is None else int(size_bytes),
             )
         )
         books.tx.session.flush()

@@ -29,10 +29,13 @@ from elasticflow_airflow.service.models import (
     IncarnationRow,
     JobRow,
     RecurringTaskRow,
+    SampleRow,
+    WorkerTimesRow,
 )
 from elasticflow_airflow.service.schema import ensure_schema
 
 _BUSY_TIMEOUT_S = 30.0
+_IDS_AT_ONCE = 500
 _WRITE_LOCK_KEY = 0x456C4673  # any constant that everybody who writes agrees on
 
 
@@ -123,6 +126,81 @@ class Reader:
         )
         return list(self.session.scalars(query))
 
+    def generations_between(self, from_at: float, until_at: float, limit: int) -> list[tuple[JobRow, GenerationRow]]:
+        """The newest generations that held slots between two moments, with their jobs, oldest first."""
+        query = (
+            sa.select(JobRow, GenerationRow)
+            .join(JobRow, JobRow.job_id == GenerationRow.job_id)
+            .where(
+                GenerationRow.holding_at < until_at,
+                sa.or_(
+                    GenerationRow.ended_at > from_at,
+                    sa.and_(GenerationRow.ended_at.is_(None), GenerationRow.handled.is_(False)),
+                ),
+            )
+            .order_by(GenerationRow.holding_at.desc(), GenerationRow.job_id, GenerationRow.generation.desc())
+            .limit(limit)
+        )
+        return [(job, row) for job, row in self.session.execute(query)][::-1]
+
+    def incarnations_between(self, from_at: float, until_at: float, limit: int) -> list[tuple[JobRow, IncarnationRow]]:
+        """The newest incarnations that were submitted and not over between two moments, oldest first."""
+        query = (
+            sa.select(JobRow, IncarnationRow)
+            .join(JobRow, JobRow.job_id == IncarnationRow.job_id)
+            .where(
+                IncarnationRow.submitted_at < until_at,
+                sa.or_(IncarnationRow.finished_at > from_at, IncarnationRow.finished_at.is_(None)),
+            )
+            .order_by(IncarnationRow.submitted_at.desc(), IncarnationRow.job_id)
+            .limit(limit)
+        )
+        return [(job, row) for job, row in self.session.execute(query)][::-1]
+
+    def began_between(self, from_at: float, until_at: float) -> dict[tuple[str, int], float]:
+        """When the first workers of each incarnation that was not over between two moments began to train."""
+        query = (
+            sa.select(IncarnationRow.job_id, IncarnationRow.incarnation, sa.func.min(GenerationRow.running_at))
+            .join(
+                GenerationRow,
+                sa.and_(
+                    GenerationRow.job_id == IncarnationRow.job_id,
+                    GenerationRow.incarnation == IncarnationRow.incarnation,
+                ),
+            )
+            .where(
+                IncarnationRow.submitted_at < until_at,
+                sa.or_(IncarnationRow.finished_at > from_at, IncarnationRow.finished_at.is_(None)),
+                GenerationRow.running_at.is_not(None),
+            )
+            .group_by(IncarnationRow.job_id, IncarnationRow.incarnation)
+        )
+        found = self.session.execute(query)
+        return {(job_id, incarnation): at for job_id, incarnation, at in found if at is not None}
+
+    def event_times(self, event_ids: Sequence[int]) -> dict[int, float]:
+        """When some events were."""
+        found: dict[int, float] = {}
+        for start in range(0, len(event_ids), _IDS_AT_ONCE):
+            some = event_ids[start : start + _IDS_AT_ONCE]
+            query = sa.select(EventRow.event_id, EventRow.at).where(EventRow.event_id.in_(some))
+            found.update((event_id, at) for event_id, at in self.session.execute(query))
+        return found
+
+    def runs_of(self, recurring_key: str, limit: int) -> list[tuple[JobRow, IncarnationRow]]:
+        """The last runs of a recurring task, each with its current incarnation, newest first."""
+        query = (
+            sa.select(JobRow, IncarnationRow)
+            .join(
+                IncarnationRow,
+                sa.and_(IncarnationRow.job_id == JobRow.job_id, IncarnationRow.incarnation == JobRow.incarnation),
+            )
+            .where(JobRow.recurring_key == recurring_key)
+            .order_by(IncarnationRow.submitted_at.desc(), JobRow.job_id)
+            .limit(limit)
+        )
+        return [(job, row) for job, row in self.session.execute(query)]
+
     def candidates(self, job_id: str, incarnation: int) -> list[CandidateRow]:
         """Candidate checkpoints of an incarnation, oldest first."""
         query = (
@@ -131,6 +209,22 @@ class Reader:
             .order_by(CandidateRow.generation, CandidateRow.step)
         )
         return list(self.session.scalars(query))
+
+    def samples(self, job_id: str, incarnation: int) -> list[SampleRow]:
+        """How an incarnation did, oldest first."""
+        query = sa.select(SampleRow).where(SampleRow.job_id == job_id, SampleRow.incarnation == incarnation)
+        return list(self.session.scalars(query.order_by(SampleRow.number)))
+
+    def worker_time(self, job_id: str, incarnation: int, worker_id: str) -> WorkerTimesRow | None:
+        """Where the time of a worker went."""
+        return self.session.get(WorkerTimesRow, (job_id, incarnation, worker_id))
+
+    def worker_times(self, job_id: str, incarnation: int) -> list[WorkerTimesRow]:
+        """Where the time of every worker that an incarnation ever had went, in order of rank."""
+        query = sa.select(WorkerTimesRow).where(
+            WorkerTimesRow.job_id == job_id, WorkerTimesRow.incarnation == incarnation
+        )
+        return list(self.session.scalars(query.order_by(WorkerTimesRow.rank, WorkerTimesRow.worker_id)))
 
     def new_candidates(self) -> list[CandidateRow]:
         """Candidates that nobody has verified yet."""
@@ -206,6 +300,14 @@ class Writer(Reader):
     def add(self, row: Any) -> None:
         """Add a row."""
         self.session.add(row)
+
+    def thin_samples(self, job_id: str, incarnation: int, stride: int) -> None:
+        """Delete the samples of an incarnation whose number is no multiple of ``stride``."""
+        self.session.execute(
+            sa.delete(SampleRow).where(
+                SampleRow.job_id == job_id, SampleRow.incarnation == incarnation, SampleRow.number % stride != 0
+            )
+        )
 
     def forget_drain(self, node_id: str) -> None:
         """A node that was to go away has gone: if it comes back, it is there to stay."""

@@ -31,6 +31,7 @@ from elasticflow_airflow.service.models import (
     HistoryRow,
     IncarnationRow,
     JobRow,
+    SampleRow,
 )
 from elasticflow_airflow.service.schema import SchemaTooNewError, current_revision, ensure_schema
 from elasticflow_airflow.service.store import Store, Writer
@@ -384,6 +385,55 @@ def test_times_bytes_and_words_come_back_unchanged(store):
     assert past is not None
     assert (row.submitted_at, row.secret_env, row.state_reason) == (1_800_000_000.123456, bytes(range(256)), words)
     assert past.speeds == {"1": 1 / 3}
+
+
+def test_samples_are_thinned_to_multiples(store):
+    with store.write() as tx:
+        add_job(tx)
+        add_job(tx, "b-1")
+        for number in range(8):
+            for job_id in ("daily-train-1", "b-1"):
+                tx.add(SampleRow(job_id=job_id, incarnation=1, number=number, at=1.0, step=number, workers=1))
+        tx.thin_samples("daily-train-1", 1, 4)
+    with store.read() as reader:
+        assert [row.step for row in reader.samples("daily-train-1", 1)] == [0, 4]
+        assert len(reader.samples("b-1", 1)) == 8
+
+
+def test_what_was_held_between_two_moments_is_found_with_its_job(store):
+    with store.write() as tx:
+        add_job(tx)
+        for number, (since, until) in enumerate([(10.0, 20.0), (30.0, 40.0), (50.0, None), (None, 60.0)], 1):
+            over = until is not None
+            tx.add(generation_row(number, holding_at=since, ended_at=until, handled=over, state="ended"))
+    with store.read() as reader:
+
+        def between(from_at: float, until_at: float, limit: int = 10) -> list[int]:
+            found = reader.generations_between(from_at, until_at, limit)
+            assert all(job.job_id == generation.job_id for job, generation in found)
+            return [generation.generation for _, generation in found]
+
+        assert between(0.0, 100.0) == [1, 2, 3]
+        assert between(15.0, 35.0) == [1, 2]
+        assert between(20.0, 30.0) == []
+        assert between(70.0, 80.0) == [3]
+        assert between(0.0, 100.0, 2) == [2, 3]
+
+
+def test_submissions_between_two_moments_are_found_with_those_that_were_not_over(store):
+    with store.write() as tx:
+        add_job(tx, "a-1", submitted_at=10.0, finished_at=20.0, terminal=True)
+        add_job(tx, "b-1", submitted_at=30.0, finished_at=40.0, terminal=True)
+        add_job(tx, "c-1", submitted_at=50.0)
+    with store.read() as reader:
+
+        def between(from_at: float, until_at: float) -> list[str]:
+            return [row.job_id for _, row in reader.incarnations_between(from_at, until_at, 10)]
+
+        assert between(0.0, 100.0) == ["a-1", "b-1", "c-1"]
+        assert between(15.0, 35.0) == ["a-1", "b-1"]
+        assert between(45.0, 49.0) == []
+        assert between(70.0, 80.0) == ["c-1"]
 
 
 # -- a whole job -------------------------------------------------------------------------------------------------

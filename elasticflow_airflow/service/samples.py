@@ -1,0 +1,82 @@
+"""What the pages show of a training as it went: samples of its progress, and where the time of its workers went.
+
+Written in the pass that folds the reports in anyway, in the same transaction, and thinned: a job keeps a few hundred
+samples however long it trains. Rows in, rows out; decides nothing, and nothing depends on it.
+
+``IncarnationRow.sampling`` holds ``number`` and ``at`` of the last sample, its ``workers``, and ``stride``: the numbers
+that are kept are multiples of it. When there are too many, it doubles, and every second sample is deleted.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from elasticflow_airflow.runtime.protocol import Report
+from elasticflow_airflow.service.books import Books
+from elasticflow_airflow.service.models import GenerationRow, IncarnationRow, SampleRow, WorkerTimesRow
+
+MOST = 500
+"""A job keeps at most so many samples."""
+INTERVAL_S = 1.0
+"""At first there is a sample so often; each thinning doubles it."""
+_TIMES = ("data_s", "compute_s", "reduce_s", "wait_s", "pause_s", "save_s", "other_s")
+_SIZES = ("window_steps", "memory_bytes", "device_memory_bytes")
+
+
+def take(
+    books: Books,
+    row: IncarnationRow,
+    generation: GenerationRow,
+    at_s: float,
+    speed: float | None,
+    *,
+    last: bool = False,
+) -> None:
+    """Keep a sample of what was just folded into the row, unless the last one is too fresh.
+
+    ``at_s`` is when it was so (UTC seconds), ``speed`` the speed of late in steps/s. A change of the number of workers
+    is always kept, and so is the ``last`` word of a training.
+    """
+    state = row.sampling or {}
+    stride, before = int(state.get("stride", 1)), state.get("number")
+    if before is not None and not last:
+        fresh = at_s - float(state["at"]) < INTERVAL_S * stride
+        if fresh and state.get("workers") == generation.workers:
+            return
+    number = 0 if before is None else (int(before) // stride + 1) * stride
+    if number // stride >= MOST:
+        stride *= 2
+        books.tx.thin_samples(row.job_id, row.incarnation, stride)
+        number = -(-number // stride) * stride
+    books.tx.add(
+        SampleRow(
+            job_id=row.job_id,
+            incarnation=row.incarnation,
+            number=number,
+            at=at_s,
+            step=row.step,
+            loss=row.loss,
+            steps_per_s=speed,
+            workers=generation.workers,
+        )
+    )
+    row.sampling = {"number": number, "at": at_s, "workers": generation.workers, "stride": stride}
+
+
+def take_worker(books: Books, row: IncarnationRow, generation: GenerationRow, report: Report) -> None:
+    """Keep where the time of a worker went in the window that it reports; the window before is forgotten."""
+    window: dict[str, Any] = {name: value for name in _TIMES if (value := _number(report.data.get(name))) is not None}
+    window |= {name: int(value) for name in _SIZES if (value := _number(report.data.get(name))) is not None}
+    if not window:
+        return
+    known = books.tx.worker_time(row.job_id, row.incarnation, report.worker_id)
+    if known is None:
+        known = WorkerTimesRow(job_id=row.job_id, incarnation=row.incarnation, worker_id=report.worker_id)
+        books.tx.add(known)
+    known.generation, known.rank = generation.generation, report.rank
+    known.at, known.window = min(report.at_s, books.now), window
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) and value >= 0 else None
