@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -42,8 +43,9 @@ def add_metrics(app: FastAPI, parts: ServiceParts) -> None:
     registry.register(exhibit)
     ProcessCollector(registry=registry)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> Response:
+        """Metrics in Prometheus' text format; the token for metrics is enough."""
         return Response(generate_latest(registry) + generate_latest(PROCESS), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -1,0 +1,228 @@
+"""Writes the parts of the reference that the code knows best: ``make reference``, or ``--check`` to compare only.
+
+A page has such a part between ``<!-- generated: NAME -->`` and ``<!-- end -->``; all else on it is written by hand.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import inspect
+import json
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.models import OptionInfo
+
+REFERENCE = Path(__file__).resolve().parent / "reference"
+_PART = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def routes() -> str:
+    """The routes of the HTTP API, with what they take and answer."""
+    from elasticflow_airflow.service.openapi import document
+
+    rows = ["| call | what it does | takes | answers |", "|---|---|---|---|"]
+    for path, operations in document()["paths"].items():
+        for method, operation in operations.items():
+            content = operation.get("requestBody", {}).get("content", {})
+            query = [f"`{p['name']}`" for p in operation.get("parameters", []) if p["in"] == "query"]
+            answer = next(body for status, body in operation["responses"].items() if status.startswith("2"))
+            takes = ", ".join([*_schemas(content), *query])
+            answers = ", ".join(_schemas(answer.get("content", {}))) or "nothing"
+            does = " ".join(operation.get("description", "").split())
+            rows.append(f"| `{method.upper()} {path}` | {_cell(does)} | {takes} | {answers} |")
+    return "\n".join(rows)
+
+
+def _schemas(content: dict[str, Any]) -> Iterator[str]:
+    for kind, body in content.items():
+        schema = body.get("schema", {})
+        named = re.findall(r'"#/components/schemas/(\w+)"', json.dumps(schema))
+        if named:
+            yield " or ".join(("list of " if schema.get("type") == "array" else "") + f"`{name}`" for name in named)
+        else:
+            yield f"`{kind}`"
+
+
+def options_of_airflow() -> str:
+    """The section of Airflow's configuration."""
+    from elasticflow_airflow.provider_info import get_provider_info
+
+    rows = ["| option | type | default | meaning |", "|---|---|---|---|"]
+    for name, option in get_provider_info()["config"]["elasticflow"]["options"].items():
+        default = "" if option["default"] is None else f"`{option['default']}`"
+        rows.append(f"| `{name}` | {option['type']} | {default} | {_cell(option['description'])} |")
+    return "\n".join(rows)
+
+
+def commands() -> str:
+    """Every command of ``elasticflow`` with every option, as ``--help`` has them."""
+    from elasticflow_airflow.cli.main import app
+
+    return "\n\n".join(_described(app, "elasticflow"))
+
+
+def _described(app: typer.Typer, path: str) -> Iterator[str]:
+    found = {c.name or c.callback.__name__.replace("_", "-"): c.callback for c in app.registered_commands if c.callback}
+    for name in sorted(found):
+        yield from _command(found[name], f"{path} {name}")
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            yield from _described(group.typer_instance, f"{path} {group.name or group.typer_instance.info.name}")
+
+
+def _command(callback: Callable[..., Any], path: str) -> Iterator[str]:
+    parameters = list(inspect.signature(callback, eval_str=True).parameters.values())
+    arguments = [p.name.upper() for p in parameters if not isinstance(_information(p), OptionInfo)]
+    yield f"### `{' '.join([path, *arguments])}`"
+    paragraphs = re.split(r"\n\s*\n", inspect.getdoc(callback) or "")
+    yield _cell("\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))
+    options = [p for p in parameters if isinstance(_information(p), OptionInfo)]
+    asks = {"url", "state_dir"} <= {p.name for p in options}
+    rows = [_option_row(p) for p in options if not (asks and p.name in ("url", "state_dir"))]
+    if asks:
+        yield "Asks [the service](#which-service): `--url`, `--state-dir`."
+    if rows:
+        yield "\n".join(["| option | default | meaning |", "|---|---|---|", *rows])
+
+
+def _information(parameter: inspect.Parameter) -> object:
+    """Return what Typer was told of a parameter: by its default, or by its annotation."""
+    noted = [note for note in getattr(parameter.annotation, "__metadata__", ()) if isinstance(note, OptionInfo)]
+    return noted[0] if noted else parameter.default
+
+
+def _option_row(parameter: inspect.Parameter) -> str:
+    information = _information(parameter)
+    assert isinstance(information, OptionInfo)
+    kind = _kind(parameter.annotation)
+    long = "--" + parameter.name.replace("_", "-")
+    if kind == "flag":
+        long = f"{long}/--no-{long[2:]}"
+    names = ", ".join(f"`{name}`" for name in information.param_decls or (long,))
+    default = information.default if parameter.default is information else parameter.default
+    default = getattr(default, "value", default)
+    shown = {id(...): "required", id(None): "", id(False): "", id(True): "yes"}.get(id(default), f"`{default}`")
+    variable = f" Environment: `{information.envvar}`." if information.envvar else ""
+    given = "" if kind == "flag" else f" {kind}"
+    return f"| {names}{given} | {shown} | {_cell(' '.join((information.help or '').split()))}{variable} |"
+
+
+def _kind(annotation: Any) -> str:
+    """Say what an option takes."""
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _kind(typing.get_args(annotation)[0])
+    if origin is tuple:
+        return " ".join(_kind(one) for one in typing.get_args(annotation))
+    if origin is not None:
+        (kind,) = {_kind(one) for one in typing.get_args(annotation) if one is not type(None)}
+        return f"{kind} ..." if origin is list else kind
+    if issubclass(annotation, enum.Enum):
+        return " or ".join(f"`{member.value}`" for member in annotation)
+    return {bool: "flag", int: "integer", float: "number", Path: "path"}.get(annotation, "text")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").strip()
+
+
+def with_arguments(text: str) -> str:
+    """Fill in, in the operator's tables, what the signature says of each argument: type, default, template or not.
+
+    Reads the source: Airflow is not needed. A default of None keeps what the page says that it means.
+    """
+    arguments, templates = operator_arguments()
+
+    def fill(row: re.Match[str]) -> str:
+        name, cells = row["name"], [cell.strip() for cell in re.split(r"(?<!\\)\|", row["rest"])[:-1]]
+        if name == "argument":
+            return "| argument | type | default | meaning |\n|---|---|---|---|\n"
+        if name not in arguments:
+            return row[0]
+        annotation, default = arguments[name]
+        mark = " **T**" if name in templates else ""
+        shown = cells[-2] if default == "None" else _DEFAULTS.get(default, f"`{default}`".replace("'", '"'))
+        return f"| `{name}`{mark} | {_python_type(annotation, name in templates)} | {shown} | {cells[-1]} |\n"
+
+    return _ROW.sub(fill, text)
+
+
+def operator_arguments() -> tuple[dict[str, tuple[str, str]], tuple[str, ...]]:
+    """Return the operator's arguments, with annotation and default as written, and its template fields."""
+    source = (REFERENCE.parents[1] / "operators/elastic_train.py").read_text()
+    (operator,) = (
+        n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "ElasticTrainOperator"
+    )
+    (init,) = (n for n in operator.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
+    arguments = {
+        argument.arg: (ast.unparse(argument.annotation or ast.Constant("Any")), ast.unparse(default) if default else "")
+        for argument, default in zip(init.args.kwonlyargs, init.args.kw_defaults, strict=True)
+    }
+    (fields,) = (
+        n.value
+        for n in operator.body
+        if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name) and n.target.id == "template_fields"
+    )
+    assert fields is not None
+    return arguments, tuple(ast.literal_eval(fields))
+
+
+def _python_type(annotation: str, is_template: bool) -> str:
+    """Write an annotation for a reader: without None, and without the text that any template may be."""
+    for abstract, concrete in _CONCRETE.items():
+        annotation = annotation.replace(abstract, concrete)
+    kinds = [kind for kind in annotation.split(" | ") if kind != "None"]
+    if is_template and kinds[-1] == "str" and len(kinds) == 2:
+        kinds.remove("str")
+    return " or ".join(f"`{kind}`" for kind in kinds)
+
+
+_ROW = re.compile(r"^\| `?(?P<name>\w+)`?(?: \*\*T\*\*)? \|(?P<rest>.*\|)\n(?:\|---.*\n)?", re.MULTILINE)
+_CONCRETE = {"Sequence[Any]": "list", "Mapping[": "dict[", "time_of_day": "time"}
+_DEFAULTS = {
+    "": "required",
+    "timedelta(minutes=5)": "5 min",
+    "ElasticFlowHook.default_conn_name": '`"elasticflow_default"`',
+}
+
+PARTS: dict[str, Callable[[], str]] = {"routes": routes, "options": options_of_airflow, "commands": commands}
+
+
+def files() -> dict[Path, str]:
+    """What each page of the reference with a generated part, and ``openapi.json``, should be."""
+    from elasticflow_airflow.service.openapi import document
+
+    made = {REFERENCE / "openapi.json": json.dumps(document(), indent=1) + "\n"}
+    for page in sorted(REFERENCE.glob("*.md")):
+        text = page.read_text()
+        if _PART.search(text):
+            text = made[page] = _PART.sub(lambda part: f"{part[1]}\n{PARTS[part['name']]()}\n\n{part[3]}", text)
+        if page.name == "operator.md":
+            made[page] = with_arguments(text)
+    return made
+
+
+def outdated() -> list[str]:
+    """Return the names of the files that are not what they should be."""
+    return [file.name for file, text in files().items() if not file.exists() or file.read_text() != text]
+
+
+def main() -> None:
+    """Write the files, or with ``--check`` say which are outdated."""
+    if "--check" in sys.argv[1:]:
+        if found := outdated():
+            sys.exit(f"outdated: {', '.join(found)}; write them anew with `make reference`")
+        return
+    for file, text in files().items():
+        file.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
