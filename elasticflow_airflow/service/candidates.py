@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,6 +127,11 @@ class CandidateDesk:
     def busy(self) -> bool:
         """Whether anything is under way."""
         return bool(self._under_way)
+
+    def wait(self) -> bool:
+        """Wait until all that was asked for is done; False when nothing was."""
+        wait(list(self._under_way.values()))
+        return self.busy
 
     def close(self) -> None:
         """Finish what is being read; drop the rest (it is asked for again after a restart)."""

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -76,42 +76,9 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
     token, metrics_token = _token_for(settings, embedded), _metrics_token(settings)
     listener, where = _listen(settings, embedded)
     try:
-        started_at = time.time()
-        store = Store(settings.store_url())
-        notifier = Notifier()
-        engine = open_engine(settings)
-        snapshots = Snapshots(
-            settings.state_dir / "snapshots",
-            max_bytes=settings.snapshot_max_bytes,
-            max_files=settings.snapshot_max_files,
-        )
-        secrets = SecretBox(settings.state_dir / "secret.key")
-        desk = CandidateDesk(verify_by_manifest, notifier.wake)
-        reconciler = Reconciler(store, engine, settings, notifier, snapshots, secrets, desk)
-        traffic = Traffic()
-        parts = ServiceParts(
-            store=store,
-            notifier=notifier,
-            snapshots=snapshots,
-            engine=engine,
-            desk=JobDesk(
-                store,
-                notifier,
-                snapshots,
-                secrets,
-                settings,
-                slots=lambda: sum(node.slots for node in reconciler.nodes),
-                clock=time.time,
-            ),
-            settings=settings,
-            nodes=lambda: reconciler.nodes,
-            problem=lambda: reconciler.problem,
-            traffic=traffic,
-            started_at=started_at,
-            forecasts=ForecastDesk(
-                store, settings, reconciler.copy_scheduler, lambda: reconciler.device_type, clock=time.time
-            ),
-        )
+        started_at, engine, notifier = time.time(), open_engine(settings), Notifier()
+        parts, reconciler, candidates = assemble(settings, engine, notifier)
+        store, traffic = parts.store, parts.traffic
         server = _OrderlyServer(
             uvicorn.Config(
                 build_app(parts, token, metrics_token),
@@ -134,7 +101,7 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
         server.run(sockets=[listener])
         reconciler.stop()
         loop.join(settings.grace_s)
-        desk.close()
+        candidates.close()
         engine.close()
         store.close()
         log.info("service stopped; workers go on")
@@ -142,6 +109,53 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
         listener.close()
         if settings.host is None or embedded:
             (settings.state_dir / "service.sock").unlink(missing_ok=True)
+
+
+def assemble(
+    settings: ServiceSettings,
+    engine: Engine,
+    notifier: Notifier,
+    *,
+    clock: Callable[[], float] = time.time,
+    monotonic: Callable[[], float] = time.monotonic,
+) -> tuple[ServiceParts, Reconciler, CandidateDesk]:
+    """Put the service together around an engine, for the daemon and for whoever has a clock of his own.
+
+    The caller runs the loop, and closes the candidate desk, the engine and the store.
+    """
+    store = Store(settings.store_url(), clock=clock)
+    snapshots = Snapshots(
+        settings.state_dir / "snapshots",
+        max_bytes=settings.snapshot_max_bytes,
+        max_files=settings.snapshot_max_files,
+    )
+    secrets = SecretBox(settings.state_dir / "secret.key")
+    candidates = CandidateDesk(verify_by_manifest, notifier.wake)
+    reconciler = Reconciler(
+        store, engine, settings, notifier, snapshots, secrets, candidates, clock=clock, monotonic=monotonic
+    )
+    parts = ServiceParts(
+        store=store,
+        notifier=notifier,
+        snapshots=snapshots,
+        engine=engine,
+        desk=JobDesk(
+            store,
+            notifier,
+            snapshots,
+            secrets,
+            settings,
+            slots=lambda: sum(node.slots for node in reconciler.nodes),
+            clock=clock,
+        ),
+        settings=settings,
+        nodes=lambda: reconciler.nodes,
+        problem=lambda: reconciler.problem,
+        traffic=Traffic(),
+        started_at=clock(),
+        forecasts=ForecastDesk(store, settings, reconciler.copy_scheduler, lambda: reconciler.device_type, clock=clock),
+    )
+    return parts, reconciler, candidates
 
 
 class _OrderlyServer(uvicorn.Server):
