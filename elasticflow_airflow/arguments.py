@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from os import PathLike
 from typing import Any, Final
 
+from elasticflow_airflow.callables import listed, problem_of
 from elasticflow_airflow.deadlines import DAG_RUN, DeadlineError, check_deadline
 from elasticflow_airflow.wire import share_problem, target_problem
 
@@ -68,29 +70,51 @@ def check_arguments(
     target_loss: Any = None,
     progress_regex: Any = None,
     progress_file: Any = None,
+    **others: Any,
 ) -> None:
-    """Refuse at DAG parse what can be known then. Raises ArgumentError or DeadlineError."""
+    """Refuse at DAG parse what can be known then. Raises ArgumentError or DeadlineError.
+
+    ``others`` are arguments that are looked at one by one only, see ``check_each``.
+    """
+    check_each(
+        {
+            "script": script,
+            "module": module,
+            "script_args": script_args,
+            "deadline_of": deadline_of,
+            "scaling_curve": scaling_curve,
+            "progress_regex": progress_regex,
+            "progress_file": progress_file,
+            **others,
+        }
+    )
     if (script is None) == (module is None):
         raise ArgumentError(f"give exactly one of script= and module= (script={script!r}, module={module!r})")
-    if isinstance(script_args, str) and not is_late(script_args):
-        raise ArgumentError(f"script_args={script_args!r} is one string: give a list, one element per argument")
     _check_length(steps, epochs, samples, global_batch_size)
     _check_target(target_loss, steps, epochs, progress_regex, progress_file)
     _check_deadlines(deadline, deadline_of, downstream_reserve, best_effort, latest_deadline, on_reject)
-    for name, given, choices in (
-        ("on_reject", on_reject, ON_REJECT),
-        ("on_past_deadline", on_past_deadline, ON_PAST_DEADLINE),
-        ("on_miss", on_miss, ON_MISS),
-        ("consistency", consistency, CONSISTENCY),
+    for name, given in (
+        ("on_reject", on_reject),
+        ("on_past_deadline", on_past_deadline),
+        ("on_miss", on_miss),
+        ("consistency", consistency),
     ):
-        if given not in choices:
-            raise ArgumentError(f"{name}={given!r} is none of {', '.join(map(repr, choices))}")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        raise ArgumentError(f"value={value!r} must be a number greater than 0")
+        _check_choice(name, given)
+    _check_value(value)
     _check_workers(min_workers, max_workers)
     _check_shares(consistency, logical_workers, global_batch_size, min_workers, max_workers)
-    _check_curve(scaling_curve)
     _check_env(env, secret_env)
+
+
+def check_each(given: Mapping[str, Any]) -> None:
+    """Refuse what is wrong with an argument taken alone, of those that are given; None counts as left out.
+
+    For arguments of which not all are known yet: of ``partial()``, and of a decorated function. Raises ArgumentError or
+    DeadlineError.
+    """
+    for name, value in given.items():
+        if value is not None and name in _CHECKS and not (name in _MAY_BE_LATE and is_late(value)):
+            _CHECKS[name](name, value)
 
 
 def count(name: str, value: Any, given: Any) -> int | None:
@@ -159,6 +183,82 @@ def secret_reference(name: str, reference: Any) -> tuple[str, str, str | None]:
     return match["conn_id"], match["field"].split(".", 1)[0], match["key"]
 
 
+def _check_text(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise ArgumentError(f"{name}={value!r} is a {type(value).__name__}: give a str")
+    if not value.strip():
+        raise ArgumentError(f"{name}={value!r} is empty: give a value, or leave the argument out")
+
+
+def _check_path(name: str, value: Any) -> None:
+    if isinstance(value, PathLike):
+        raise ArgumentError(f"{name}={value!r} is a path object: give a str, which templates and Airflow's UI can show")
+    _check_text(name, value)
+
+
+def _check_args(name: str, value: Any) -> None:
+    if isinstance(value, str):
+        raise ArgumentError(f"{name}={value!r} is one string: give a list, one element per argument")
+    if not isinstance(value, (list, tuple)):
+        raise ArgumentError(f"{name}={value!r} is a {type(value).__name__}: give a list, one element per argument")
+    for index, element in enumerate(value):
+        if element is None or isinstance(element, (list, tuple, set, Mapping)):
+            raise ArgumentError(
+                f"{name}[{index}]={element!r} is a {type(element).__name__}: give text, a number or a template"
+            )
+
+
+def _check_pattern(name: str, value: Any) -> None:
+    _check_text(name, value)
+    try:
+        groups = re.compile(value).groups
+    except re.error as error:
+        raise ArgumentError(f"{name}={value!r} is no regular expression: {error}") from None
+    if not groups:
+        raise ArgumentError(f"{name}={value!r} has no group: write (?P<step>\\d+) where the step is")
+
+
+def _check_switch(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name}={value!r} must be True or False")
+
+
+def _check_choice(name: str, value: Any) -> None:
+    choices = _CHOICES[name]
+    if value not in choices:
+        raise ArgumentError(f"{name}={value!r} is none of {', '.join(map(repr, choices))}")
+
+
+def _check_value(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ArgumentError(f"value={value!r} must be a finite number greater than 0")
+
+
+def _check_callables(name: str, value: Any) -> None:
+    for one in listed(value) if name == "on_at_risk" else [value]:
+        problem = problem_of(one)
+        if problem is not None:
+            raise ArgumentError(f"{name}={one!r} {problem}")
+
+
+def _check_count(name: str, value: Any) -> None:
+    count(name, value, value)
+
+
+def _check_loss(_: str, value: Any) -> None:
+    target(value, value)
+
+
+def _check_reserve(reserve: Any) -> None:
+    if not isinstance(reserve, timedelta) or reserve < timedelta(0):
+        raise DeadlineError(f"downstream_reserve={reserve!r} must be a timedelta of 0 or more")
+
+
+def _check_target_task(value: Any) -> None:
+    if not isinstance(value, str) or not value:
+        raise ArgumentError(f"deadline_of={value!r} must be the id of a downstream task, or {DAG_RUN!r}")
+
+
 def _check_length(steps: Any, epochs: Any, samples: Any, global_batch_size: Any) -> None:
     if steps is not None and (epochs is not None or samples is not None):
         raise ArgumentError(
@@ -186,19 +286,17 @@ def _check_target(target_loss: Any, steps: Any, epochs: Any, progress_regex: Any
 def _check_deadlines(
     deadline: Any, deadline_of: Any, reserve: Any, best_effort: Any, latest_deadline: Any, on_reject: Any
 ) -> None:
-    if not isinstance(best_effort, bool):
-        raise ArgumentError(f"best_effort={best_effort!r} must be True or False")
-    if deadline_of is not None and (not isinstance(deadline_of, str) or not deadline_of):
-        raise ArgumentError(f"deadline_of={deadline_of!r} must be the id of a downstream task, or {DAG_RUN!r}")
-    if deadline_of is not None and deadline is None:
-        raise ArgumentError(
-            f"deadline_of={deadline_of!r} without deadline=: taking the time from the DAG itself comes in a later"
-            " version; say deadline= too"
-        )
+    _check_switch("best_effort", best_effort)
     if best_effort and deadline is not None:
         raise ArgumentError(f"best_effort=True beside deadline={deadline!r}: a job has a deadline or is best effort")
-    if not best_effort and deadline is None:
-        raise ArgumentError("neither deadline= nor best_effort=True: say by when, or that it does not matter")
+    if best_effort and deadline_of is not None:
+        raise ArgumentError(
+            f"best_effort=True beside deadline_of={deadline_of!r}: a job has a deadline or is best effort"
+        )
+    if not best_effort and deadline is None and deadline_of is None:
+        raise ArgumentError(
+            "neither deadline=, deadline_of= nor best_effort=True: say by when, or that it does not matter"
+        )
     if deadline is not None and not is_late(deadline):
         check_deadline(deadline, "deadline")
     if (on_reject == "renegotiate") != (latest_deadline is not None):
@@ -208,8 +306,7 @@ def _check_deadlines(
         )
     if latest_deadline is not None and not is_late(latest_deadline):
         check_deadline(latest_deadline, "latest_deadline")
-    if not isinstance(reserve, timedelta) or reserve < timedelta(0):
-        raise DeadlineError(f"downstream_reserve={reserve!r} must be a timedelta of 0 or more")
+    _check_reserve(reserve)
 
 
 def _check_workers(min_workers: Any, max_workers: Any) -> None:
@@ -240,14 +337,12 @@ def _check_power_of_two(name: str, number: Any) -> None:
 
 
 def _check_curve(curve: Any) -> None:
-    if curve is None:
-        return
     if not isinstance(curve, Mapping) or not curve:
         raise ArgumentError(f"scaling_curve={curve!r} must map workers to steps/s, like {{1: 2.0, 2: 3.8}}")
     for workers, speed in curve.items():
         _check_power_of_two("a key of scaling_curve", workers)
-        if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not speed > 0:
-            raise ArgumentError(f"scaling_curve[{workers}]={speed!r} must be steps/s, greater than 0")
+        if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 0 < speed < math.inf:
+            raise ArgumentError(f"scaling_curve[{workers}]={speed!r} must be steps/s, finite and greater than 0")
 
 
 def _check_env(env: Any, secret_env: Any) -> None:
@@ -281,3 +376,52 @@ def _upstream(given: Any) -> str:
 
 def _source(given: Any) -> str:
     return given if isinstance(given, str) else f"XCom {getattr(given, 'key', 'return_value')!r}"
+
+
+_CHOICES: Final[dict[str, tuple[str, ...]]] = {
+    "on_reject": ON_REJECT,
+    "on_past_deadline": ON_PAST_DEADLINE,
+    "on_miss": ON_MISS,
+    "consistency": CONSISTENCY,
+}
+_CHECKS: Final[dict[str, Callable[[str, Any], None]]] = {
+    "script": _check_path,
+    "module": _check_text,
+    "script_args": _check_args,
+    "env": lambda _, value: _check_env(value, None),
+    "secret_env": lambda _, value: _check_env(None, value),
+    "working_dir": _check_path,
+    "python": _check_path,
+    "steps": _check_count,
+    "epochs": _check_count,
+    "samples": _check_count,
+    "global_batch_size": _check_count,
+    "target_loss": _check_loss,
+    "deadline": lambda name, value: check_deadline(value, name),
+    "latest_deadline": lambda name, value: check_deadline(value, name),
+    "deadline_of": lambda _, value: _check_target_task(value),
+    "downstream_reserve": lambda _, value: _check_reserve(value),
+    "best_effort": _check_switch,
+    "value": lambda _, value: _check_value(value),
+    "on_reject": _check_choice,
+    "on_past_deadline": _check_choice,
+    "on_miss": _check_choice,
+    "init_from": _check_path,
+    "min_workers": _check_power_of_two,
+    "max_workers": _check_power_of_two,
+    "consistency": _check_choice,
+    "logical_workers": _check_power_of_two,
+    "scaling_curve": lambda _, value: _check_curve(value),
+    "progress_regex": _check_pattern,
+    "progress_file": _check_path,
+    "deferrable": _check_switch,
+    "elasticflow_conn_id": _check_text,
+    "on_at_risk": _check_callables,
+    "on_promote": _check_callables,
+}
+_MAY_BE_LATE: Final = frozenset(
+    {
+        "script", "module", "script_args", "env", "working_dir", "python", "steps", "epochs", "samples",
+        "global_batch_size", "target_loss", "deadline", "latest_deadline", "init_from", "elasticflow_conn_id",
+    }
+)  # fmt: skip

@@ -29,6 +29,7 @@ def result_of(status: JobStatus, timezone: tzinfo) -> dict[str, Any]:
         "steps": status.step if result is None else result.steps,
         "final_loss": None if result is None else result.final_loss,
         "checkpoint_path": None if result is None else result.checkpoint_path,
+        "checkpoint_digest": None if result is None else result.checkpoint_digest,
         "gpu_seconds": 0.0 if result is None else round(result.gpu_seconds, 3),
         "rescales": 0 if result is None else result.rescales,
         "metrics": {} if result is None else result.metrics,

@@ -1,0 +1,32 @@
+"""How an elastic task can fail, as types: for retry policies and callbacks to tell one end from another.
+
+Those that another try cannot help are AirflowFailExceptions: Airflow then fails the task without a retry.
+"""
+
+from __future__ import annotations
+
+from airflow.sdk.exceptions import AirflowException, AirflowFailException
+
+
+class JobRejected(AirflowFailException):
+    """The deadline cannot be promised; the message names the earliest that could be."""
+
+
+class JobCancelled(AirflowFailException):
+    """Somebody cancelled the job."""
+
+
+class JobTakenOver(AirflowFailException):
+    """A newer attempt of the same task has attached to the job: this one stops."""
+
+
+class JobFailed(AirflowException):
+    """The training failed. A retry resumes from its last valid checkpoint."""
+
+
+class ServiceAway(AirflowException):
+    """The service did not answer for too long. A retry attaches to the same job, which trains on meanwhile."""
+
+
+class ServiceRefused(AirflowException):
+    """The service answers, but not to us: a wrong token, another version, or another program on that port."""

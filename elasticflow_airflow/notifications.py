@@ -1,0 +1,70 @@
+"""A notifier that says how a training stands: for ``on_at_risk=``, and for any callback of Airflow's.
+
+Writes the message, and posts it to a webhook (Slack, Mattermost, Teams, or anything that takes JSON) or to the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+from airflow.sdk import BaseHook, BaseNotifier, Context
+
+from elasticflow_airflow.alarms import CONTEXT_KEY
+from elasticflow_airflow.links import job_url
+
+_POST_WITHIN_S = 10.0
+
+
+class ElasticFlowNotifier(BaseNotifier):
+    """Says how the job of a training task stands.
+
+    ``message`` is a template; ``{{ elasticflow }}`` has the job's details (see the reference of ``on_at_risk``), and
+    without a message ``{{ elasticflow.message }}`` and the address of the job's page are said. ``webhook_conn_id``
+    names a connection (type HTTP) whose URL takes ``{"text": message}``, as Slack's, Mattermost's and Teams' webhooks
+    do; a path may stand in its ``extra`` as ``webhook_path``, or be its password (as of Slack's webhook token).
+    Without a connection the message is logged as a warning. Subclass and override ``send`` for anything else.
+    """
+
+    template_fields: Sequence[str] = ("message",)
+
+    def __init__(self, *, message: str | None = None, webhook_conn_id: str | None = None) -> None:
+        super().__init__()
+        self.message = message
+        self.webhook_conn_id = webhook_conn_id
+
+    def notify(self, context: Context) -> None:
+        """Write the message and send it. Raises httpx.HTTPError when the webhook does not take it."""
+        self.send(self.message or default_message(context), context)
+
+    def send(self, message: str, context: Context) -> None:  # noqa: ARG002 - for those who override it
+        """Post the message to the webhook, or log it."""
+        if self.webhook_conn_id is None:
+            self.log.warning("%s", message)
+            return
+        connection = BaseHook.get_connection(self.webhook_conn_id)
+        scheme = connection.schema or ("https" if connection.port in (None, 443) else "http")
+        host = connection.host or ""
+        url = host if "://" in host else f"{scheme}://{host}"
+        if connection.port:
+            url = f"{url}:{connection.port}"
+        path = str(connection.extra_dejson.get("webhook_path") or connection.password or "")
+        httpx.post(
+            f"{url.rstrip('/')}/{path.lstrip('/')}" if path else url, json={"text": message}, timeout=_POST_WITHIN_S
+        ).raise_for_status()
+
+
+def default_message(context: Mapping[str, Any]) -> str:
+    """What is known: the job's details, or, where no job came to be, the task's error; and where to look."""
+    instance = context.get("ti")
+    details = context.get(CONTEXT_KEY)
+    if isinstance(details, Mapping):
+        said = str(details["message"])
+    else:
+        who = "a training task" if instance is None else f"{instance.dag_id}.{instance.task_id} (run {instance.run_id})"
+        error = context.get("exception")
+        said = f"Training {who} has no job" + (f": {error}" if error else "")
+    if instance is None:
+        return said
+    return f"{said}\n{job_url(instance.dag_id, instance.run_id, instance.task_id, instance.map_index)}"
