@@ -9,6 +9,7 @@ forgets (which reports it has seen).
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -73,6 +74,10 @@ class FakeWorld:
         now_s = self.clock()
         for job_id in dict.fromkeys(job_id for job_id, _ in self.gangs):
             advance_job(self.of(job_id), now_s, self.write_checkpoint)
+
+    def next_turn_s(self) -> float:
+        """When something other than progress will next happen by itself; infinity: never."""
+        return min((gang.next_turn_s() for gang in self.gangs.values()), default=math.inf)
 
     def save(self) -> None:
         """Write the state file, if there is one and anything happened."""

@@ -25,6 +25,10 @@ class FakeBehaviour:
     """False: a plain script that says nothing, not even ``started``."""
     initial_loss: float = 4.0
     final_loss: float = 0.5
+    losses: Mapping[int, float] = field(default_factory=dict)
+    """By step, instead of a loss that falls from the initial to the final one; between two of them a straight line."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """What the session reports with its end."""
     fail_at_step: int | None = None
     failure: str = "RuntimeError: injected failure"
     exit_at_step: int | None = None
@@ -64,6 +68,7 @@ class FakeBehaviour:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps_per_s", {int(k): float(v) for k, v in self.steps_per_s.items()})
+        object.__setattr__(self, "losses", {int(k): float(v) for k, v in sorted(self.losses.items(), key=_step_of)})
         if not self.steps_per_s or min(self.steps_per_s.values()) <= 0:
             raise ValueError(f"steps_per_s={dict(self.steps_per_s)} needs positive speeds, by number of workers")
 
@@ -79,6 +84,10 @@ class FakeBehaviour:
         if unknown:
             raise ValueError(f"unknown fake behaviour {unknown}; known: {sorted(known)}")
         return FakeBehaviour(**{**asdict(self), **raw})
+
+
+def _step_of(item: tuple[int | str, float]) -> int:
+    return int(item[0])  # JSON has made text of it
 
 
 class Modelled(Protocol):

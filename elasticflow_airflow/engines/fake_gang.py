@@ -244,17 +244,22 @@ class FakeGang:
             failed_rank=self.failed_rank,
         )
 
+    def next_turn_s(self) -> float:
+        """When it will next start to train, end, fail or be gone by itself, as it is now; infinity: never."""
+        return math.inf if self.phase == "ended" else self._next_event(by_the_way=False)[0]
+
     # The model: which event comes next, and what it does.
 
-    def _next_event(self) -> tuple[float, str]:
+    def _next_event(self, *, by_the_way: bool = True) -> tuple[float, str]:
         events = [(self.phase_ends_s, "phase")]
         leaves = ("starting", "running", "hanging", "broken", "handing")
         if self.phase in leaves and self.leave_s is not None:
             events.append((self.leave_s, "leave"))
-        if self.leave_s is None:
+        if self.leave_s is None and by_the_way:
             events.append((self.lease_ends_s, "lease"))
         if self.phase == "running":
-            events += [(self.next_report_s, "report"), (self.next_checkpoint_s, "checkpoint")]
+            if by_the_way:
+                events += [(self.next_report_s, "report"), (self.next_checkpoint_s, "checkpoint")]
             speed = self.behaviour.speed(self.workers) / slowest(self)
             marks = {
                 "fail": self.behaviour.fail_at_step,
@@ -369,7 +374,12 @@ class FakeGang:
             if self.behaviour.reports:
                 self._progress()
                 path = self._checkpoint(write)
-                said = {"path": path, "loss": self._loss(), "metrics": {}, **said_of_target(self, ended=True)}
+                said = {
+                    "path": path,
+                    "loss": self._loss(),
+                    "metrics": dict(self.behaviour.metrics),
+                    **said_of_target(self, ended=True),
+                }
                 if self.step == self.behaviour.early_at_step and self.behaviour.early:
                     said["early"] = self.behaviour.early
                 self._say(ReportKind.FINISHED, 0, **said)

@@ -1,11 +1,12 @@
 """What a modelled session says of a loss to train to: the curve so far, and when the target will be reached.
 
-Pure functions over a modelled gang; its loss falls as final + (initial - final) / (1 + step / 20).
+Pure functions over a modelled gang; its loss falls as final + (initial - final) / (1 + step / 20), or as given.
 """
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 from elasticflow_airflow.engines.fake_behaviour import FakeBehaviour, Modelled
@@ -15,16 +16,40 @@ _HALF_STEPS = 20.0
 
 def modelled_loss(model: FakeBehaviour, step: float) -> float:
     """The loss after so many steps."""
+    if model.losses:
+        return _between(list(model.losses.items()), step)
     return model.final_loss + (model.initial_loss - model.final_loss) / (1.0 + step / _HALF_STEPS)
 
 
 def reached_at(gang: Modelled) -> int | None:
     """The step at whose end the loss is at the target; None when it never is, or there is none."""
     model, target = gang.behaviour, gang.spec.session.target_loss
-    if target is None or target <= model.final_loss:
+    if target is None:
+        return None
+    if model.losses:
+        return _first_at_most(list(model.losses.items()), target)
+    if target <= model.final_loss:
         return None
     ratio = (model.initial_loss - model.final_loss) / (target - model.final_loss)
     return max(0, math.ceil(_HALF_STEPS * (ratio - 1.0) - 1e-9))
+
+
+def _between(losses: list[tuple[int, float]], step: float) -> float:
+    """The loss at a step on the line through those that are given; before and after them it stays."""
+    for (left, before), (right, after) in pairwise(losses):
+        if left <= step <= right:
+            return before + (after - before) * (step - left) / (right - left)
+    return losses[0][1] if step < losses[0][0] else losses[-1][1]
+
+
+def _first_at_most(losses: list[tuple[int, float]], target: float) -> int | None:
+    """The first step whose loss is at most the target; None when none is."""
+    if losses[0][1] <= target:
+        return losses[0][0]
+    for (left, before), (right, after) in pairwise(losses):
+        if after <= target:
+            return math.ceil(left + (right - left) * (before - target) / (before - after) - 1e-9)
+    return None
 
 
 def said_of_target(gang: Modelled, *, ended: bool = False) -> dict[str, Any]:
