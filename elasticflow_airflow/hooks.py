@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,7 @@ class ElasticFlowHook(BaseHook):
             self._connection = self.get_connection(self.elasticflow_conn_id)
         except AirflowNotFoundException as error:
             self._refuse_missing(error)
+        self._check()
         self._resolved = True
 
     async def _aresolve(self) -> None:
@@ -105,6 +108,7 @@ class ElasticFlowHook(BaseHook):
             self._connection = await self.aget_connection(self.elasticflow_conn_id)
         except AirflowNotFoundException as error:
             self._refuse_missing(error)
+        self._check()
         self._resolved = True
 
     def _refuse_missing(self, error: Exception) -> None:
@@ -115,16 +119,43 @@ class ElasticFlowHook(BaseHook):
                 " that is missing too, the embedded service of this machine"
             ) from error
 
+    def _check(self) -> None:
+        """Refuse a connection that cannot be meant, or whose extra cannot be used."""
+        connection, named = self._connection, f"elasticflow_conn_id={self.elasticflow_conn_id!r}"
+        if connection is None:
+            return
+        if connection.conn_type not in ("", None, self.conn_type):
+            raise AirflowException(
+                f"{named} is a connection of type {connection.conn_type!r}: give the id of one of type"
+                f" {self.conn_type!r}, or change its type"
+            )
+        verify, timeout_s = _verify(self._extra.get("verify")), self._extra.get("timeout_s")
+        if isinstance(verify, str) and not Path(verify).is_file():
+            raise AirflowException(
+                f"{named} has verify={verify!r} in its extra, and there is no such file on this machine: give true,"
+                " false, or the path of a CA bundle"
+            )
+        if timeout_s not in (None, "") and not _is_positive(timeout_s):
+            raise AirflowException(
+                f"{named} has timeout_s={timeout_s!r} in its extra: give seconds, greater than 0, or leave it out"
+            )
+
     def _locate(self) -> Endpoint:
         connection, extra = self._connection, self._extra
         if connection is None or not connection.host:
             return embedded_endpoint(Path(extra["state_dir"]) if extra.get("state_dir") else embedded_state_dir())
-        token = connection.password or None
-        if "://" in connection.host:
-            return Endpoint.from_url(connection.host, token=token, verify=_verify(extra.get("verify")))
-        scheme = connection.schema or "http"
-        url = f"{scheme}://{connection.host}:{connection.port or _DEFAULT_PORT}"
-        return Endpoint.from_url(url, token=token, verify=_verify(extra.get("verify")))
+        url = connection.host
+        if "://" not in url:
+            url = f"{connection.schema or 'http'}://{url}:{connection.port or _DEFAULT_PORT}"
+        token, named_by = connection.password or None, f"elasticflow_conn_id={self.elasticflow_conn_id!r}"
+        return replace(Endpoint.from_url(url, token=token, verify=_verify(extra.get("verify"))), named_by=named_by)
+
+
+def _is_positive(value: Any) -> bool:
+    try:
+        return 0 < float(value) < math.inf
+    except (TypeError, ValueError):
+        return False
 
 
 def _verify(value: Any) -> bool | str:

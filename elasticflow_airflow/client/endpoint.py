@@ -19,7 +19,8 @@ class Endpoint:
     """Address of a service: a Unix socket, or a base URL with a token.
 
     ``verify`` is False, True or the path of a CA bundle. ``embedded_state_dir`` marks the embedded service of this
-    machine: a client that finds it gone starts it again.
+    machine: a client that finds it gone starts it again. ``named_by`` is what messages add to the address: the argument
+    by which somebody chose it.
     """
 
     base_url: str = "http://elasticflow"
@@ -27,6 +28,7 @@ class Endpoint:
     token: str | None = field(default=None, repr=False)
     verify: bool | str = True
     embedded_state_dir: Path | None = None
+    named_by: str = field(default="", compare=False)
 
     @classmethod
     def from_url(cls, url: str, *, token: str | None = None, verify: bool | str = True) -> Endpoint:
@@ -45,9 +47,8 @@ class Endpoint:
 
     def __str__(self) -> str:
         """How messages name the service."""
-        if self.socket_path is not None:
-            return f"the elasticflow service at {self.socket_path}"
-        return f"the elasticflow service at {self.base_url}"
+        where = self.base_url if self.socket_path is None else self.socket_path
+        return f"the elasticflow service at {where}{f' ({self.named_by})' if self.named_by else ''}"
 
     @property
     def headers(self) -> dict[str, str]:

@@ -76,8 +76,10 @@ def raise_for_answer(response: httpx.Response, where: str) -> None:
     if problem.error == "stale_claim":
         raise StaleClaim(problem.message, problem.hint, problem.error)
     if status in (401, 403):
-        hint = problem.hint or "set the token as the password of the Airflow connection, or as ELASTICFLOW_TOKEN"
-        raise Unauthorized(problem.message or f"{where} refused the token ({status})", hint, problem.error)
+        # The service's own hint is for those who write HTTP by hand.
+        hint = "set it as the password of the Airflow connection, or for the command line as ELASTICFLOW_TOKEN"
+        what = problem.message or f"it refused the token (status {status})"
+        raise Unauthorized(f"{where}: {what}", hint, problem.error)
     if status == 404 and problem.error:
         raise JobNotFound(problem.message, problem.hint, problem.error)
     if status in (400, 413, 422):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from elasticflow_airflow.runtime.manifest import CheckpointError
 from elasticflow_airflow.runtime.opening import open_store
 from elasticflow_airflow.runtime.protocol import (
     GENERATION_ENV,
@@ -59,7 +61,10 @@ class Context:
 
 
 def detect(checkpoint_dir: Path | str | None = None) -> Context:
-    """Read the environment. Raises ValueError when the service's session file is missing or damaged."""
+    """Read the environment, and find out before the training, not after it, that checkpoints cannot be written.
+
+    Raises ValueError when the service's session file is missing or damaged, CheckpointError where nothing can be saved.
+    """
     session_file = os.environ.get(SESSION_ENV)
     if session_file:
         config = SessionConfig.read(Path(session_file))
@@ -74,6 +79,8 @@ def detect(checkpoint_dir: Path | str | None = None) -> Context:
         )
     where = checkpoint_dir or os.environ.get(CHECKPOINT_DIR_ENV) or DEFAULT_CHECKPOINT_DIR
     checkpoints = str(where) if is_remote(where) else Path(where).absolute()
+    if isinstance(checkpoints, Path):
+        _try_to_write(checkpoints, "checkpoint_dir" if checkpoint_dir else CHECKPOINT_DIR_ENV)
     here = str(checkpoints.parent) if isinstance(checkpoints, Path) else os.getcwd()
     config = SessionConfig(job_id="alone", incarnation=0, incarnation_dir=here, code_dir=os.getcwd())
     newest = open_store(checkpoints).newest_generation()
@@ -86,3 +93,15 @@ def detect(checkpoint_dir: Path | str | None = None) -> Context:
         checkpoints=checkpoints,
         reporter=ConsoleReporter(),
     )
+
+
+def _try_to_write(folder: Path, named: str) -> None:
+    """Make the folder for checkpoints, and a file there. Raises CheckpointError, with what chose the folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise CheckpointError(
+            f"{named}={str(folder)!r} cannot be written by uid {os.getuid()}: {error.strerror or error}. Choose another"
+            " folder, or make this one writable"
+        ) from error

@@ -32,7 +32,7 @@ def test_served(define):
 
 @pytest.mark.parametrize(
     ("extra", "verify"),
-    [({}, True), ({"verify": "false"}, False), ({"verify": False}, False), ({"verify": "/ca.pem"}, "/ca.pem")],
+    [({}, True), ({"verify": "false"}, False), ({"verify": False}, False), ({"verify": __file__}, __file__)],
 )
 def test_tls(define, extra, verify):
     endpoint = define(host="gpu-host", schema="https", port=443, extra=extra).endpoint()
