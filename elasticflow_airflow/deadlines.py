@@ -1,7 +1,8 @@
 """From what a DAG author writes as a deadline to the moment when the training must end. Pure: no clock, no Airflow.
 
 A deadline is a time of day (``"07:30"``, in the DAG's time zone: its first occurrence after the run is due), a
-duration after the run is due, a datetime, or text of either (a rendered template: ``"HH:MM"`` or ISO 8601).
+duration after the run is due, a datetime, or text of either (a rendered template: ``"HH:MM"`` or ISO 8601). Whose it is
+(this training's, a downstream task's, the run's) decides how much earlier the training must end: ``Reserve``.
 
 Daylight saving: a wall-clock time that the clocks skip (02:30 in spring) is moved on by what they skip (03:30); of a
 time that comes twice (02:30 in autumn) the first that lies after the run is due counts.
@@ -37,6 +38,45 @@ class TrainingDeadline:
     at: DateTime
     target_at: DateTime
     arithmetic: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeFromDag:
+    """A deadline that nobody wrote as ``deadline=``: the DAG's alerts or timetable give it, as ``said`` explains."""
+
+    at: datetime
+    said: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """What is kept free for the time from the end of training to the end of the target: ``after_s``, and a margin.
+
+    ``said`` tells where the number comes from; ``margin_said`` what the margin is.
+    """
+
+    after_s: float
+    said: str
+    margin_s: float = 0.0
+    margin_said: str = ""
+
+    @property
+    def total_s(self) -> float:
+        """All of it, in seconds."""
+        return self.after_s + self.margin_s
+
+
+def declared_reserve(downstream_reserve: timedelta, deadline_of: str, why: str = "") -> Reserve:
+    """Take what the author declares as ``downstream_reserve=``; ``why`` says why it is not observed."""
+    said = f"downstream_reserve: from the end of training to the end of {target_name(deadline_of)}"
+    return Reserve(after_s=downstream_reserve.total_seconds(), said=said + (f"; {why}" if why else ""))
+
+
+def target_name(deadline_of: str | None) -> str:
+    """Name the target of a deadline as people read it."""
+    if deadline_of is None:
+        return "the training"
+    return "the DAG run" if deadline_of == DAG_RUN else f"task {deadline_of!r}"
 
 
 def check_deadline(given: object, argument: str) -> None:
@@ -77,34 +117,38 @@ def resolve(given: DeadlineGiven, *, run_due: datetime, timezone: tzinfo, argume
 
 
 def training_deadline(
-    given: DeadlineGiven,
+    given: DeadlineGiven | TimeFromDag,
     *,
     run_due: datetime,
     timezone: tzinfo,
     deadline_of: str | None = None,
-    downstream_reserve: timedelta = timedelta(0),
+    reserve: Reserve | None = None,
     now: datetime,
     argument: str = "deadline",
 ) -> TrainingDeadline:
     """Compute when the training itself must end, and explain it. Raises DeadlineError.
 
     With ``deadline_of`` (a downstream task, or ``"dag_run"``) the deadline is that target's, and the training's is
-    ``downstream_reserve`` earlier: what passes from the end of training to the end of the target.
+    earlier by ``reserve``: what passes from the end of training to the end of the target, and a margin.
     """
-    target_at = resolve(given, run_due=run_due, timezone=timezone, argument=argument)
-    at = target_at - downstream_reserve if deadline_of is not None else target_at
-    said = f"{argument}={_short(given)}"
-    due = show(pendulum.instance(run_due).in_timezone(_named(timezone)))
-    if isinstance(given, timedelta):
-        said += f" after the run was due at {due}"
-    elif isinstance(given, time) or (isinstance(given, str) and _TIME_OF_DAY.fullmatch(given.strip())):
-        said += f", its first after the run was due at {due}"
+    if isinstance(given, TimeFromDag):
+        target_at, said = _moment(given.at, timezone), given.said
+    else:
+        target_at = resolve(given, run_due=run_due, timezone=timezone, argument=argument)
+        said = f"{argument}={_short(given)}"
+        due = show(pendulum.instance(run_due).in_timezone(_named(timezone)))
+        if isinstance(given, timedelta):
+            said += f" after the run was due at {due}"
+        elif isinstance(given, time) or (isinstance(given, str) and _TIME_OF_DAY.fullmatch(given.strip())):
+            said += f", its first after the run was due at {due}"
+    at = target_at
     rows: list[tuple[str, str, str]] = []
-    if deadline_of is not None:
-        target = "the DAG run" if deadline_of == DAG_RUN else f"task {deadline_of!r}"
-        rows.append((f"{target} must end by", show(target_at), said))
-        reserved = f"downstream_reserve: from the end of training to the end of {target}"
-        rows.append(("minus what comes after", show_duration(downstream_reserve.total_seconds()), reserved))
+    if reserve is not None:
+        at = target_at - timedelta(seconds=reserve.total_s)
+        rows.append((f"{target_name(deadline_of)} must end by", show(target_at), said))
+        rows.append(("minus what comes after", show_duration(reserve.after_s), reserve.said))
+        if reserve.margin_s:
+            rows.append(("minus a margin", show_duration(reserve.margin_s), reserve.margin_said))
         said = ""
     rows.append(("the training must end by", show(at), said))
     left_s = at.timestamp() - now.timestamp()

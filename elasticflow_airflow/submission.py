@@ -5,7 +5,7 @@ Reads Airflow's context and connections, and the script's folder; talks to no se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta, tzinfo
 from pathlib import Path
@@ -21,8 +21,10 @@ from pydantic import SecretStr, ValidationError
 from elasticflow_airflow.arguments import ArgumentError, count, present, rendered_texts, secret_reference, target
 from elasticflow_airflow.client import Snapshot, SnapshotError, snapshot_module, snapshot_script
 from elasticflow_airflow.clock import now_s
-from elasticflow_airflow.deadlines import DAG_RUN, training_deadline
+from elasticflow_airflow.deadlines import DAG_RUN
+from elasticflow_airflow.downstream import EndedJob
 from elasticflow_airflow.leases import LEASE_S, ORPHAN_S
+from elasticflow_airflow.run_deadline import ARITHMETIC_LABEL, DeadlinesOfRun, RunOfDag, due_times, run_of_dag
 from elasticflow_airflow.settings import AirflowSettings
 from elasticflow_airflow.task_memory import TaskMemory
 from elasticflow_airflow.wire import JobIdentity, JobSubmission
@@ -74,6 +76,7 @@ class Prepared:
     submission: JobSubmission
     snapshot: Snapshot
     notes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +84,7 @@ class RunFacts:
     """What the context says about the run, as far as a submission needs it."""
 
     identity: JobIdentity
-    run_due: pendulum.DateTime
+    run: RunOfDag
     timezone: tzinfo
     dag_folder: Path
     bundle_root: Path | None
@@ -89,13 +92,21 @@ class RunFacts:
     is_dag_test: bool
     replays: bool
     """A backfill, or a task or run that was cleared: its deadline may be long past, and nobody waits for it."""
+    ended_jobs: Callable[[], Sequence[EndedJob]] | None = None
+    """Lists past trainings of this task, for where Airflow's history alone does not tell what comes after them."""
 
 
-def run_facts(context: Mapping[str, Any], *, namespace: str, retries: int) -> RunFacts:
-    """Read the facts from Airflow's context."""
+def run_facts(
+    context: Mapping[str, Any],
+    *,
+    namespace: str,
+    retries: int,
+    dag_alerts: Sequence[Any] = (),
+    ended_jobs: Callable[[], Sequence[EndedJob]] | None = None,
+) -> RunFacts:
+    """Read the facts from Airflow's context. ``dag_alerts``: the DAG's as parsed, where the context's has none."""
     task_instance, dag_run, dag = context["ti"], context["dag_run"], context["dag"]
     bundle = getattr(task_instance, "bundle_instance", None)
-    due = dag_run.run_after or dag_run.start_date
     # A clear raises max_tries above what the task asks for; a clear of the whole run is counted too.
     cleared = getattr(task_instance, "max_tries", 0) > retries or bool(getattr(dag_run, "clear_number", 0))
     return RunFacts(
@@ -106,13 +117,14 @@ def run_facts(context: Mapping[str, Any], *, namespace: str, retries: int) -> Ru
             task_id=task_instance.task_id,
             map_index=-1 if task_instance.map_index is None else task_instance.map_index,
         ),
-        run_due=pendulum.instance(due),
+        run=run_of_dag(context, dag_alerts),
         timezone=dag.timezone,
         dag_folder=Path(dag.folder).absolute(),
         bundle_root=Path(bundle.path).absolute() if bundle is not None else None,
         attempt=task_instance.try_number,
         is_dag_test=is_dag_test(context),
         replays=_text(dag_run.run_type) == "backfill" or cleared,
+        ended_jobs=ended_jobs,
     )
 
 
@@ -139,10 +151,13 @@ def prepare(
     steps, epochs, samples, batch = (
         count(name, getattr(task, name), given[name]) for name in ("steps", "epochs", "samples", "global_batch_size")
     )
-    notes: list[str] = []
-    deadline_at, latest_at = (
-        _deadline(task, argument, facts, memory, notes) for argument in ("deadline", "latest_deadline")
+    now = pendulum.from_timestamp(now_s())
+    deadlines = DeadlinesOfRun(
+        task, facts.run, facts.identity, facts.timezone, memory, now=now, ended_jobs=facts.ended_jobs
     )
+    deadline_at, latest_at = (deadlines.compute(argument) for argument in ("deadline", "latest_deadline"))
+    notes = deadlines.notes
+    arithmetic = {ARITHMETIC_LABEL: notes[0]} if deadline_at is not None else {}
     snapshot = take_snapshot(task.script, task.module, facts, settings.snapshot_max_bytes)
     notes.append(f"code: {snapshot.root} ({len(snapshot.files)} files, {len(snapshot.tar) / 1024:.0f} KiB)")
     if snapshot.ignored:
@@ -179,7 +194,8 @@ def prepare(
         "target_loss": target(task.target_loss, given["target_loss"]),
         "lease_s": lease_s,
         "orphan_s": orphan_s,
-        "labels": {"try_number": str(facts.attempt), "dag_test": str(facts.is_dag_test).lower()},
+        "labels": {"try_number": str(facts.attempt), "dag_test": str(facts.is_dag_test).lower(), **arithmetic},
+        **due_times(facts.run, replays=facts.replays, now=now),
     }
     try:
         submission = JobSubmission.model_validate(message)
@@ -189,7 +205,10 @@ def prepare(
     # Only now: an error above quotes what it was given.
     secrets = {name: SecretStr(value) for name, value in resolve_secrets(task.secret_env).items()}
     return Prepared(
-        submission=submission.model_copy(update={"secret_env": secrets}), snapshot=snapshot, notes=tuple(notes)
+        submission=submission.model_copy(update={"secret_env": secrets}),
+        snapshot=snapshot,
+        notes=tuple(notes),
+        warnings=tuple(deadlines.warnings),
     )
 
 
@@ -230,30 +249,6 @@ def find_working_dir(working_dir: str | None, facts: RunFacts) -> str | None:
     return str(path if path.is_absolute() else facts.dag_folder / path)
 
 
-def _deadline(task: ElasticTask, argument: str, facts: RunFacts, memory: TaskMemory, notes: list[str]) -> float | None:
-    """Compute one of the two deadlines (UTC seconds), once per run: a retry or a clear does not move it."""
-    given = getattr(task, argument)
-    if given is None:
-        return None
-    reserve_s = task.downstream_reserve.total_seconds() if task.deadline_of is not None else 0.0
-    said = repr((str(given), task.deadline_of, reserve_s))
-    kept = memory.deadlines.get(argument)
-    if kept is None or kept["given"] != said:
-        computed = training_deadline(
-            given,
-            run_due=facts.run_due,
-            timezone=facts.timezone,
-            deadline_of=task.deadline_of,
-            downstream_reserve=task.downstream_reserve,
-            now=pendulum.from_timestamp(now_s()),
-            argument=argument,
-        )
-        kept = {"given": said, "at": computed.at.timestamp(), "arithmetic": computed.arithmetic}
-        memory.deadlines[argument] = kept
-    notes.append(str(kept["arithmetic"]))
-    return float(kept["at"])
-
-
 def _rendered_env(env: Any, given: Any) -> dict[str, str]:
     if env is None:
         return {}
@@ -266,7 +261,7 @@ def _rendered_env(env: Any, given: Any) -> dict[str, str]:
 
 def check_downstream(deadline_of: str | None, downstream: set[str], task_id: str) -> None:
     """Refuse a ``deadline_of`` that names no downstream task. Raises ArgumentError."""
-    if deadline_of in (None, DAG_RUN) or deadline_of in downstream:
+    if deadline_of in (None, DAG_RUN, task_id) or deadline_of in downstream:
         return
     known = ", ".join(sorted(downstream)) or "none"
     raise ArgumentError(

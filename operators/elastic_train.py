@@ -32,7 +32,8 @@ from elasticflow_airflow.client import (
     StaleClaim,
 )
 from elasticflow_airflow.clock import now_s
-from elasticflow_airflow.deadlines import DeadlineError, show_duration, zone_name
+from elasticflow_airflow.dag_deadline import alerts_of, check_time_from_dag, dag_of
+from elasticflow_airflow.deadlines import DAG_RUN, DeadlineError, show_duration, zone_name
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.leases import OwnedJob, keeper
 from elasticflow_airflow.outcomes import (
@@ -43,8 +44,9 @@ from elasticflow_airflow.outcomes import (
     result_of,
     success_line,
 )
+from elasticflow_airflow.run_deadline import ended_jobs
 from elasticflow_airflow.settings import AirflowSettings, deferrable_by_default
-from elasticflow_airflow.submission import Prepared, RunFacts, prepare, run_facts
+from elasticflow_airflow.submission import Prepared, RunFacts, check_downstream, prepare, run_facts
 from elasticflow_airflow.task_memory import TaskMemory
 from elasticflow_airflow.triggers import ElasticFlowJobTrigger
 from elasticflow_airflow.waiting import JobWatch
@@ -67,7 +69,9 @@ class ElasticTrainOperator(BaseOperator):
 
     By when: ``deadline`` (time of day in the DAG's time zone, timedelta after the run is due, datetime, or a
     template) of this training, or with ``deadline_of`` of a downstream task or ``"dag_run"``: the training must then
-    end ``downstream_reserve`` earlier. Or ``best_effort=True``. ``value`` weighs jobs against each other.
+    end earlier by what recent runs took from its end to the target's, or by ``downstream_reserve`` until there are
+    any. ``deadline_of`` alone takes the time from the DAG: its earliest DeadlineAlert, else its next run. Or
+    ``best_effort=True``. ``value`` weighs jobs against each other.
 
     When it cannot be: ``on_reject`` ("fail", "best_effort", "wait", or "renegotiate" up to ``latest_deadline``),
     ``on_past_deadline`` ("auto": best effort for backfills and clears, else fail; "fail"; "best_effort"), ``on_miss``
@@ -175,6 +179,8 @@ class ElasticTrainOperator(BaseOperator):
         self.elasticflow_conn_id = elasticflow_conn_id
         self._given = {name: getattr(self, name) for name in self.template_fields}
         """As written in the DAG: what rendered to 'None' must be told from what was left out."""
+        self._dag_alerts = alerts_of(dag_of(self))
+        """The DAG's DeadlineAlerts at parse: who tests a DAG takes them off, as dag.test() cannot end with them."""
         self.elasticflow_job: OwnedJob | None = None
         """The job of this attempt, for the listener that acknowledges or cancels it."""
         self._submitted: Future[Attachment] | None = None
@@ -208,7 +214,18 @@ class ElasticTrainOperator(BaseOperator):
             progress_file=progress_file,
         )
 
+        if deadline is None and deadline_of is not None and dag_of(self) is not None:
+            check_time_from_dag(self.dag, self._dag_alerts, deadline_of)
+
     # --- Airflow calls these -------------------------------------------------------------------------------------
+
+    def resolve_template_files(self) -> None:
+        """Airflow calls this when the DAG file has been read: what only the whole DAG can tell is checked here."""
+        super().resolve_template_files()
+        if self.deadline_of not in (None, DAG_RUN, self.task_id):
+            check_downstream(self.deadline_of, set(self.get_flat_relative_ids(upstream=False)), self.task_id)
+        if self.deadline is None and self.deadline_of is not None:
+            check_time_from_dag(self.dag, self._dag_alerts or alerts_of(self.dag), self.deadline_of)
 
     def execute(self, context: Context) -> dict[str, Any]:
         """Submit or attach, then wait by the way that fits where this runs."""
@@ -276,7 +293,13 @@ class ElasticTrainOperator(BaseOperator):
         memory = TaskMemory.load(store)
         present("elasticflow_conn_id", self.elasticflow_conn_id, self._given["elasticflow_conn_id"])
         hook = ElasticFlowHook(self.elasticflow_conn_id)
-        facts = run_facts(context, namespace=hook.namespace, retries=self.retries or 0)
+        facts = run_facts(
+            context,
+            namespace=hook.namespace,
+            retries=self.retries or 0,
+            dag_alerts=self._dag_alerts,
+            ended_jobs=lambda: ended_jobs(hook, context["ti"]),
+        )
         is_poke = memory.attempt == facts.attempt and memory.job_id is not None
         # Whatever can be wrong with the arguments is said before the service is started or asked.
         prepared = None if is_poke else prepare(self, self._given, facts, memory, settings)
@@ -307,6 +330,8 @@ class ElasticTrainOperator(BaseOperator):
         submission, now = prepared.submission, now_s()
         for note in prepared.notes:
             self.log.info("%s", note)
+        for warning in prepared.warnings:
+            self.log.warning("%s", warning)
         past_s = 0.0 if submission.deadline_at is None else now - submission.deadline_at
         is_late = past_s > 0 and not _can_attach(client, submission.identity.job_id)
         gives_in = self.on_past_deadline == "best_effort" or (self.on_past_deadline == "auto" and facts.replays)

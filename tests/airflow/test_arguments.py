@@ -20,9 +20,9 @@ def make(**arguments):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({**GOOD, "best_effort": False}, "neither deadline= nor best_effort=True"),
+        ({**GOOD, "best_effort": False}, "neither deadline=, deadline_of= nor best_effort=True"),
         ({**GOOD, "deadline": "07:30"}, "best_effort=True beside deadline='07:30'"),
-        ({**GOOD, "deadline_of": "publish"}, "comes in a later version"),
+        ({**GOOD, "deadline_of": "publish"}, "best_effort=True beside deadline_of='publish'"),
         ({**GOOD, "epochs": 2}, "steps=10 stands beside epochs=2"),
         ({**GOOD, "samples": 20}, "steps=10 stands beside .*samples=20"),
         ({**GOOD, "module": "a.b"}, "exactly one of script= and module="),
@@ -49,7 +49,7 @@ def make(**arguments):
         ({**GOOD, "target_loss": True}, "target_loss=True must be a finite number"),
         ({**GOOD, "steps": None, "target_loss": 0.5}, "target_loss=0.5 needs steps= or epochs= as well"),
         ({**GOOD, "steps": None, "target_loss": "{{ params.loss }}"}, "target_loss= needs steps= or epochs= as well"),
-        ({**GOOD, "target_loss": 0.5, "progress_regex": "x"}, "only a script that uses the session"),
+        ({**GOOD, "target_loss": 0.5, "progress_regex": "(x)"}, "only a script that uses the session"),
         ({**GOOD, "on_reject": "explode"}, "on_reject='explode' is none of 'fail'"),
         ({**GOOD, "on_miss": "shrug"}, "on_miss='shrug' is none of"),
         ({**GOOD, "on_past_deadline": "no"}, "on_past_deadline='no' is none of"),

@@ -10,7 +10,10 @@ import pytest
 
 from elasticflow_airflow.deadlines import (
     DeadlineError,
+    Reserve,
+    TimeFromDag,
     check_deadline,
+    declared_reserve,
     resolve,
     show_duration,
     training_deadline,
@@ -102,7 +105,7 @@ def test_arithmetic_of_a_downstream_deadline_is_one_readable_block():
         run_due=at("2026-11-20T05:00"),
         timezone=BERLIN,
         deadline_of="publish",
-        downstream_reserve=timedelta(minutes=5),
+        reserve=declared_reserve(timedelta(minutes=5), "publish"),
         now=at("2026-11-20T05:01"),
     )
     assert found.at == at("2026-11-20T07:25")
@@ -118,12 +121,65 @@ def test_arithmetic_of_a_downstream_deadline_is_one_readable_block():
     assert "in 2 h 24 min" in text[4]
 
 
+def test_arithmetic_says_what_was_observed_and_what_the_margin_is():
+    observed = Reserve(after_s=1200.0, said="p95 of the last 7 runs", margin_s=120.0, margin_said="10% of it")
+    found = training_deadline(
+        TimeFromDag(at=at("2026-11-20T06:00", "UTC"), said="the next run of the DAG is due then"),
+        run_due=at("2026-11-19T07:00"),
+        timezone=BERLIN,
+        deadline_of="dag_run",
+        reserve=observed,
+        now=at("2026-11-19T07:00"),
+    )
+    assert found.arithmetic == (
+        "Deadline:\n"
+        "  the DAG run must end by   Fri 2026-11-20 07:00 CET  (the next run of the DAG is due then)\n"
+        "  minus what comes after    20 min                    (p95 of the last 7 runs)\n"
+        "  minus a margin            2 min                     (10% of it)\n"
+        "  the training must end by  Fri 2026-11-20 06:38 CET\n"
+        "  which is                  in 23 h 38 min"
+    )
+    assert found.at == at("2026-11-20T06:38")
+
+
+NEW_YORK = pendulum.timezone("America/New_York")
+
+
+@pytest.mark.parametrize(
+    ("given", "due", "expected"),
+    [
+        # Spring: on 2026-03-08 New York's clocks go from 02:00 to 03:00. Noted in UTC, as wall clocks are ambiguous.
+        ("02:30", "2026-03-08T06:00", "2026-03-08T07:30"),  # 03:30 EDT
+        ("02:30", "2026-03-08T07:30", "2026-03-09T06:30"),  # the next day's 02:30 EDT
+        ("03:30", "2026-03-08T06:00", "2026-03-08T07:30"),
+        ("01:59:59", "2026-03-08T06:00", "2026-03-08T06:59:59"),
+        # Autumn: on 2026-11-01 they go from 02:00 back to 01:00: 01:30 comes twice.
+        ("01:30", "2026-11-01T04:00", "2026-11-01T05:30"),  # the first, EDT
+        ("01:30", "2026-11-01T05:30", "2026-11-01T06:30"),  # the second, EST
+        ("01:30", "2026-11-01T06:30", "2026-11-02T06:30"),
+        ("02:30", "2026-11-01T04:00", "2026-11-01T07:30"),
+    ],
+)
+def test_daylight_saving_in_another_zone(given, due, expected):
+    found = resolve(given, run_due=at(due, "UTC"), timezone=NEW_YORK)
+    assert found.timestamp() == at(expected, "UTC").timestamp()
+
+
+def test_a_half_hour_change_of_clocks():
+    """On 2026-10-04 the clocks of Lord Howe Island go from 02:00 to 02:30, on 2026-04-05 from 02:00 back to 01:30."""
+    howe = pendulum.timezone("Australia/Lord_Howe")
+    spring = resolve("02:15", run_due=at("2026-10-04T00:00", howe), timezone=howe)
+    assert (spring.hour, spring.minute) == (2, 45)
+    first = resolve("01:45", run_due=at("2026-04-05T00:00", howe), timezone=howe)
+    second = resolve("01:45", run_due=first, timezone=howe)
+    assert second.timestamp() - first.timestamp() == 1800
+
+
 def test_own_deadline_needs_no_reserve():
     found = training_deadline(
         timedelta(hours=1),
         run_due=at("2026-11-20T05:00"),
         timezone=BERLIN,
-        downstream_reserve=timedelta(minutes=5),
         now=at("2026-11-20T07:00"),
     )
     assert found.at == found.target_at == at("2026-11-20T06:00")

@@ -1,0 +1,156 @@
+"""When the runs of a DAG are due, by its timetable: for the calendar of the service and for deadlines from the DAG.
+
+Takes a timetable of the SDK (as DAG files and workers hold it) or of the core (as serialized DAGs do). The SDK's have
+no logic, so the core's is asked, which is installed beside it; it reads no database.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+import pendulum
+
+log = logging.getLogger(__name__)
+
+CALENDAR_WINDOW = timedelta(hours=48)
+"""How far ahead the service is told of due runs."""
+CALENDAR_MOST = 200
+"""... and of how many at most."""
+_MOST_STEPS = 5000
+"""A timetable is asked for so many runs at most before it is asked anew from a later time."""
+
+
+class TimetableError(ValueError):
+    """A timetable that cannot say when runs are due, here at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownRun:
+    """A run that the timetable counts on from: schedules like ``timedelta(hours=3)`` have no phase of their own."""
+
+    run_after: datetime
+    interval_start: datetime | None = None
+    interval_end: datetime | None = None
+
+
+def recurs(timetable: Any) -> bool:
+    """Whether runs are due at times that can be told beforehand. Not: by hand, once, continuously, by assets alone.
+
+    Raises TimetableError when the timetable cannot be read.
+    """
+    return bool(_core(timetable).periodic)
+
+
+def next_runs(
+    timetable: Any,
+    *,
+    after: datetime,
+    known: KnownRun | None = None,
+    until: datetime | None = None,
+    most: int = CALENDAR_MOST,
+    earliest: datetime | None = None,
+    latest: datetime | None = None,
+) -> list[datetime]:
+    """The moments later than ``after``, and not later than ``until``, at which runs are due: ``run_after`` of each.
+
+    ``earliest`` and ``latest`` are the DAG's start_date and end_date. Nothing for a DAG whose runs do not recur.
+    Raises TimetableError.
+    """
+    core = _core(timetable)
+    if not core.periodic or most < 1:
+        return []
+    try:
+        if known is not None:
+            found = _walk(core, _info(known), after, until, most, earliest, latest)
+            if found is not None:
+                return found
+        found = _walk(core, _inferred(core, after), after, until, most, earliest, latest)
+    except Exception as error:  # a timetable is anybody's code
+        raise TimetableError(f"timetable {type(core).__name__} cannot say when runs are due: {error!r}") from error
+    return found or []
+
+
+def next_run(
+    timetable: Any, *, after: datetime, known: KnownRun | None = None, latest: datetime | None = None
+) -> datetime | None:
+    """The next moment at which a run is due; None when none is. Raises TimetableError."""
+    return next(iter(next_runs(timetable, after=after, known=known, most=1, latest=latest)), None)
+
+
+def _walk(
+    core: Any,
+    info: Any,
+    after: datetime,
+    until: datetime | None,
+    most: int,
+    earliest: datetime | None,
+    latest: datetime | None,
+) -> list[datetime] | None:
+    """Ask for one run after another; None when ``after`` is too far away from where this began."""
+    found: list[datetime] = []
+    for steps, due in enumerate(_dues(core, info, earliest, latest), start=1):
+        if until is not None and due > until:
+            break
+        if due > after:
+            found.append(due)
+        if len(found) == most:
+            break
+        if steps >= _MOST_STEPS:
+            return found or None
+    return found
+
+
+def _dues(core: Any, info: Any, earliest: datetime | None, latest: datetime | None) -> Iterator[datetime]:
+    from airflow.timetables.base import TimeRestriction
+
+    restriction = TimeRestriction(_pendulum(earliest), _pendulum(latest), catchup=True)
+    before: datetime | None = None
+    while True:
+        info = core.next_dagrun_info_v2(last_dagrun_info=info, restriction=restriction)
+        if info is None or (before is not None and info.run_after <= before):
+            return
+        before = info.run_after
+        yield info.run_after
+
+
+def _info(known: KnownRun) -> Any:
+    from airflow.timetables.base import DagRunInfo, DataInterval
+
+    run_after = _pendulum(known.run_after)
+    start, end = _pendulum(known.interval_start), _pendulum(known.interval_end)
+    assert run_after is not None  # given
+    interval = DataInterval.exact(run_after) if start is None or end is None else DataInterval(start, end)
+    return DagRunInfo(run_after=run_after, data_interval=interval)
+
+
+def _inferred(core: Any, at: datetime) -> Any:
+    """A run by hand at a moment: what is due next after it is due next after that moment."""
+    from airflow.timetables.base import DagRunInfo, DataInterval
+
+    moment = _pendulum(at)
+    assert moment is not None  # given
+    try:
+        interval = core.infer_manual_data_interval(run_after=moment)
+    except NotImplementedError:
+        interval = DataInterval.exact(moment)
+    return DagRunInfo(run_after=moment, data_interval=interval)
+
+
+def _core(timetable: Any) -> Any:
+    try:
+        from airflow.serialization.encoders import coerce_to_core_timetable
+
+        core = coerce_to_core_timetable(timetable)
+    except Exception as error:  # private to Airflow, and a timetable may be anybody's code
+        raise TimetableError(f"timetable {type(timetable).__name__} cannot be read here: {error!r}") from error
+    if not hasattr(core, "periodic"):
+        raise TimetableError(f"{timetable!r} is a {type(timetable).__name__}, no timetable")
+    return core
+
+
+def _pendulum(moment: datetime | None) -> pendulum.DateTime | None:
+    return None if moment is None else pendulum.instance(moment)
