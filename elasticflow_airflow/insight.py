@@ -18,7 +18,9 @@ class Span(Wire):
     """A job on its slots for a while: one generation of workers, or one segment of a plan.
 
     ``slots`` are [node, index]; of a plan only as many as it has settled. ``running_at`` is when its workers began to
-    train: from ``from_at`` until then, and during ``pause_s``, slots were held without computing.
+    train: from ``from_at`` until then, and during ``pause_s``, slots were held without computing. ``purpose``: "train",
+    "profile" (its speed is measured), "join" (new workers get ready while the others train on), or, of a plan,
+    "expected" (kept free for a run that has not come; without ``job_id`` and ``run_id``).
     """
 
     job_id: str
@@ -84,6 +86,8 @@ class ClusterHistory(Wire):
     held_slot_s: list[float]
     computing_slot_s: list[float]
     slots: int
+    complete: bool = True
+    """False: so much was going on that the oldest of it is left out."""
 
 
 class Sample(Wire):

@@ -61,7 +61,7 @@ class Call(Generic[T]):
 
 def health() -> Call[Health]:
     """Ask how the service is, and what its slots do."""
-    return Call(method="GET", path="/v1/health", read=_reader(Health))
+    return Call(method="GET", path="/v1/health", read=reader(Health))
 
 
 def version() -> Call[dict[str, str]]:
@@ -90,8 +90,8 @@ def submit(submission: JobSubmission) -> Call[Attachment]:
     """Submit, or attach to the live job or unacknowledged success of the same specification."""
     return Call(
         method="PUT",
-        path=_job(submission.identity.job_id),
-        read=_reader(Attachment),
+        path=job_path(submission.identity.job_id),
+        read=reader(Attachment),
         body=_with_secrets(submission),
         timeout_s=_SUBMIT_TIMEOUT_S,
     )
@@ -102,8 +102,8 @@ def dry_run(submission: JobSubmission) -> Call[DryRun]:
     message = submission.model_dump(mode="json", exclude={"secret_env"})
     return Call(
         method="PUT",
-        path=_job(submission.identity.job_id),
-        read=_reader(DryRun),
+        path=job_path(submission.identity.job_id),
+        read=reader(DryRun),
         params={"dry_run": "true"},
         body=json.dumps(message).encode(),
         timeout_s=_SUBMIT_TIMEOUT_S,
@@ -114,7 +114,7 @@ def forecast(hours: float = 24.0) -> Call[ForecastAnswer]:
     """Ask what will become of everything that is due in the next hours."""
     body = ForecastRequest(hours=hours).model_dump_json().encode()
     return Call(
-        method="POST", path="/v1/forecast", read=_reader(ForecastAnswer), body=body, timeout_s=_SUBMIT_TIMEOUT_S
+        method="POST", path="/v1/forecast", read=reader(ForecastAnswer), body=body, timeout_s=_SUBMIT_TIMEOUT_S
     )
 
 
@@ -128,12 +128,12 @@ def _with_secrets(submission: JobSubmission) -> bytes:
 def attach(job_id: str, lease_s: float | None = None) -> Call[Attachment]:
     """Take a new claim on the current incarnation of a job."""
     body = AttachRequest(lease_s=lease_s).model_dump_json().encode()
-    return Call(method="POST", path=f"{_job(job_id)}/attach", read=_reader(Attachment), body=body)
+    return Call(method="POST", path=f"{job_path(job_id)}/attach", read=reader(Attachment), body=body)
 
 
 def status(job_id: str) -> Call[JobStatus]:
     """Ask for everything about one job."""
-    return Call(method="GET", path=_job(job_id), read=_reader(JobStatus))
+    return Call(method="GET", path=job_path(job_id), read=reader(JobStatus))
 
 
 def list_jobs(
@@ -153,27 +153,27 @@ def list_jobs(
 def amend(job_id: str, request: AmendRequest) -> Call[AmendAnswer]:
     """Change a job's deadline or value, if that can be promised."""
     body = request.model_dump_json().encode()
-    return Call(method="PATCH", path=_job(job_id), read=_reader(AmendAnswer), body=body)
+    return Call(method="PATCH", path=job_path(job_id), read=reader(AmendAnswer), body=body)
 
 
 def drain(node_id: str, until_at: float | None) -> Call[Drain]:
     """Say when a node goes away (UTC seconds), or with None that it stays after all."""
     body = DrainRequest(until_at=until_at).model_dump_json().encode()
     path = f"/v1/nodes/{quote(node_id, safe='')}/drain"
-    return Call(method="PUT", path=path, read=_reader(Drain), body=body)
+    return Call(method="PUT", path=path, read=reader(Drain), body=body)
 
 
 def claimed(verb: str, job_id: str, claim: int, reason: str = "") -> Call[JobStatus]:
     """``cancel``, ``acknowledge`` or ``lease`` a job with a claim."""
     body = ClaimRequest(claim=claim, reason=reason).model_dump_json().encode()
-    return Call(method="POST", path=f"{_job(job_id)}/{verb}", read=_reader(JobStatus), body=body)
+    return Call(method="POST", path=f"{job_path(job_id)}/{verb}", read=reader(JobStatus), body=body)
 
 
 def events(job_id: str, after: int = 0, limit: int = 500) -> Call[list[Event]]:
     """Read a job's events with an id greater than ``after``, oldest first."""
     params: dict[str, str | int | float] = {"after": after, "limit": limit}
     return Call(
-        method="GET", path=f"{_job(job_id)}/events", params=params, read=lambda r: _EVENTS.validate_json(r.content)
+        method="GET", path=f"{job_path(job_id)}/events", params=params, read=lambda r: _EVENTS.validate_json(r.content)
     )
 
 
@@ -184,13 +184,15 @@ def read_log(
     params: dict[str, str | int | float] = {"offset": offset, "limit": limit}
     if incarnation is not None:
         params["incarnation"] = incarnation
-    path = f"{_job(job_id)}/logs/{quote(log_name, safe='')}"
-    return Call(method="GET", path=path, params=params, read=_reader(LogPiece))
+    path = f"{job_path(job_id)}/logs/{quote(log_name, safe='')}"
+    return Call(method="GET", path=path, params=params, read=reader(LogPiece))
 
 
-def _job(job_id: str) -> str:
+def job_path(job_id: str) -> str:
+    """Path of a job."""
     return f"/v1/jobs/{quote(job_id, safe='')}"
 
 
-def _reader(model: type[M]) -> Callable[[httpx.Response], M]:
+def reader(model: type[M]) -> Callable[[httpx.Response], M]:
+    """Read an answer as one value."""
     return lambda response: model.model_validate_json(response.content)

@@ -10,13 +10,24 @@ from typing import TypeVar
 import httpx
 from tenacity import RetryCallState, Retrying
 
-from elasticflow_airflow.client import calls
+from elasticflow_airflow.client import calls, insight_calls
 from elasticflow_airflow.client.calls import Call
 from elasticflow_airflow.client.embedded import EMBEDDED_START_LIMIT_S, ensure_service
 from elasticflow_airflow.client.endpoint import Endpoint
 from elasticflow_airflow.client.errors import ServiceUnavailable
 from elasticflow_airflow.client.exchange import RETRIED, give_up_after, pause_between, read_answer, unreachable
 from elasticflow_airflow.client.snapshot import Snapshot
+from elasticflow_airflow.insight import (
+    CalendarAnswer,
+    CalendarRequest,
+    ClusterHistory,
+    ClusterNow,
+    JobStory,
+    RunOfTask,
+    StackDump,
+    WhatIf,
+    WhatIfRequest,
+)
 from elasticflow_airflow.wire import (
     AmendAnswer,
     AmendRequest,
@@ -145,6 +156,34 @@ class ElasticFlowClient:
     ) -> LogPiece:
         """Read a worker's log from a byte offset on."""
         return self._run(calls.read_log(job_id, log_name, offset, limit, incarnation))
+
+    def cluster(self) -> ClusterNow:
+        """Every slot and who holds it, and all live jobs, each with why it has its size or waits."""
+        return self._run(insight_calls.cluster())
+
+    def history(self, from_at: float | None = None, until_at: float | None = None, parts: int = 96) -> ClusterHistory:
+        """What was, what is planned and what was asked for between two moments; by default a day around now."""
+        return self._run(insight_calls.history(from_at, until_at, parts))
+
+    def story(self, job_id: str, incarnation: int | None = None) -> JobStory:
+        """Everything about one incarnation of a job, by default the current one. Raises JobNotFound."""
+        return self._run(insight_calls.story(job_id, incarnation))
+
+    def runs(self, job_id: str, limit: int = 10) -> list[RunOfTask]:
+        """A run and the last others of the same recurring task, newest first. Raises JobNotFound."""
+        return self._run(insight_calls.runs(job_id, limit))
+
+    def what_if(self, request: WhatIfRequest) -> WhatIf:
+        """The outlook with other deadlines, or with more or fewer nodes; nothing is changed."""
+        return self._run(insight_calls.what_if(request))
+
+    def feed_calendar(self, request: CalendarRequest) -> CalendarAnswer:
+        """Say when the runs of recurring tasks are due, so that slots are kept free for them."""
+        return self._run(insight_calls.feed_calendar(request))
+
+    def stacks(self, job_id: str) -> StackDump:
+        """What each worker of a job is doing right now. Raises JobNotFound."""
+        return self._run(insight_calls.stacks(job_id))
 
     def _run(self, call: Call[T]) -> T:
         retrying = Retrying(
