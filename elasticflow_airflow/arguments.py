@@ -419,6 +419,8 @@ _CHECKS: Final[dict[str, Callable[[str, Any], None]]] = {
     "on_at_risk": _check_callables,
     "on_promote": _check_callables,
 }
+CHECKED: Final = tuple(_CHECKS)
+"""The arguments, as an operator has them."""
 _MAY_BE_LATE: Final = frozenset(
     {
         "script", "module", "script_args", "env", "working_dir", "python", "steps", "epochs", "samples",

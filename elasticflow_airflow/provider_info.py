@@ -18,8 +18,19 @@ def get_provider_info() -> dict[str, Any]:
         "versions": [__version__],
         "integrations": [{"integration-name": _NAME, "tags": ["software"]}],
         "operators": [{"integration-name": _NAME, "python-modules": ["elasticflow_airflow.operators.elastic_train"]}],
+        "sensors": [{"integration-name": _NAME, "python-modules": ["elasticflow_airflow.operators.sensor"]}],
         "hooks": [{"integration-name": _NAME, "python-modules": ["elasticflow_airflow.hooks"]}],
-        "triggers": [{"integration-name": _NAME, "python-modules": ["elasticflow_airflow.triggers"]}],
+        "triggers": [
+            {
+                "integration-name": _NAME,
+                "python-modules": ["elasticflow_airflow.triggers", "elasticflow_airflow.sensor_trigger"],
+            }
+        ],
+        "task-decorators": [
+            {"name": "elastic_train", "class-name": "elasticflow_airflow.operators.decorators.elastic_train_task"}
+        ],
+        "notifications": ["elasticflow_airflow.notifications.ElasticFlowNotifier"],
+        "extra-links": ["elasticflow_airflow.links.ElasticFlowJobLink"],
         "connection-types": [
             {
                 "connection-type": "elasticflow",

@@ -66,7 +66,9 @@ def _promote_best(books: Books, row: IncarnationRow) -> None:
     if current is not None and (current["generation"], current["step"]) >= (best.generation, best.step):
         return
     row.promoted = {"path": best.path, "generation": best.generation, "step": best.step, "digest": best.digest}
-    books.event("checkpoint", f"the checkpoint of step {best.step} counts from now on", row, **row.promoted)
+    where = incarnation_dir(books.settings.state_dir, row.job_id, row.incarnation) / "checkpoints" / best.path
+    reason = f"the checkpoint of step {best.step} counts from now on"
+    books.event("checkpoint", reason, row, **row.promoted, checkpoint_path=str(where))
 
 
 def ask(books: Books, desk: CandidateDesk) -> None:

@@ -1,0 +1,106 @@
+"""Waits in the triggerer for what a sensor is after: the end of somebody else's job, its checkpoint, its alarm."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from airflow.triggers.base import BaseTrigger, TriggerEvent
+
+from elasticflow_airflow.client import AsyncElasticFlowClient, ElasticFlowError, JobNotFound, ServiceUnavailable
+from elasticflow_airflow.client.embedded import embedded_endpoint
+from elasticflow_airflow.hooks import ElasticFlowHook
+from elasticflow_airflow.sensing import Seen, asks_for_events, judge, newest_of
+from elasticflow_airflow.wire import JobStatus
+
+
+class ElasticFlowSensorTrigger(BaseTrigger):
+    """Fires once a job is where a sensor wants it: ``{"job_id", "outcome", "why", "checkpoint"}``.
+
+    ``job_id``, or ``dag_id``, ``task_id`` and ``map_index`` of whichever run submitted last. ``outcome`` as of
+    ``sensing.Seen``, or ``"error"``. Nothing is claimed and no lease renewed. Times in seconds.
+    """
+
+    def __init__(
+        self,
+        until: str,
+        job_id: str | None = None,
+        dag_id: str | None = None,
+        task_id: str | None = None,
+        map_index: int = -1,
+        namespace: str = "default",
+        elasticflow_conn_id: str = ElasticFlowHook.default_conn_name,
+        state_dir: str | None = None,
+        poll_interval_s: float = 5.0,
+        min_deferral_s: float = 15.0,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # Airflow has no types here
+        self.until = until
+        self.job_id = job_id
+        self.dag_id = dag_id
+        self.task_id = task_id
+        self.map_index = map_index
+        self.namespace = namespace
+        self.elasticflow_conn_id = elasticflow_conn_id
+        self.state_dir = state_dir
+        self.poll_interval_s = poll_interval_s
+        self.min_deferral_s = min_deferral_s
+
+    def serialize(self) -> tuple[str, dict[str, Any]]:
+        """Name this class and its arguments, all plain JSON."""
+        names = (
+            "until", "job_id", "dag_id", "task_id", "map_index", "namespace", "elasticflow_conn_id", "state_dir",
+            "poll_interval_s", "min_deferral_s",
+        )  # fmt: skip
+        return (
+            "elasticflow_airflow.sensor_trigger.ElasticFlowSensorTrigger",
+            {name: getattr(self, name) for name in names},
+        )
+
+    async def run(self) -> AsyncIterator[TriggerEvent]:
+        """Look until there is an answer, then fire once."""
+        started = time.monotonic()
+        if self.state_dir is not None:
+            client = AsyncElasticFlowClient(embedded_endpoint(Path(self.state_dir)))
+        else:
+            client = await ElasticFlowHook(self.elasticflow_conn_id).async_client()
+        try:
+            event = await self._wait(client)
+        finally:
+            await client.aclose()
+        await asyncio.sleep(max(0.0, self.min_deferral_s - (time.monotonic() - started)))
+        yield TriggerEvent(event)  # type: ignore[no-untyped-call]  # Airflow has no types here
+
+    async def _wait(self, client: AsyncElasticFlowClient) -> dict[str, Any]:
+        said = ""
+        while True:
+            try:
+                status, seen = await self._look(client)
+            except ServiceUnavailable as error:
+                self.log.warning("%s; waiting for it to come back", error)  # the sensor's own timeout ends this
+            except ElasticFlowError as error:
+                return {"job_id": self.job_id, "outcome": "error", "why": str(error), "checkpoint": None}
+            else:
+                if seen.outcome != "waiting":
+                    job_id = self.job_id if status is None else status.job_id
+                    return {"job_id": job_id, "outcome": seen.outcome, "why": seen.why, "checkpoint": seen.checkpoint}
+                if seen.why != said:
+                    said = seen.why
+                    self.log.info("%s; waiting until it is %s", said, self.until)
+            await asyncio.sleep(self.poll_interval_s)
+
+    async def _look(self, client: AsyncElasticFlowClient) -> tuple[JobStatus | None, Seen]:
+        status: JobStatus | None
+        if self.job_id is not None:
+            try:
+                status = await client.status(self.job_id)
+            except JobNotFound:
+                status = None
+        else:
+            jobs = await client.list_jobs(dag_id=self.dag_id)
+            status = newest_of(jobs, str(self.task_id), self.map_index, self.namespace)
+        events = await client.events(status.job_id) if status is not None and asks_for_events(self.until) else []
+        return status, judge(self.until, status, events)

@@ -1,0 +1,111 @@
+"""``@task.elastic_train``: a function in the DAG file decides, when its task runs, what is trained.
+
+The function runs in the Airflow worker, so it may read XComs, connections and files; the training runs where the
+service puts it, and is the operator's affair as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from airflow.sdk.bases.decorator import DecoratedOperator, TaskDecorator, determine_kwargs, task_decorator_factory
+
+from elasticflow_airflow.arguments import CHECKED, ArgumentError, check_each
+from elasticflow_airflow.operators.elastic_train import ElasticTrainOperator
+from elasticflow_airflow.settings import AirflowSettings
+from elasticflow_airflow.submission import Prepared, RunFacts
+from elasticflow_airflow.task_memory import TaskMemory
+
+DECIDED = frozenset(
+    {
+        "script", "module", "script_args", "env", "secret_env", "working_dir", "python", "steps", "epochs", "samples",
+        "global_batch_size", "target_loss", "deadline", "downstream_reserve", "best_effort", "value", "on_reject",
+        "latest_deadline", "on_past_deadline", "on_miss", "init_from", "min_workers", "max_workers", "consistency",
+        "logical_workers", "scaling_curve", "progress_regex", "progress_file",
+    }
+)  # fmt: skip
+"""What the function may decide. Not what Airflow must know before it runs: the connection, or whose deadline it is."""
+
+
+class ElasticTrainDecoratedOperator(DecoratedOperator, ElasticTrainOperator):
+    """An ElasticTrainOperator some of whose arguments a function returns; see ``elastic_train_task``."""
+
+    template_fields: Sequence[str] = (*DecoratedOperator.template_fields, *ElasticTrainOperator.template_fields)
+    template_fields_renderers = {  # noqa: RUF012 - Airflow's declaration
+        **DecoratedOperator.template_fields_renderers,
+        **ElasticTrainOperator.template_fields_renderers,
+    }
+    custom_operator_name = "@task.elastic_train"
+    overwrite_rtif_after_execution = True
+    """The UI shows what the function decided."""
+
+    def __init__(self, *, global_batch_size: int | str | None = None, **kwargs: Any) -> None:
+        self._is_decided = False
+        super().__init__(global_batch_size=global_batch_size, **kwargs)
+
+    def _check(self) -> None:
+        """At DAG parse, look at what is given alone: what is missing may come from the function."""
+        if self._is_decided:
+            super()._check()
+        else:
+            check_each({name: getattr(self, name) for name in CHECKED})
+
+    def _prepare(self, facts: RunFacts, memory: TaskMemory, settings: AirflowSettings) -> Prepared:
+        """Ask the function, once per attempt, then go on with what it said. Raises ArgumentError."""
+        if not self._is_decided:
+            self._decide()
+        return super()._prepare(facts, memory, settings)
+
+    def _decide(self) -> None:
+        context = self._context
+        known = determine_kwargs(self.python_callable, self.op_args, {**dict(context), **self.op_kwargs})
+        returned = self.python_callable(*self.op_args, **known)
+        decided = self._read(returned)
+        for name, value in decided.items():
+            setattr(self, name, self.render_template(value, context) if name in self.template_fields else value)
+            if name in self._given:
+                self._given[name] = value
+        self._is_decided = True
+        self._check()
+        self.log.info(
+            "%s decided: %s", self._function_name, ", ".join(sorted(set(decided) - {"secret_env"})) or "nothing"
+        )
+
+    def _read(self, returned: Any) -> dict[str, Any]:
+        """Read what the function returned as arguments. Raises ArgumentError."""
+        if returned is None:
+            return {}
+        if isinstance(returned, (list, tuple)):
+            return {"script_args": list(returned)}
+        if not isinstance(returned, Mapping):
+            raise ArgumentError(
+                f"{self._function_name} returned {returned!r}, a {type(returned).__name__}: return the list of the"
+                " script's arguments, or a dict of the operator's arguments"
+            )
+        unknown = sorted(set(map(str, returned)) - DECIDED)
+        if unknown:
+            raise ArgumentError(
+                f"{self._function_name} returned {', '.join(unknown)}: a function may decide"
+                f" {', '.join(sorted(DECIDED))}; give anything else to @task.elastic_train(...)"
+            )
+        return dict(returned)
+
+    @property
+    def _function_name(self) -> str:
+        return f"{getattr(self.python_callable, '__name__', 'the function')}()"
+
+
+def elastic_train_task(python_callable: Callable[..., Any] | None = None, **kwargs: Any) -> TaskDecorator:
+    """Make a function a training task: ``@task.elastic_train(script="train.py", global_batch_size=32, ...)``.
+
+    ``kwargs`` are the arguments of ElasticTrainOperator. The function returns the list of the script's arguments, or a
+    dict of operator arguments (templates in it are rendered), which win over those that were given; or None. It is
+    called in the worker, once per attempt, before the job is submitted; it may name parts of Airflow's context as
+    parameters, and its own arguments may be outputs of other tasks. The task's XCom is the training's result.
+    """
+    return task_decorator_factory(
+        python_callable=python_callable,
+        decorated_operator_class=ElasticTrainDecoratedOperator,
+        **kwargs,
+    )

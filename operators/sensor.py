@@ -1,0 +1,200 @@
+"""The sensor that waits for a training of another task, run or DAG: its end, its first checkpoint, or its alarm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from airflow.sdk import BaseSensorOperator, Context, PokeReturnValue
+from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowSkipException
+
+from elasticflow_airflow.alarms import describe
+from elasticflow_airflow.arguments import ArgumentError, is_late, present
+from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, JobNotFound, ServiceUnavailable
+from elasticflow_airflow.exceptions import ServiceAway
+from elasticflow_airflow.hooks import ElasticFlowHook
+from elasticflow_airflow.links import job_url
+from elasticflow_airflow.sensing import LATEST, SUCCEEDED, UNTIL, Seen, asks_for_events, judge, newest_of
+from elasticflow_airflow.sensor_trigger import ElasticFlowSensorTrigger
+from elasticflow_airflow.settings import AirflowSettings, deferrable_by_default
+from elasticflow_airflow.submission import is_dag_test
+from elasticflow_airflow.wire import JobIdentity, JobStatus
+
+_DAG_TEST_POKE_S = 1.0
+
+
+class ElasticTrainSensor(BaseSensorOperator):
+    """Wait for the job of an elastic task: of another DAG, another task or another run.
+
+    Which: ``external_dag_id`` and ``external_task_id`` (with its groups: ``"group.train"``), of the run
+    ``external_run_id`` (default: this run's id, which is right for a task of this DAG, and for a DAG of the same
+    schedule; ``"latest"``: whichever run submitted last), ``external_map_index`` of a mapped task; or ``job_id``. A job
+    that is not there yet is waited for.
+
+    Until when: ``until`` is ``"succeeded"`` (default; another end fails this task), ``"ended"`` (any end),
+    ``"checkpoint"`` (there is one that may be used while the training goes on) or ``"at_risk"`` (it may miss its
+    deadline; if it ends without, this task is skipped).
+
+    How: ``deferrable`` (default: ``[elasticflow] deferrable``), else the sensor's ``mode``, ``"poke"`` or
+    ``"reschedule"``; under ``dag.test()`` a deferrable sensor is rescheduled. ``poke_interval`` (seconds; default 5),
+    ``timeout``, ``soft_fail`` and the rest are those of Airflow's sensors. A sensor only looks: it never claims the
+    job, and keeps nothing alive.
+
+    Returns what is known of the job (see ``on_at_risk``), with the ``checkpoint_path`` and ``step`` that were waited
+    for. Raises ArgumentError at DAG parse.
+    """
+
+    template_fields: Sequence[str] = (
+        "external_dag_id",
+        "external_task_id",
+        "external_run_id",
+        "job_id",
+        "elasticflow_conn_id",
+    )
+    ui_color = "#e9f6ec"
+
+    def __init__(
+        self,
+        *,
+        external_dag_id: str | None = None,
+        external_task_id: str | None = None,
+        external_run_id: str = "{{ run_id }}",
+        external_map_index: int = -1,
+        job_id: str | None = None,
+        until: str = SUCCEEDED,
+        deferrable: bool | None = None,
+        elasticflow_conn_id: str = ElasticFlowHook.default_conn_name,
+        poke_interval: timedelta | float = 5.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(poke_interval=poke_interval, **kwargs)
+        self.external_dag_id = external_dag_id
+        self.external_task_id = external_task_id
+        self.external_run_id = external_run_id
+        self.external_map_index = external_map_index
+        self.job_id = job_id
+        self.until = until
+        self.deferrable = deferrable_by_default() if deferrable is None else deferrable
+        self.elasticflow_conn_id = elasticflow_conn_id
+        self._given = {name: getattr(self, name) for name in self.template_fields}
+        if (job_id is None) == (external_task_id is None):
+            raise ArgumentError(
+                f"give exactly one of external_task_id= (with external_dag_id= of another DAG) and job_id="
+                f" (external_task_id={external_task_id!r}, job_id={job_id!r})"
+            )
+        if job_id is not None and external_dag_id is not None:
+            raise ArgumentError(f"external_dag_id={external_dag_id!r} beside job_id={job_id!r}: leave one of them out")
+        if until not in UNTIL:
+            raise ArgumentError(f"until={until!r} is none of {', '.join(map(repr, UNTIL))}")
+        for name, value in self._given.items():
+            if value is not None and not is_late(value) and (not isinstance(value, str) or not value.strip()):
+                raise ArgumentError(f"{name}={value!r} must be a str with content")
+        if isinstance(external_map_index, bool) or not isinstance(external_map_index, int) or external_map_index < -1:
+            raise ArgumentError(f"external_map_index={external_map_index!r} must be a map index from 0, or -1")
+        if not isinstance(self.deferrable, bool):
+            raise ArgumentError(f"deferrable={deferrable!r} must be True or False")
+
+    def execute(self, context: Context) -> Any:
+        """Look once; then wait by the way that fits where this runs."""
+        for name in self.template_fields:
+            present(name, getattr(self, name), self._given[name])
+        if self.deferrable and is_dag_test(context):
+            # A trigger would be waited for by the only process there is, and keep the awaited job's task from running.
+            self.mode, self.poke_interval = "reschedule", min(self.poke_interval, _DAG_TEST_POKE_S)
+            return super().execute(context)
+        if not self.deferrable:
+            return super().execute(context)
+        found = self.poke(context)
+        if not found.is_done:
+            self._defer(context)
+        return found.xcom_value
+
+    def poke(self, context: Context) -> PokeReturnValue:
+        """Look at the job once. Raises ServiceAway; fails or skips the task when what is waited for cannot come."""
+        hook = ElasticFlowHook(self.elasticflow_conn_id)
+        try:
+            with hook.client(retry_for_s=30.0) as client:
+                status, seen = self._look(client, self._target(context, hook))
+        except ServiceUnavailable as error:
+            raise ServiceAway(str(error)) from error
+        except ElasticFlowError as error:
+            raise AirflowException(str(error)) from error
+        if seen.outcome == "waiting":
+            self.log.info("%s; waiting until it is %s", seen.why, self.until)
+            return PokeReturnValue(is_done=False)
+        return PokeReturnValue(is_done=True, xcom_value=self._conclude(context, seen.outcome, seen, status))
+
+    def execute_complete(self, context: Context, event: dict[str, Any]) -> Any:
+        """Go on when the trigger has fired."""
+        if event["outcome"] == "error":
+            raise AirflowException(str(event["why"]))
+        seen = Seen(outcome=str(event["outcome"]), why=str(event["why"]), checkpoint=event["checkpoint"])
+        hook = ElasticFlowHook(self.elasticflow_conn_id)
+        try:
+            with hook.client() as client:
+                status = client.status(str(event["job_id"]))
+        except ElasticFlowError as error:
+            raise AirflowException(str(error)) from error
+        return self._conclude(context, seen.outcome, seen, status)
+
+    def _target(self, context: Context, hook: ElasticFlowHook) -> JobIdentity | str | None:
+        """Whose job: an id, an identity without its run as None, or the whole identity."""
+        if self.job_id is not None:
+            return self.job_id
+        identity = JobIdentity(
+            namespace=hook.namespace,
+            dag_id=self.external_dag_id or context["ti"].dag_id,
+            run_id=self.external_run_id,
+            task_id=str(self.external_task_id),
+            map_index=self.external_map_index,
+        )
+        return identity if self.external_run_id == LATEST else identity.job_id
+
+    def _look(self, client: ElasticFlowClient, target: JobIdentity | str | None) -> tuple[JobStatus | None, Seen]:
+        status: JobStatus | None
+        if isinstance(target, JobIdentity):
+            jobs = client.list_jobs(dag_id=target.dag_id)
+            status = newest_of(jobs, target.task_id, target.map_index, target.namespace)
+        else:
+            try:
+                status = client.status(str(target))
+            except JobNotFound:
+                status = None
+        events = client.events(status.job_id) if status is not None and asks_for_events(self.until) else []
+        return status, judge(self.until, status, events)
+
+    def _conclude(self, context: Context, outcome: str, seen: Seen, status: JobStatus | None) -> dict[str, Any]:
+        self.log.info("%s", seen.why)
+        if outcome == "over":
+            raise AirflowSkipException(f"{seen.why}: there is nothing to wait for any more")
+        if outcome == "failed":
+            if self.soft_fail:
+                raise AirflowSkipException(f"{seen.why} (soft_fail=True)")
+            raise AirflowFailException(f"{seen.why}; it was waited for until it is {self.until}")
+        assert status is not None  # what is there is a job
+        identity = status.identity
+        self.log.info("%s", job_url(identity.dag_id, identity.run_id, identity.task_id, identity.map_index))
+        return {**describe(status, context["dag"].timezone), **(seen.checkpoint or {})}
+
+    def _defer(self, context: Context) -> NoReturn:
+        hook, settings = ElasticFlowHook(self.elasticflow_conn_id), AirflowSettings.read()
+        target = self._target(context, hook)
+        state_dir = hook.endpoint(start=False).embedded_state_dir
+        latest = target if isinstance(target, JobIdentity) else None
+        self.defer(
+            trigger=ElasticFlowSensorTrigger(
+                until=self.until,
+                job_id=None if latest is not None else str(target),
+                dag_id=None if latest is None else latest.dag_id,
+                task_id=None if latest is None else latest.task_id,
+                map_index=self.external_map_index,
+                namespace=hook.namespace,
+                elasticflow_conn_id=self.elasticflow_conn_id,
+                state_dir=None if state_dir is None else str(state_dir),
+                poll_interval_s=self.poke_interval,
+                min_deferral_s=settings.min_deferral_s,
+            ),
+            method_name="execute_complete",
+            timeout=timedelta(seconds=self.timeout),
+        )
