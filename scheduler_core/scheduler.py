@@ -28,6 +28,7 @@ from elasticflow_airflow.scheduler_core.values import (
     Node,
     Phase,
     Placement,
+    Reservation,
 )
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding, likely_end
 
@@ -49,6 +50,19 @@ class Scheduler(Decider):
     def expected_runs(self) -> tuple[ExpectedRun, ...]:
         """The runs that the calendar expects, as last told, without those that were submitted or have not come."""
         return tuple(self._board.calendar.runs.values())
+
+    def kept_free(self) -> tuple[tuple[ExpectedRun, tuple[Reservation, ...]], ...]:
+        """Where the stored plan keeps slots free for expected runs, and for which; soonest first."""
+        board, found = self._board, []
+        for run in board.calendar.runs.values():
+            course = board.reservations.get(stand_in_id(run.run_id))
+            if course is not None:
+                slots = tuple(
+                    Reservation(h.start_s, h.end_s, board.layout.placement_of(h.mask, Placement()))
+                    for h in course.holdings
+                )
+                found.append((run, slots))
+        return tuple(sorted(found, key=lambda pair: (pair[0].due_s, pair[0].run_id)))
 
     def open_books(self, now: float) -> tuple[Planner, tuple[LiveJob, ...], CalendarPolicy]:
         """What a forecast reads: a planner over the present jobs, the jobs, and how far the calendar is believed."""

@@ -25,6 +25,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from elasticflow_airflow import __version__
 from elasticflow_airflow.engines.port import Engine, EngineNode
 from elasticflow_airflow.service.forecasting import ForecastDesk
+from elasticflow_airflow.service.insight import InsightDesk
+from elasticflow_airflow.service.insight_routes import add_insight
 from elasticflow_airflow.service.jobs import JobDesk
 from elasticflow_airflow.service.metrics import add_metrics
 from elasticflow_airflow.service.notify import Notifier
@@ -32,7 +34,7 @@ from elasticflow_airflow.service.refusal import Refusal, no_such_job
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import SnapshotRefusedError, Snapshots
 from elasticflow_airflow.service.store import Store
-from elasticflow_airflow.service.view import event_of
+from elasticflow_airflow.service.view import event_of, slot_statuses
 from elasticflow_airflow.wire import (
     API_VERSION,
     AmendAnswer,
@@ -51,7 +53,6 @@ from elasticflow_airflow.wire import (
     JobSubmission,
     LogPiece,
     Problem,
-    SlotStatus,
 )
 
 _KEEP_ALIVE_S = 15.0
@@ -88,6 +89,7 @@ class ServiceParts:
     traffic: Traffic
     started_at: float
     forecasts: ForecastDesk | None = None
+    insight: InsightDesk | None = None
 
 
 def build_app(parts: ServiceParts, token: str | None, metrics_token: str | None = None) -> FastAPI:
@@ -103,6 +105,7 @@ def build_app(parts: ServiceParts, token: str | None, metrics_token: str | None 
     _add_forecast(app, parts)
     _add_nodes(app, parts)
     _add_events_and_logs(app, parts)
+    add_insight(app, parts)
     add_metrics(app, parts)
     app.add_middleware(TokenGuard, token=token, metrics_token=metrics_token)
     app.add_middleware(TrafficCounter, traffic=parts.traffic)
@@ -202,14 +205,7 @@ def _add_health(app: FastAPI, parts: ServiceParts) -> None:
         problem = parts.problem()
         with parts.store.read() as reader:
             live = reader.live_count()
-            held = {
-                (str(node), int(index)): generation.job_id
-                for generation in reader.open_generations()
-                if generation.state in ("starting", "running", "leaving")
-                for node, index in generation.placement
-            }
-            drains = reader.drains()
-            avoided = {(row.node_id, row.slot_index): row.until_at for row in reader.avoided()}
+            slots = slot_statuses(parts.nodes(), reader)
         return Health(
             status="degraded" if problem else "ok",
             version=__version__,
@@ -218,18 +214,7 @@ def _add_health(app: FastAPI, parts: ServiceParts) -> None:
             started_at=parts.started_at,
             state_dir=str(parts.settings.state_dir),
             live_jobs=live,
-            slots=[
-                SlotStatus(
-                    node_id=node.node_id,
-                    index=index,
-                    job_id=held.get((node.node_id, index)),
-                    busy=node.busy.get(index),
-                    draining_until=drains.get(node.node_id),
-                    avoided_until=avoided.get((node.node_id, index)),
-                )
-                for node in parts.nodes()
-                for index in range(node.slots)
-            ],
+            slots=slots,
             problems=[problem] if problem else [],
         )
 

@@ -25,6 +25,7 @@ from elasticflow_airflow.engines.port import Engine
 from elasticflow_airflow.service.api import ServiceParts, Traffic, build_app
 from elasticflow_airflow.service.candidates import CandidateDesk, verify_by_manifest
 from elasticflow_airflow.service.forecasting import ForecastDesk
+from elasticflow_airflow.service.insight import InsightDesk
 from elasticflow_airflow.service.jobs import JobDesk
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.reconcile import Reconciler
@@ -154,6 +155,7 @@ def assemble(
         traffic=Traffic(),
         started_at=clock(),
         forecasts=ForecastDesk(store, settings, reconciler.copy_scheduler, lambda: reconciler.device_type, clock=clock),
+        insight=InsightDesk(store, reconciler.foresee, lambda: reconciler.nodes, clock=clock),
     )
     return parts, reconciler, candidates
 

@@ -40,6 +40,7 @@ from elasticflow_airflow.service.books import Books, alive
 from elasticflow_airflow.service.candidates import CandidateDesk, Looked
 from elasticflow_airflow.service.codec import state_from_json, state_to_json
 from elasticflow_airflow.service.deciding import feed, record_all, when
+from elasticflow_airflow.service.foresight import Foresight, foresight_of
 from elasticflow_airflow.service.models import IncarnationRow
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.secrets import SecretBox, SecretError
@@ -106,6 +107,11 @@ class Reconciler:
         """The scheduler as it is between two passes, to try things on; None while it is not there. Thread-safe."""
         with self._thinking:
             return copy.deepcopy(self._scheduler)
+
+    def foresee(self) -> Foresight | None:
+        """What the scheduler has in mind between two passes; None while it is not there. Thread-safe."""
+        with self._thinking:
+            return None if self._scheduler is None else foresight_of(self._scheduler)
 
     def stop(self) -> None:
         """Have :meth:`run` return after the pass under way; gangs go on."""

@@ -126,6 +126,25 @@ class Reader:
         )
         return list(self.session.scalars(query))
 
+    def live_generations(self) -> dict[tuple[str, int], list[GenerationRow]]:
+        """All generations of every incarnation that is not over, by job and incarnation, oldest first."""
+        query = (
+            sa.select(GenerationRow)
+            .join(
+                IncarnationRow,
+                sa.and_(
+                    IncarnationRow.job_id == GenerationRow.job_id,
+                    IncarnationRow.incarnation == GenerationRow.incarnation,
+                ),
+            )
+            .where(IncarnationRow.terminal.is_(False))
+            .order_by(GenerationRow.job_id, GenerationRow.generation)
+        )
+        found: dict[tuple[str, int], list[GenerationRow]] = {}
+        for row in self.session.scalars(query):
+            found.setdefault((row.job_id, row.incarnation), []).append(row)
+        return found
+
     def generations_between(self, from_at: float, until_at: float, limit: int) -> list[tuple[JobRow, GenerationRow]]:
         """The newest generations that held slots between two moments, with their jobs, oldest first."""
         query = (

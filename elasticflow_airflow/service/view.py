@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elasticflow_airflow.engines.port import GangState
+from elasticflow_airflow.engines.port import EngineNode, GangState
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.service.models import EventRow, GenerationRow, IncarnationRow, JobRow
-from elasticflow_airflow.wire import Event, JobIdentity, JobResult, JobStatus, State, Verdict
+from elasticflow_airflow.service.store import Reader
+from elasticflow_airflow.wire import Event, JobIdentity, JobResult, JobStatus, SlotStatus, State, Verdict
 
 
 def status_of(job: JobRow, row: IncarnationRow, generations: Sequence[GenerationRow]) -> JobStatus:
@@ -67,6 +68,30 @@ def _slack_s(row: IncarnationRow, result: JobResult | None) -> float | None:
     if row.deadline_at is None or row.projected_finish_at is None:
         return None
     return row.deadline_at - row.projected_finish_at
+
+
+def slot_statuses(nodes: Sequence[EngineNode], reader: Reader) -> list[SlotStatus]:
+    """Every slot of the cluster, and who holds it."""
+    held = {
+        (str(node), int(index)): generation.job_id
+        for generation in reader.open_generations()
+        if generation.state in (GangState.STARTING, GangState.RUNNING, GangState.LEAVING)
+        for node, index in generation.placement
+    }
+    drains = reader.drains()
+    avoided = {(row.node_id, row.slot_index): row.until_at for row in reader.avoided()}
+    return [
+        SlotStatus(
+            node_id=node.node_id,
+            index=index,
+            job_id=held.get((node.node_id, index)),
+            busy=node.busy.get(index),
+            draining_until=drains.get(node.node_id),
+            avoided_until=avoided.get((node.node_id, index)),
+        )
+        for node in nodes
+        for index in range(node.slots)
+    ]
 
 
 def event_of(row: EventRow) -> Event:

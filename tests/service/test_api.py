@@ -13,6 +13,8 @@ import pytest
 
 from elasticflow_airflow.client import ElasticFlowClient, Unauthorized, snapshot_folder
 from elasticflow_airflow.service.api import ServiceParts, Traffic, build_app
+from elasticflow_airflow.service.forecasting import ForecastDesk
+from elasticflow_airflow.service.insight import InsightDesk
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.wire import Command, Event, Health, JobIdentity, JobSubmission, Length, Problem
 
@@ -33,6 +35,10 @@ def app_of(world, token=None):
         problem=lambda: world.reconciler.problem,
         traffic=Traffic(),
         started_at=world.now_s,
+        forecasts=ForecastDesk(
+            world.store, world.settings, world.reconciler.copy_scheduler, lambda: "", clock=world.clock
+        ),
+        insight=InsightDesk(world.store, world.reconciler.foresee, lambda: world.reconciler.nodes, clock=world.clock),
     )
     return build_app(parts, token)
 

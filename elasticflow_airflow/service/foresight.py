@@ -1,0 +1,61 @@
+"""What the scheduler has in mind, as values to keep: who holds what until when, and for whom room is kept.
+
+Reads a scheduler between two passes of the loop; changes nothing. Pure functions over values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elasticflow_airflow.scheduler_core import Scheduler
+from elasticflow_airflow.scheduler_core.calendar import ExpectedRun
+from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
+from elasticflow_airflow.scheduler_core.values import JobState, Placement, Reservation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foresight:
+    """The stored plan of all live jobs. ``slots`` are those that may be used now; times are UTC seconds."""
+
+    states: Mapping[str, JobState]
+    planned: Mapping[str, tuple[Reservation, ...]]
+    """By job id, in order of time. With a policy that plans nothing ahead: what it holds, until its projected end."""
+    expected: tuple[tuple[ExpectedRun, tuple[Reservation, ...]], ...]
+    slots: int
+
+    def holds(self, job_id: str) -> int:
+        """How many slots the scheduler gives a job now."""
+        state = self.states.get(job_id)
+        return 0 if state is None else state.placement.workers
+
+    def between(self, job_id: str, from_s: float, until_s: float) -> int:
+        """The most slots that a job holds at any moment between two times, by the plan."""
+        held = [one.placement.workers for one in self.planned.get(job_id, ()) if overlaps(one, from_s, until_s)]
+        return max(held, default=0)
+
+
+def overlaps(one: Reservation, from_s: float, until_s: float) -> bool:
+    """Whether slots are held at some moment between two times."""
+    return one.start_s < until_s and one.end_s > from_s
+
+
+def foresight_of(scheduler: ServicePolicy) -> Foresight:
+    """Look at a scheduler."""
+    states = {state.job.job_id: state for state in scheduler.states()}
+    return Foresight(
+        states=states,
+        planned={job_id: _planned(scheduler, state) for job_id, state in states.items()},
+        expected=scheduler.kept_free() if isinstance(scheduler, Scheduler) else (),
+        slots=sum(node.slots - len(node.busy) for node in scheduler.nodes()),
+    )
+
+
+def _planned(scheduler: ServicePolicy, state: JobState) -> tuple[Reservation, ...]:
+    if state.reserved or isinstance(scheduler, Scheduler):
+        return state.reserved
+    plan = scheduler.plan_of(state.job.job_id)
+    if plan is None or not state.placement.workers:
+        return ()
+    now = [s for s in plan.segments if s.workers == state.placement.workers]
+    return tuple(Reservation(s.start_s, s.end_s, Placement(state.placement.slots)) for s in now)

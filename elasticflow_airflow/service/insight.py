@@ -1,0 +1,276 @@
+"""What the pages ask: the cluster now and over time, the story of a job, and its run beside the others of its task.
+
+Runs in the threads of HTTP handlers; reads the store and what the scheduler has in mind, and changes neither.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elasticflow_airflow.engines.port import EngineNode
+from elasticflow_airflow.insight import (
+    Admission,
+    Checkpoint,
+    ClusterHistory,
+    ClusterNow,
+    CurvePoint,
+    JobStory,
+    RunOfTask,
+    Sample,
+    Span,
+    WorkerTimes,
+)
+from elasticflow_airflow.service import recurring, spans
+from elasticflow_airflow.service.endings import gpu_seconds, rescales
+from elasticflow_airflow.service.foresight import Foresight
+from elasticflow_airflow.service.models import CandidateRow, GenerationRow, IncarnationRow, JobRow, WorkerTimesRow
+from elasticflow_airflow.service.reasons import why
+from elasticflow_airflow.service.refusal import Refusal, no_such_job
+from elasticflow_airflow.service.store import Reader, Store
+from elasticflow_airflow.service.view import slot_statuses, status_of
+
+MOST_ROWS = 5000
+"""A history tells of so many generations and submissions at most, the newest."""
+_MOST_JOBS = 1000
+LONGEST_S = 31 * 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class InsightDesk:
+    """The service's side. ``foresee`` tells what the scheduler has in mind, ``nodes`` what is there."""
+
+    store: Store
+    foresee: Callable[[], Foresight | None]
+    nodes: Callable[[], tuple[EngineNode, ...]]
+    clock: Callable[[], float]
+
+    def cluster(self) -> ClusterNow:
+        """Every slot and who holds it, and all live jobs, each with why it has its size or waits."""
+        foresight, now = self.foresee(), self.clock()
+        with self.store.read() as reader:
+            live = reader.list_current(state=None, dag_id=None, live=True, limit=_MOST_JOBS)
+            generations = reader.live_generations()
+            slots = slot_statuses(self.nodes(), reader)
+        names = _names(job for job, _ in live)
+        return ClusterNow(
+            at=now,
+            slots=slots,
+            jobs=[status_of(job, row, generations.get((row.job_id, row.incarnation), ())) for job, row in live],
+            why={row.job_id: why(row, foresight, names, now) for _, row in live},
+        )
+
+    def history(self, from_at: float | None, until_at: float | None, parts: int) -> ClusterHistory:
+        """What was, what is planned, and what was asked for; by default of the day before and the day after now.
+
+        Raises Refusal 422.
+        """
+        foresight, now = self.foresee(), self.clock()
+        from_at = now - 86400.0 if from_at is None else from_at
+        until_at = now + 86400.0 if until_at is None else until_at
+        _check_moments(from_at, until_at)
+        with self.store.read() as reader:
+            held = reader.generations_between(from_at, min(until_at, now + 1.0), MOST_ROWS)
+            asked = reader.incarnations_between(from_at, until_at, MOST_ROWS)
+            began = reader.began_between(from_at, until_at)
+            decided = reader.event_times([row.verdict["event_id"] for _, row in asked if row.verdict.get("event_id")])
+        part_s = (until_at - from_at) / parts
+        held_s, computing_s = [0.0] * parts, [0.0] * parts
+        found: list[Span] = []
+        for job, generations in spans.by_job(held):
+            found += spans.spans_of(job, generations)
+            spans.add_up(held_s, spans.held(generations, now), from_at, part_s)
+            spans.add_up(computing_s, spans.computing(generations, now), from_at, part_s)
+        return ClusterHistory(
+            from_at=from_at,
+            until_at=until_at,
+            now=now,
+            spans=sorted(found, key=lambda span: (span.from_at, span.job_id)),
+            planned=[span for span in _planned(asked, foresight, now) if span.from_at < until_at],
+            admissions=[_admission(job, row, began, decided) for job, row in asked],
+            part_s=part_s,
+            held_slot_s=held_s,
+            computing_slot_s=computing_s,
+            slots=sum(node.slots for node in self.nodes()),
+            complete=len(held) < MOST_ROWS and len(asked) < MOST_ROWS,
+        )
+
+    def story(self, job_id: str, incarnation: int | None) -> JobStory:
+        """Everything about one incarnation of a job (None: the current one). Raises Refusal 404."""
+        foresight, now = self.foresee(), self.clock()
+        with self.store.read() as reader:
+            job, row = _incarnation(reader, job_id, incarnation)
+            generations = reader.generations(job_id, row.incarnation)
+            samples = reader.samples(job_id, row.incarnation)
+            workers = reader.worker_times(job_id, row.incarnation)
+            candidates = reader.candidates(job_id, row.incarnation)
+            names = _names(one for one, _ in reader.list_current(state=None, dag_id=None, live=True, limit=_MOST_JOBS))
+        state = None
+        if foresight is not None and not row.terminal and row.introduced and row.incarnation == job.incarnation:
+            state = foresight.states.get(job_id)
+        believed = {} if state is None or state.job.curve is None else dict(state.job.curve.steps_per_s)
+        told = {int(size): float(speed) for size, speed in (row.submission.get("scaling_curve") or {}).items()}
+        return JobStory(
+            status=status_of(job, row, generations),
+            incarnations=job.incarnation,
+            why=why(row, foresight, names, now),
+            submission=_shown(row.submission),
+            generations=spans.spans_of(job, generations),
+            planned=[] if state is None else _planned([(job, row)], foresight, now, expected=False),
+            samples=[
+                Sample(at=one.at, step=one.step, loss=one.loss, steps_per_s=one.steps_per_s, workers=one.workers)
+                for one in samples
+            ],
+            curve=_curve({int(size): float(speed) for size, speed in row.speeds.items()}, believed or told),
+            workers=_worker_times(workers),
+            checkpoints=[_checkpoint(one, row) for one in candidates],
+        )
+
+    def runs(self, job_id: str, limit: int) -> list[RunOfTask]:
+        """A run and the last others of the same recurring task, newest first. Raises Refusal 404."""
+        now = self.clock()
+        with self.store.read() as reader:
+            job, row = _incarnation(reader, job_id, None)
+            found = reader.runs_of(job.recurring_key, limit)
+            if all(one.job_id != job_id for one, _ in found):
+                found = [*found[: limit - 1], (job, row)]
+            return [_run(reader, one, other, now) for one, other in found]
+
+
+def _check_moments(from_at: float, until_at: float) -> None:
+    if not (math.isfinite(from_at) and math.isfinite(until_at)) or until_at <= from_at:
+        raise Refusal(
+            422, "invalid", f"until_at={until_at} is not after from_at={from_at}", "give both in UTC seconds, in order"
+        )
+    if until_at - from_at > LONGEST_S:
+        raise Refusal(
+            422,
+            "invalid",
+            f"from_at={from_at} until until_at={until_at} is {(until_at - from_at) / 86400:.0f} days",
+            f"ask for at most {LONGEST_S / 86400:.0f} days at once",
+        )
+
+
+def _incarnation(reader: Reader, job_id: str, incarnation: int | None) -> tuple[JobRow, IncarnationRow]:
+    job = reader.job(job_id)
+    if job is None:
+        raise no_such_job(job_id)
+    row = reader.incarnation(job_id, job.incarnation if incarnation is None else incarnation)
+    if row is None:
+        raise Refusal(
+            404,
+            "incarnation_not_found",
+            f"job {job_id!r} has no incarnation {incarnation}",
+            f"they are numbered from 1 to {job.incarnation}",
+        )
+    return job, row
+
+
+def _names(jobs: Any) -> dict[str, str]:
+    return {job.job_id: recurring.name_of(job.recurring_key) for job in jobs}
+
+
+def _planned(
+    rows: Sequence[tuple[JobRow, IncarnationRow]], foresight: Foresight | None, now: float, *, expected: bool = True
+) -> list[Span]:
+    if foresight is None:
+        return []
+    found: list[Span] = []
+    for job, row in rows:
+        if not row.terminal and row.introduced:
+            reserved = foresight.planned.get(row.job_id, ())
+            found += spans.planned_spans(spans.names_of(job), row.incarnation, reserved, now)
+    for run, slots in foresight.expected if expected else ():
+        _, dag_id, task_id, map_index = json.loads(run.task)
+        names = {"job_id": "", "dag_id": dag_id, "task_id": task_id, "run_id": "", "map_index": map_index}
+        found += spans.planned_spans(names, 1, slots, now, purpose="expected")
+    return sorted(found, key=lambda span: (span.from_at, span.job_id))
+
+
+def _admission(
+    job: JobRow,
+    row: IncarnationRow,
+    began: Mapping[tuple[str, int], float],
+    decided: Mapping[int, float],
+) -> Admission:
+    names = spans.names_of(job)
+    return Admission.model_validate(
+        {
+            **names,
+            "submitted_at": row.submitted_at,
+            "decided_at": decided.get(row.verdict.get("event_id", 0)),
+            "started_at": began.get((row.job_id, row.incarnation)),
+            "decision": row.verdict.get("decision", "undecided"),
+            "deadline_at": row.deadline_at,
+            "finished_at": row.finished_at,
+            "met": None if row.result is None else row.result.get("met"),
+            "reason": row.verdict.get("reason", ""),
+        }
+    )
+
+
+def _shown(submission: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked for. Of the environment only the names: values may be secrets."""
+    command = dict(submission.get("command") or {})
+    command["env"] = sorted(command.get("env") or {})
+    return {**submission, "command": command}
+
+
+def _curve(measured: Mapping[int, float], reckoned: Mapping[int, float]) -> list[CurvePoint]:
+    return [
+        CurvePoint(workers=size, measured_steps_per_s=measured.get(size), reckoned_steps_per_s=reckoned.get(size))
+        for size in sorted({*measured, *reckoned})
+    ]
+
+
+def _worker_times(rows: Sequence[WorkerTimesRow]) -> list[WorkerTimes]:
+    """Those of the newest generation that has reported; in it, workers that are gone say nothing any more."""
+    newest = max((row.generation for row in rows), default=0)
+    return [
+        WorkerTimes.model_validate(
+            {"window_steps": 0, **row.window, "worker_id": row.worker_id, "rank": row.rank, "at": row.at}
+        )
+        for row in rows
+        if row.generation == newest
+    ]
+
+
+def _checkpoint(candidate: CandidateRow, row: IncarnationRow) -> Checkpoint:
+    return Checkpoint(
+        step=candidate.step,
+        generation=candidate.generation,
+        path=candidate.path,
+        digest=candidate.digest,
+        at=candidate.at,
+        size_bytes=candidate.size_bytes,
+        promoted=row.promoted is not None and row.promoted["path"] == candidate.path,
+        status=candidate.status,
+    )
+
+
+def _run(reader: Reader, job: JobRow, row: IncarnationRow, now: float) -> RunOfTask:
+    generations: list[GenerationRow] = reader.generations(row.job_id, row.incarnation)
+    started_at = min((g.running_at for g in generations if g.running_at is not None), default=None)
+    since = row.submitted_at if started_at is None else started_at
+    return RunOfTask(
+        job_id=row.job_id,
+        run_id=str(job.identity.get("run_id", "")),
+        incarnation=row.incarnation,
+        state=row.state,
+        submitted_at=row.submitted_at,
+        started_at=started_at,
+        finished_at=row.finished_at,
+        deadline_at=row.deadline_at,
+        met=None if row.result is None else row.result.get("met"),
+        steps=row.step,
+        final_loss=row.loss,
+        slot_s=gpu_seconds(generations, now if row.finished_at is None else row.finished_at),
+        rescales=rescales(generations),
+        samples=[
+            Sample(at=one.at - since, step=one.step, loss=one.loss, steps_per_s=one.steps_per_s, workers=one.workers)
+            for one in reader.samples(row.job_id, row.incarnation)
+        ],
+    )

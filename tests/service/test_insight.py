@@ -1,0 +1,202 @@
+"""What the pages ask of the service: the cluster now and over time, the story of a job, its runs beside each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticflow_airflow.service.insight import InsightDesk
+from elasticflow_airflow.service.refusal import Refusal
+
+CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
+LONG = {"steps": 32 * 600, "scaling_curve": CURVE}
+"""Ten minutes of the whole cluster."""
+
+
+def desk_of(world) -> InsightDesk:
+    return InsightDesk(world.store, world.reconciler.foresee, lambda: world.reconciler.nodes, clock=world.clock)
+
+
+def running(world, **given):
+    job = world.submit(**{**LONG, **given})
+    world.reach(job, "running")
+    return job
+
+
+# -- now ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_cluster_now_names_every_slot_and_every_live_job(world):
+    job = running(world, task="nightly", within=780.0)
+    waiting = world.submit(task="adhoc", **LONG)
+    done = world.submit(task="tiny", within=1.0, scaling_curve=CURVE)
+    assert done.job.verdict.decision == "rejected"
+    world.step(1.0)
+    now = desk_of(world).cluster()
+    assert now.at == world.now_s
+    assert [(slot.node_id, slot.index) for slot in now.slots] == [("node0", index) for index in range(4)]
+    assert {slot.job_id for slot in now.slots} == {job.job.job_id}
+    assert {one.job_id for one in now.jobs} == {job.job.job_id, waiting.job.job_id}
+    assert now.why.keys() == {job.job.job_id, waiting.job.job_id}
+    assert "daily.nightly" in now.why[waiting.job.job_id]
+
+
+def test_it_says_the_same_of_a_job_as_its_status(world):
+    job = running(world)
+    assert desk_of(world).cluster().jobs == [world.status(job)]
+
+
+# -- over time ---------------------------------------------------------------------------------------------------
+
+
+def test_history_adds_up_what_was_held_and_what_computed(world):
+    began = world.now_s
+    job = running(world, steps=32 * 60)
+    world.ended(job)
+    history = desk_of(world).history(began, world.now_s, 10)
+    assert len(history.held_slot_s) == len(history.computing_slot_s) == 10
+    assert history.part_s == pytest.approx((world.now_s - began) / 10)
+    assert sum(history.held_slot_s) == pytest.approx(world.status(job).result.gpu_seconds, rel=0.02)
+    assert 0.5 * sum(history.held_slot_s) < sum(history.computing_slot_s) < sum(history.held_slot_s)
+    assert all(part <= 4 * history.part_s + 1e-6 for part in history.held_slot_s)
+    (admission,) = history.admissions
+    assert (admission.decision, admission.started_at is not None) == ("best_effort", True)
+    assert admission.decided_at is not None
+    assert admission.submitted_at <= admission.decided_at <= admission.started_at < admission.finished_at
+    assert history.planned == []
+    assert history.complete
+
+
+def test_history_shows_what_is_planned_from_now_on(world):
+    first = running(world, task="first", within=3600.0)
+    second = world.submit(task="second", within=2 * 3600.0, **LONG)
+    history = desk_of(world).history(world.now_s - 3600, world.now_s + 3 * 3600, 96)
+    planned = {span.job_id: span for span in history.planned}
+    assert planned.keys() == {first.job.job_id, second.job.job_id}
+    assert all(span.from_at >= world.now_s for span in history.planned)
+    assert all(len(span.slots) == span.workers for span in history.planned)
+    for one in history.planned:
+        for other in history.planned:
+            if one is not other and one.from_at < other.until_at and other.from_at < one.until_at:
+                assert not set(one.slots) & set(other.slots)
+
+
+def test_history_knows_room_that_is_kept_free_for_a_run_that_is_expected(world):
+    due = world.now_s + 3600.0
+    first = world.submit(task="nightly", run="r1", steps=2000, within=600.0, scaling_curve=CURVE, next_run_at=due)
+    assert world.ended(first).state == "succeeded"
+    world.step(due - 600.0 - world.now_s)
+    world.submit(task="adhoc", within=7200.0, **LONG)
+    expected = [s for s in desk_of(world).history(None, None, 10).planned if s.purpose == "expected"]
+    assert [(s.dag_id, s.task_id, s.job_id) for s in expected][:1] == [("daily", "nightly", "")]
+    assert expected[0].from_at >= due
+
+
+def test_history_is_only_of_the_time_that_was_asked_for(world):
+    began = world.now_s
+    job = running(world, steps=32 * 60)
+    world.ended(job)
+    ended = world.now_s
+    world.step(1000.0)
+    assert desk_of(world).history(ended + 1, world.now_s, 4).spans == []
+    part = desk_of(world).history(began, began + 30.0, 1)
+    assert len(part.spans) == 1
+    assert part.held_slot_s[0] <= 4 * 30.0
+
+
+@pytest.mark.parametrize(
+    ("from_at", "until_at", "says"), [(10.0, 10.0, "is not after"), (0.0, 32 * 86400.0, "at most 31 days")]
+)
+def test_history_refuses_moments_that_make_no_sense(world, from_at, until_at, says):
+    with pytest.raises(Refusal) as refused:
+        desk_of(world).history(from_at, until_at, 4)
+    assert refused.value.status == 422
+    assert says in f"{refused.value.message} {refused.value.hint}"
+
+
+def test_a_change_in_place_shows_no_slot_twice(world):
+    fake = {"in_place": True}
+    job = world.submit(task="long", fake=fake, within=3600.0, **LONG)
+    world.reach(job, "running")
+    world.run(30.0)
+    other = world.submit(task="other", within=700.0, steps=32 * 120, scaling_curve=CURVE)
+    world.until(lambda: world.status(other).state == "running", "the other runs")
+    world.run(20.0)
+    history = desk_of(world).history(world.now_s - 3600, world.now_s, 10)
+    assert len(history.spans) >= 3
+    for one in history.spans:
+        for another in history.spans:
+            if one is not another and one.job_id == another.job_id:
+                end, begin = one.until_at or world.now_s, another.from_at
+                assert not (one.from_at <= begin < end - 0.6 and set(one.slots) & set(another.slots)), (one, another)
+    assert sum(history.computing_slot_s) <= sum(history.held_slot_s)
+
+
+# -- one job -----------------------------------------------------------------------------------------------------
+
+
+def test_a_story_has_everything_and_no_secret(world):
+    submission = world.submission(task="nightly", within=3600.0, secret_env={"TOKEN": "hunter2"}, **LONG)
+    submission = submission.model_copy(
+        update={"command": submission.command.model_copy(update={"env": {"PASSWORD": "hunter2"}})}
+    )
+    job = world.desk.submit(submission.identity.job_id, submission)
+    world.reach(job, "running")
+    world.run(60.0)
+    story = desk_of(world).story(job.job.job_id, None)
+    assert story.status == world.status(job)
+    assert story.incarnations == 1
+    assert story.submission["length"] == {"steps": LONG["steps"], "epochs": None, "samples": None}
+    assert story.submission["command"]["env"] == ["PASSWORD"]
+    assert "hunter2" not in story.model_dump_json()
+    assert [span.generation for span in story.generations] == [1]
+    assert story.generations[0].running_at is not None
+    assert story.planned
+    assert len(story.samples) > 10
+    assert [point.workers for point in story.curve] == [1, 2, 4]
+    assert story.curve[-1].measured_steps_per_s == pytest.approx(32.0, rel=0.1)
+    assert all(point.reckoned_steps_per_s for point in story.curve)
+
+
+def test_a_story_knows_the_checkpoint_that_counts(world):
+    job = world.submit(steps=320, scaling_curve=CURVE)
+    world.ended(job)
+    story = desk_of(world).story(job.job.job_id, 1)
+    assert [one.promoted for one in story.checkpoints].count(True) == 1
+    assert story.why == world.status(job).state_reason
+    assert story.planned == []
+
+
+def test_a_story_of_an_earlier_incarnation_can_be_asked_for(world):
+    job = world.submit(steps=320, scaling_curve=CURVE)
+    world.ended(job)
+    world.desk.acknowledge(job.job.job_id, job.claim)
+    again = world.submit(steps=320, scaling_curve=CURVE)
+    assert again.job.incarnation == 2
+    world.reach(again, "running")
+    first, second = (desk_of(world).story(job.job.job_id, number) for number in (1, 2))
+    assert (first.status.state, second.status.state) == ("succeeded", "running")
+    assert first.incarnations == second.incarnations == 2
+    assert first.planned == []
+    assert first.status.incarnation == 1
+
+
+@pytest.mark.parametrize(("job_id", "incarnation"), [("nobody", None), (None, 7)])
+def test_a_story_of_nobody_is_refused(world, job_id, incarnation):
+    job = world.submit(**LONG)
+    with pytest.raises(Refusal) as refused:
+        desk_of(world).story(job_id or job.job.job_id, incarnation)
+    assert refused.value.status == 404
+
+
+def test_the_runs_of_a_task_stand_beside_each_other(world):
+    jobs = []
+    for number in (1, 2, 3):
+        world.step(100.0)
+        jobs.append(world.submit(task="nightly", run=f"r{number}", steps=320, scaling_curve=CURVE))
+        world.ended(jobs[-1])
+    world.submit(task="other", run="r1", **LONG)
+    runs = desk_of(world).runs(jobs[0].job.job_id, 10)
+    assert [run.run_id for run in runs] == ["r3", "r2", "r1"]
+    assert all(run.samples and run.samples[0].at < 60.0 for run in runs)
+    assert runs[0].slot_s == pytest.approx(world.status(jobs[2]).result.gpu_seconds)
+    assert [run.run_id for run in desk_of(world).runs(jobs[0].job.job_id, 2)] == ["r3", "r1"]
