@@ -15,6 +15,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 API_VERSION = "v1"
+API_HEADER = "ElasticFlow-API"
+VERSION_HEADER = "ElasticFlow-Version"
+"""Every answer of a service carries the two, so that a client of another version can say so."""
 
 
 class Wire(BaseModel):
@@ -326,6 +329,8 @@ class JobStatus(Wire):
     at_risk: bool = False
     lease_expires_at: float | None = None
     acknowledged: bool = False
+    orphaned: bool = False
+    """Cancelled because nobody asked for it any more, and by nobody's wish."""
     result: JobResult | None = None
     failure: str | None = None
     log_names: list[str] = Field(default_factory=list)
@@ -421,10 +426,27 @@ class DrainRequest(Wire):
     until_at: float | None = Field(allow_inf_nan=False)
 
 
+class PlannedRun(Wire):
+    """A run that the calendar does not know of yet, or not as it will be: of a DAG that is about to change, say."""
+
+    submission: JobSubmission
+    due_at: float = Field(allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _has_deadline(self) -> PlannedRun:
+        if self.submission.deadline_at is None:
+            raise ValueError("a planned run needs a deadline: nothing is kept free for best effort")
+        return self
+
+
 class ForecastRequest(Wire):
-    """Ask what will become of everything that is due in the next ``hours``."""
+    """Ask what will become of everything that is due in the next ``hours``.
+
+    ``planned`` runs are taken as if they were due too, instead of what the calendar expects of the same tasks.
+    """
 
     hours: float = Field(default=24.0, gt=0, le=24 * 14, allow_inf_nan=False)
+    planned: list[PlannedRun] = Field(default_factory=list, max_length=500)
 
 
 class ForecastItem(Wire):
@@ -438,6 +460,8 @@ class ForecastItem(Wire):
     kind: Literal["job", "expected"]
     outcome: Literal["kept", "at_risk", "undecided", "missed", "unknown"]
     task: str
+    planned: bool = False
+    """Whether it is one of the request's own runs."""
     job_id: str | None = None
     namespace: str | None = None
     """With ``dag_id``, whose task this is: who shows the answer to people must know what they may read."""

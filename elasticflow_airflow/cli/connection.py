@@ -1,16 +1,22 @@
-"""Which service the command line talks to: ``--url``, else the embedded service of the state directory."""
+"""Which service the command line talks to: ``--url``, else the embedded service of the state directory.
+
+``airflow elasticflow`` runs the same commands with the service of an Airflow connection: it says so by ``choose``.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import typer
 from rich.console import Console
 
-from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint, default_state_dir
+from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint, default_state_dir, ensure_service
 
 URL_ENV = "ELASTICFLOW_URL"
 TOKEN_ENV = "ELASTICFLOW_TOKEN"  # noqa: S105 - the name of a variable, not a token
@@ -27,16 +33,76 @@ StateDir = typer.Option(
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A service that was chosen otherwise than by options.
+
+    ``locate`` gives its address, after starting an embedded one if asked to; ``said_by`` names who chose it.
+    """
+
+    locate: Callable[[bool], Endpoint]
+    said_by: str
+    program: str
+    namespace: str = "default"
+
+
+_chosen: ContextVar[Choice | None] = ContextVar("elasticflow_chosen_service", default=None)
+
+
 @contextmanager
-def client(url: str | None, state_dir: Path | None) -> Iterator[ElasticFlowClient]:
-    """Open a client; whatever the service refuses ends the command with the message and status 1."""
+def choose(choice: Choice) -> Iterator[None]:
+    """Have every command inside talk to this service."""
+    before = _chosen.set(choice)
     try:
-        if url:
-            endpoint = Endpoint.from_url(url, token=os.environ.get(TOKEN_ENV))
-        else:
-            endpoint = Endpoint(socket_path=(state_dir or default_state_dir()) / "service.sock")
-        with ElasticFlowClient(endpoint, retry_for_s=0) as opened:
-            yield opened
+        yield
+    finally:
+        _chosen.reset(before)
+
+
+def chosen() -> Choice | None:
+    """What was chosen, if anything."""
+    return _chosen.get()
+
+
+def program() -> str:
+    """How the user calls this command."""
+    choice = chosen()
+    return "elasticflow" if choice is None else choice.program
+
+
+def locate(url: str | None, state_dir: Path | None, *, start: bool = False) -> Endpoint:
+    """Where the service is. ``start``: an embedded one that nobody has started yet is. Raises ElasticFlowError."""
+    choice = chosen()
+    if choice is not None:
+        return choice.locate(start)
+    if url:
+        return Endpoint.from_url(url, token=os.environ.get(TOKEN_ENV))
+    state_dir = state_dir or default_state_dir()
+    return ensure_service(state_dir) if start else Endpoint(socket_path=state_dir / "service.sock")
+
+
+@contextmanager
+def client(
+    url: str | None, state_dir: Path | None, *, start: bool = False, retry_for_s: float = 0.0
+) -> Iterator[ElasticFlowClient]:
+    """Open a client; whatever the service refuses ends the command with the message and status 1.
+
+    ``retry_for_s``: how long a service may be away, for commands that go on for long.
+    """
+    with refusals(), ElasticFlowClient(locate(url, state_dir, start=start), retry_for_s=retry_for_s) as opened:
+        yield opened
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Whatever a service or client refuses ends the command with the message and status 1."""
+    try:
+        yield
     except ElasticFlowError as error:
-        Console(stderr=True).print(f"elasticflow: {error}", style="red", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
+        fail(str(error))
+
+
+def fail(message: str, status: int = 1) -> NoReturn:
+    """End the command with a message on standard error."""
+    Console(stderr=True).print(f"{program()}: {message}", style="red", highlight=False, soft_wrap=True, markup=False)
+    raise typer.Exit(status)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from elasticflow_airflow import __version__
-from elasticflow_airflow.cli import forecasting, simulation, synthesis
+from elasticflow_airflow.cli import changing, doctor, following, forecasting, simulation, submitting, synthesis
 from elasticflow_airflow.cli.connection import StateDir, Url, client
 
 app = typer.Typer(
@@ -26,6 +26,11 @@ app.command()(simulation.simulate)
 app.command()(simulation.compare)
 app.command()(synthesis.synthesize)
 app.command()(forecasting.forecast)
+app.command()(submitting.submit)
+app.command()(following.logs)
+app.command()(changing.amend)
+app.command()(changing.cancel)
+app.command()(doctor.doctor)
 
 
 def _print(*lines: object) -> None:
@@ -123,53 +128,6 @@ def events(
 
 
 @app.command()
-def logs(
-    job_id: str,
-    url: str | None = Url,
-    state_dir: Path | None = StateDir,
-    worker: str | None = typer.Option(None, help="Name of the log, as `show` lists them; default: the newest rank 0."),
-    follow: bool = typer.Option(
-        False, "--follow", "-f", help="Go on, through every generation, until the job has ended."
-    ),
-) -> None:
-    """Print what a worker wrote."""
-    with client(url, state_dir) as service:
-        name, offset = worker, 0
-        while True:
-            job = service.status(job_id)
-            newest = worker or _newest_main_log(job.log_names)
-            if newest is not None and newest != name:
-                name, offset = newest, 0
-            if name is None:
-                if job.state.terminal or not follow:
-                    _print("no worker has written anything yet")
-                    return
-            else:
-                piece = service.read_log(job_id, name, offset)
-                if piece.text:
-                    typer.echo(piece.text, nl=False)
-                if piece.next_offset > offset:
-                    offset = piece.next_offset
-                    continue
-                if job.state.terminal or not follow:
-                    return
-            time.sleep(_POLL_S)
-
-
-@app.command()
-def cancel(
-    job_id: str,
-    url: str | None = Url,
-    state_dir: Path | None = StateDir,
-    reason: str = typer.Option("cancelled on the command line", help="What the event log says."),
-) -> None:
-    """Cancel a job. Its Airflow task, if one is waiting, fails and says so."""
-    with client(url, state_dir) as service:
-        job = service.cancel(job_id, service.status(job_id).claim, reason)
-    _print(f"{job.job_id} is {job.state}" if job.state.terminal else f"{job.job_id} is being cancelled")
-
-
-@app.command()
 def drain(
     node_id: str,
     url: str | None = Url,
@@ -181,11 +139,6 @@ def drain(
     with client(url, state_dir) as service:
         service.drain(node_id, None if undo else time.time() + after_s)
     _print(f"{node_id} stays" if undo else f"{node_id} goes away in {after_s:g} s")
-
-
-def _newest_main_log(names: list[str]) -> str | None:
-    main_logs = sorted(name for name in names if name.endswith("-r000"))
-    return main_logs[-1] if main_logs else None
 
 
 def main() -> None:

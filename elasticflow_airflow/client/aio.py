@@ -18,6 +18,7 @@ from elasticflow_airflow.client.endpoint import Endpoint
 from elasticflow_airflow.client.errors import ServiceUnavailable, raise_for_answer
 from elasticflow_airflow.client.exchange import RETRIED, give_up_after, pause_between, read_answer, unreachable
 from elasticflow_airflow.client.snapshot import Snapshot
+from elasticflow_airflow.diagnosis import Diagnosis
 from elasticflow_airflow.insight import (
     CalendarAnswer,
     CalendarRequest,
@@ -86,8 +87,12 @@ class AsyncElasticFlowClient:
         return await self._run(calls.health())
 
     async def version(self) -> dict[str, str]:
-        """Ask for the service's version (``version``) and API version (``api``)."""
+        """Ask for the service's version (``version``), API version (``api``), and clock (``at``, UTC seconds)."""
         return await self._run(calls.version())
+
+    async def doctor(self) -> Diagnosis:
+        """Have the service look over itself and its machine."""
+        return await self._run(calls.doctor())
 
     async def has_snapshot(self, sha256: str) -> bool:
         """Whether the service has this code already."""

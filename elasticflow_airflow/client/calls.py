@@ -16,6 +16,7 @@ import httpx
 from pydantic import BaseModel, TypeAdapter
 
 from elasticflow_airflow.client.snapshot import Snapshot
+from elasticflow_airflow.diagnosis import Diagnosis
 from elasticflow_airflow.wire import (
     AmendAnswer,
     AmendRequest,
@@ -40,6 +41,8 @@ M = TypeVar("M", bound=BaseModel)
 _SUBMIT_TIMEOUT_S = 30.0
 """The service may wait for a verdict before it answers a submit."""
 _UPLOAD_TIMEOUT_S = 120.0
+_DOCTOR_TIMEOUT_S = 90.0
+"""It asks an interpreter and the name service, either of which may be what is slow."""
 
 _STATUSES = TypeAdapter(list[JobStatus])
 _EVENTS = TypeAdapter(list[Event])
@@ -65,8 +68,13 @@ def health() -> Call[Health]:
 
 
 def version() -> Call[dict[str, str]]:
-    """Ask for the service's version and API version."""
+    """Ask for the service's version, API version and clock."""
     return Call(method="GET", path="/v1/version", read=lambda r: dict(r.json()))
+
+
+def doctor() -> Call[Diagnosis]:
+    """Have the service look over itself and its machine."""
+    return Call(method="GET", path="/v1/doctor", read=reader(Diagnosis), timeout_s=_DOCTOR_TIMEOUT_S)
 
 
 def has_snapshot(sha256: str) -> Call[bool]:

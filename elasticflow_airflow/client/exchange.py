@@ -15,6 +15,7 @@ from tenacity.retry import retry_base
 from tenacity.stop import stop_base
 from tenacity.wait import wait_base
 
+from elasticflow_airflow import __version__
 from elasticflow_airflow.client.calls import Call
 from elasticflow_airflow.client.endpoint import Endpoint
 from elasticflow_airflow.client.errors import (
@@ -23,6 +24,7 @@ from elasticflow_airflow.client.errors import (
     Unauthorized,
     raise_for_answer,
 )
+from elasticflow_airflow.wire import API_HEADER, API_VERSION, VERSION_HEADER
 
 T = TypeVar("T")
 
@@ -42,6 +44,7 @@ def pause_between() -> wait_base:
 
 def read_answer(call: Call[T], response: httpx.Response, endpoint: Endpoint) -> T:
     """Read an answer, or raise what it stands for."""
+    _check_version(response, endpoint)
     if response.status_code == 404 and call.missing is not None:
         return call.missing(response)
     raise_for_answer(response, str(endpoint))
@@ -52,6 +55,20 @@ def read_answer(call: Call[T], response: httpx.Response, endpoint: Endpoint) -> 
             f"{endpoint} answered {call.method} {call.path} in a way this client does not understand: {error}",
             "install the same version of elasticflow-airflow for Airflow and for the service",
         ) from error
+
+
+def _check_version(response: httpx.Response, endpoint: Endpoint) -> None:
+    """Refuse a service that speaks another version of the API. One that says nothing is judged by what it answers."""
+    api = response.headers.get(API_HEADER)
+    if api is None or api == API_VERSION:
+        return
+    version = response.headers.get(VERSION_HEADER, "unknown")
+    raise IncompatibleService(
+        f"{endpoint} is elasticflow {version}, which speaks API {api}; this client is {__version__} and speaks"
+        f" {API_VERSION}",
+        "install the same version of elasticflow-airflow for Airflow and for the service",
+        "version",
+    )
 
 
 def unreachable(error: httpx.TransportError, endpoint: Endpoint) -> ServiceUnavailable | Unauthorized:

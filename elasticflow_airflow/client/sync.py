@@ -17,6 +17,7 @@ from elasticflow_airflow.client.endpoint import Endpoint
 from elasticflow_airflow.client.errors import ServiceUnavailable
 from elasticflow_airflow.client.exchange import RETRIED, give_up_after, pause_between, read_answer, unreachable
 from elasticflow_airflow.client.snapshot import Snapshot
+from elasticflow_airflow.diagnosis import Diagnosis
 from elasticflow_airflow.insight import (
     CalendarAnswer,
     CalendarRequest,
@@ -87,8 +88,12 @@ class ElasticFlowClient:
         return self._run(calls.health())
 
     def version(self) -> dict[str, str]:
-        """Ask for the service's version (``version``) and API version (``api``)."""
+        """Ask for the service's version (``version``), API version (``api``), and clock (``at``, UTC seconds)."""
         return self._run(calls.version())
+
+    def doctor(self) -> Diagnosis:
+        """Have the service look over itself and its machine."""
+        return self._run(calls.doctor())
 
     def has_snapshot(self, sha256: str) -> bool:
         """Whether the service has this code already."""

@@ -1,0 +1,173 @@
+"""``elasticflow doctor``: looks over the way to the service and the machine of the service, and says what to do.
+
+It works when the service is away, too: that is when it is needed. What the service says of itself it adds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from elasticflow_airflow import __version__
+from elasticflow_airflow.cli.connection import StateDir, Url, chosen, locate
+from elasticflow_airflow.client import (
+    ElasticFlowClient,
+    ElasticFlowError,
+    Endpoint,
+    IncompatibleService,
+    ServiceUnavailable,
+    Unauthorized,
+)
+from elasticflow_airflow.diagnosis import Diagnosis, Finding, ok, problem, warning
+from elasticflow_airflow.wire import API_VERSION
+
+_SKEW_WARNING_S, _SKEW_PROBLEM_S = 2.0, 30.0
+_SLOW_ANSWER_S = 1.0
+_MARKS = {"ok": ("ok     ", "green"), "warning": ("warning", "yellow"), "problem": ("problem", "bold red")}
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def doctor(
+    url: str | None = Url,
+    state_dir: Path | None = StateDir,
+    as_json: bool = typer.Option(False, "--json", help="Print JSON instead of text."),
+) -> None:
+    """Look for what is wrong: connection, versions, slots, torch, disk, clock, name service, memory; say what to do.
+
+    Ends with status 1 if there is a problem; warnings alone end it with 0.
+    """
+    findings = list(examine(url, state_dir))
+    if as_json:
+        import json
+
+        typer.echo(json.dumps([finding.model_dump() for finding in findings], indent=2))
+    else:
+        _print(findings)
+    if any(finding.level == "problem" for finding in findings):
+        raise typer.Exit(1)
+
+
+def examine(url: str | None, state_dir: Path | None) -> Iterator[Finding]:
+    """Everything that can be found out from here."""
+    yield ok("client", f"elasticflow-airflow {__version__}, API {API_VERSION}")
+    try:
+        endpoint = locate(url, state_dir)
+    except ElasticFlowError as error:
+        yield problem("connection", error.message, error.hint)
+        return
+    choice = chosen()
+    if choice is not None:
+        yield ok("chosen by", choice.said_by)
+    yield from _look_at_way(endpoint)
+    diagnosis: Diagnosis | None = None
+    with ElasticFlowClient(endpoint, retry_for_s=0) as client:
+        try:
+            asked_at, began_s = time.time(), time.monotonic()
+            version = client.version()
+            took_s = time.monotonic() - began_s
+            yield _connection(endpoint, took_s)
+            yield _versions(version)
+            yield _clock(float(version.get("at", asked_at)), asked_at, took_s)
+            diagnosis = client.doctor()
+        except ServiceUnavailable as error:
+            yield from _away(endpoint, error)
+        except Unauthorized as error:
+            yield problem("token", error.message, error.hint)
+        except IncompatibleService as error:
+            yield problem("versions", error.message, error.hint)
+        except ElasticFlowError as error:
+            yield problem("connection", error.message, error.hint)
+    if diagnosis is not None:
+        yield from diagnosis.findings
+
+
+def _look_at_way(endpoint: Endpoint) -> Iterator[Finding]:
+    parts = urlsplit(endpoint.base_url)
+    if endpoint.socket_path is not None or parts.hostname in _LOOPBACK:
+        return
+    if parts.scheme == "http" and endpoint.token:
+        remedy = "ELASTICFLOW_TLS_CERT and ELASTICFLOW_TLS_KEY at the service and https in its address, or a TLS proxy"
+        yield warning("encryption", f"the token goes to {parts.hostname} in the clear", remedy)
+    if endpoint.verify is False and parts.scheme == "https":
+        yield warning("encryption", "the service's certificate is not verified", "verify=<path of a CA bundle>")
+
+
+def _connection(endpoint: Endpoint, took_s: float) -> Finding:
+    said = f"{endpoint} answered in {took_s * 1000:.0f} ms"
+    if took_s > _SLOW_ANSWER_S:
+        return warning("connection", said, "is the network, or the service's machine, overloaded?")
+    return ok("connection", said)
+
+
+def _versions(version: dict[str, str]) -> Finding:
+    theirs, api = version.get("version", "unknown"), version.get("api", "unknown")
+    if api != API_VERSION:
+        remedy = "install the same version of elasticflow-airflow for Airflow and for the service"
+        return problem("versions", f"the service is {theirs} and speaks API {api}, not {API_VERSION}", remedy)
+    if theirs != __version__:
+        said = f"the service is {theirs}, this client {__version__}; both speak API {api}"
+        return warning("versions", said, "bring both to the same version when it suits you")
+    return ok("versions", f"the service is {theirs}, as this client")
+
+
+def _clock(service_at: float, asked_at: float, took_s: float) -> Finding:
+    """How far the clocks are apart: deadlines are moments, and both sides must mean the same ones."""
+    # At best: the answer was made at some moment between the question and its arrival.
+    off_s = max(0.0, service_at - (asked_at + took_s), asked_at - service_at)
+    remedy = "have NTP (chrony, systemd-timesyncd) set the clocks of both machines: deadlines are off by as much"
+    if off_s > _SKEW_WARNING_S:
+        direction = "ahead of" if service_at > asked_at else "behind"
+        make = problem if off_s > _SKEW_PROBLEM_S else warning
+        return make("clock", f"the service's clock is {off_s:.0f} s {direction} this machine's", remedy)
+    return ok("clock", "the service's clock shows the same time as this machine's")
+
+
+def _away(endpoint: Endpoint, error: ElasticFlowError) -> Iterator[Finding]:
+    """Nobody answers. Of an embedded service that is no fault, and its machine is this one: it is looked over here."""
+    socket = endpoint.socket_path
+    if socket is None or socket.name != "service.sock":
+        yield problem("connection", error.message, error.hint)
+        return
+    state_dir = socket.parent
+    if (state_dir / "service.json").exists() and socket.exists():
+        yield problem("connection", error.message, error.hint)
+    else:
+        yield ok("connection", f"no service runs for {state_dir} now: the first task that needs it starts it")
+    from pydantic import ValidationError
+
+    from elasticflow_airflow.service.doctoring import look_at_machine
+    from elasticflow_airflow.service.settings import ServiceSettings
+
+    try:
+        settings = ServiceSettings(state_dir=state_dir)
+    except ValidationError as invalid:
+        for item in invalid.errors():
+            name = f"ELASTICFLOW_{'_'.join(str(part) for part in item['loc']).upper()}"
+            yield problem("settings", f"{name}: {item['msg']}", "the service would not start: correct it")
+        return
+    yield from look_at_machine(settings)
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        mark, style = _MARKS[finding.level]
+        console.print(Text(mark, style=style), Text(f"{finding.name:<{width}}  {finding.message}"))
+        if finding.level != "ok":
+            console.print(Text(f"        {'':<{width}}  -> {finding.remedy}"))
+    counts = {level: sum(finding.level == level for finding in findings) for level in _MARKS}
+    if not counts["problem"] and not counts["warning"]:
+        console.print(f"all {counts['ok']} checks are well")
+    else:
+        console.print(_plural(counts["problem"], "problem") + ", " + _plural(counts["warning"], "warning"))
+
+
+def _plural(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"

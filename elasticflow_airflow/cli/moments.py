@@ -1,0 +1,39 @@
+"""Moments as people write them on a command line. Pure: the caller says what time it is."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime, time, timedelta
+
+import typer
+
+_DURATION = re.compile(r"\+?(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_TIME = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
+FORMS = "07:30 (the next one, this machine's time), +2h30m, or 2026-01-31T07:30 (with Z or +01:00: that zone)"
+
+
+def moment_of(text: str, now: float, *, option: str = "--deadline") -> float:
+    """UTC seconds of a moment after ``now`` (UTC seconds). Raises typer.BadParameter, naming the option."""
+    text = text.strip()
+    here = datetime.fromtimestamp(now).astimezone()
+    if (length := _DURATION.fullmatch(text)) and length[0].strip("+"):
+        days, hours, minutes, seconds = (int(part or 0) for part in length.groups())
+        at = now + timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
+    elif of_day := _TIME.fullmatch(text):
+        hour, minute, second = (int(part or 0) for part in of_day.groups())
+        try:
+            wanted = time(hour, minute, second)
+        except ValueError as error:
+            raise typer.BadParameter(f"{option}={text!r} is no time of day: {error}") from error
+        day = here.date()
+        at = datetime.combine(day, wanted).astimezone().timestamp()
+        if at <= now:
+            at = datetime.combine(day + timedelta(days=1), wanted).astimezone().timestamp()
+    else:
+        try:
+            at = datetime.fromisoformat(text).astimezone().timestamp()
+        except ValueError as error:
+            raise typer.BadParameter(f"{option}={text!r} is no moment; write {FORMS}") from error
+    if at <= now:
+        raise typer.BadParameter(f"{option}={text!r} is in the past: choose a later moment")
+    return at

@@ -1,0 +1,228 @@
+"""The command line over a real service: submit, follow, amend, cancel, doctor; and what it says to bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from elasticflow_airflow.cli.following import read
+from elasticflow_airflow.cli.main import app
+from elasticflow_airflow.cli.moments import moment_of
+from elasticflow_airflow.client import JobNotFound
+from elasticflow_airflow.engines.fake import BEHAVIOUR_ENV
+from elasticflow_airflow.wire import LogPiece, State
+
+
+@pytest.fixture
+def command(shared_daemons, monkeypatch):
+    """Run a command against one embedded service on the fake engine, which the first submit starts."""
+    for name, value in shared_daemons.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("ELASTICFLOW_STATE_DIR", str(shared_daemons.state_dir("cli")))
+    monkeypatch.delenv("ELASTICFLOW_URL", raising=False)
+    monkeypatch.setenv("COLUMNS", "300")
+    return lambda *words: CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "code").mkdir()
+    path = tmp_path / "code" / "train.py"
+    path.write_text("print('training')\n")
+    return path
+
+
+def job_of(output: str) -> str:
+    found = re.search(r"^(\S+): (admitted|best effort|undecided)", output, re.MULTILINE)
+    assert found, output
+    return found[1]
+
+
+def test_submit_waits_for_the_end_and_says_where_the_checkpoint_is(command, script):
+    fast = json.dumps({"steps_per_s": {"1": 500.0}, "startup_s": 0.1})
+    done = command(
+        *("submit", script, "--steps", 20, "--batch", 8, "--best-effort", "--wait", "--env", f"{BEHAVIOUR_ENV}={fast}")
+    )
+    assert done.exit_code == 0, done.output
+    assert "succeeded after 20 steps" in done.output
+
+
+def test_a_job_is_submitted_amended_and_cancelled(command, script):
+    done = command("submit", script, "--steps", 100000, "--batch", 8, "--best-effort", "--name", "nightly")
+    assert done.exit_code == 0, done.output
+    job = job_of(done.output)
+    assert f"elasticflow logs -f {job}" in done.output
+    assert command("amend", job).exit_code == 2
+    done = command("amend", job, "--value", "3")
+    assert done.exit_code == 0, done.output
+    assert "value 3" in done.output
+    done = command("cancel", job)
+    assert done.exit_code == 1
+    assert "give --yes" in done.output
+    done = command("cancel", job, "--yes", "--reason", "enough")
+    assert done.exit_code == 0, done.output
+    end = time.monotonic() + 30
+    while "cancelled" not in (shown := command("show", job)).output and time.monotonic() < end:
+        time.sleep(0.1)
+    assert "enough" in shown.output
+    assert "already" in command("cancel", job).output
+
+
+def test_a_promise_that_cannot_be_made_ends_it_with_status_3(command, script):
+    common = ("submit", script, "--steps", 10**6, "--batch", 8, "--deadline", "+1m")
+    # Measured before: a job of unknown speed is not refused at once.
+    done = command(*common, "--dry-run")
+    assert done.exit_code in (0, 3), done.output
+    assert command("submit", script, "--steps", 1, "--batch", 8).exit_code == 2
+    assert command("submit", script, "--steps", 1, "--batch", 8, "--deadline", "2001-01-01T00:00").exit_code == 2
+
+
+def test_bad_input_is_named(command, script, tmp_path):
+    done = command("submit", tmp_path / "none.py", "--steps", 1, "--batch", 8, "--best-effort")
+    assert done.exit_code == 2
+    assert "none.py" in done.output
+    done = command("submit", script, "--steps", 1, "--epochs", 2, "--batch", 8, "--best-effort", "--min-workers", 3)
+    assert done.exit_code == 2
+    assert "power of two" in done.output
+    done = command("submit", script, "--steps", 1, "--batch", 8, "--best-effort", "--secret-env", "NOT_SET_HERE")
+    assert done.exit_code == 2
+    assert "NOT_SET_HERE" in done.output
+
+
+def test_doctor_of_a_running_service(command, script):
+    command("submit", script, "--steps", 1, "--batch", 8, "--best-effort")
+    done = command("doctor", "--json")
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)}
+    assert found["slots"]["message"].startswith("4 slots (fake)") or found["slots"]["level"] == "ok"
+    assert found["scheduler"]["level"] == found["database"]["level"] == found["clock"]["level"] == "ok"
+    assert found["token"]["message"].startswith("none is needed")
+
+
+# -- logs ------------------------------------------------------------------------------------------------------------
+
+
+class Logs:
+    """Logs in memory that rotate and end as a test says."""
+
+    def __init__(self, status) -> None:
+        self.statuses = [status]
+        self.logs: dict[tuple[int, str], tuple[int, str, bool]] = {}
+        """(incarnation, name): first byte that is left, text from there, whether its worker has ended."""
+
+    def status(self, _job_id):
+        return self.statuses[0]
+
+    def read_log(self, job_id, name, offset=0, limit=65536, incarnation=None):
+        if (incarnation, name) not in self.logs:
+            raise JobNotFound(name)
+        first, text, ended = self.logs[incarnation, name]
+        start = min(max(offset, first), first + len(text))
+        piece = text[start - first : start - first + limit]
+        at_end = start + len(piece) == first + len(text)
+        return LogPiece(text=piece, start_offset=start, next_offset=start + len(piece), end_of_file=at_end and ended)
+
+
+@pytest.fixture
+def follow(world):
+    """Follow scripted logs; ``then`` is called at each pause, and says by StopIteration when the job has ended."""
+    job = world.submit(steps=10).job
+
+    def run(logs, then, worker=None):
+        def pause():
+            try:
+                next(then)
+            except StopIteration:
+                logs.statuses[0] = logs.statuses[0].model_copy(update={"state": State.SUCCEEDED})
+
+        pieces = list(read(logs, job.job_id, worker, follow=True, pause=pause))
+        return "".join(piece.text for piece in pieces), [piece.note for piece in pieces if piece.note]
+
+    return run, lambda **changes: Logs(job.model_copy(update={"state": State.RUNNING, **changes}))
+
+
+def test_what_was_rotated_away_is_said_and_nothing_is_printed_twice(follow):
+    run, make = follow
+    logs = make(log_names=["g000001-r000"])
+    logs.logs[1, "g000001-r000"] = (0, "abc", False)
+
+    def then():
+        logs.logs[1, "g000001-r000"] = (2, "cde", False)
+        yield
+        logs.logs[1, "g000001-r000"] = (10, "kl", False)
+        yield
+
+    assert run(logs, then()) == ("abcdekl", ["5 bytes of g000001-r000 were rotated away"])
+
+
+def test_the_end_of_an_old_log_is_read_before_the_new_one_begins(follow):
+    run, make = follow
+    logs = make(log_names=["g000001-r000"])
+    logs.logs[1, "g000001-r000"] = (0, "first ", False)
+
+    def then():
+        names = ["g000001-r000", "g000002-r000"]
+        logs.statuses[0] = logs.statuses[0].model_copy(update={"log_names": names})
+        logs.logs[1, "g000002-r000"] = (0, "third", False)
+        yield
+        logs.logs[1, "g000001-r000"] = (0, "first second ", True)
+        yield
+
+    assert run(logs, then()) == ("first second third", ["goes on in g000002-r000"])
+
+
+def test_a_survivor_takes_over_from_a_dead_rank_0(follow):
+    run, make = follow
+    logs = make(log_names=["g000001-r000", "g000001-r001"])
+    logs.logs[1, "g000001-r000"] = (0, "a", True)
+    logs.logs[1, "g000001-r001"] = (0, "its own lines;", False)
+
+    def then():
+        logs.logs[1, "g000001-r001"] = (0, "its own lines;b", False)
+        yield
+
+    assert run(logs, then()) == ("ab", ["goes on in g000001-r001"])
+
+
+def test_a_new_incarnation_is_followed(follow):
+    run, make = follow
+    logs = make(log_names=["g000001-r000"])
+    logs.logs[1, "g000001-r000"] = (0, "a", True)
+
+    def then():
+        changed = {"incarnation": 2, "log_names": ["g000002-r000"]}
+        logs.statuses[0] = logs.statuses[0].model_copy(update=changed)
+        logs.logs[2, "g000002-r000"] = (0, "b", True)
+        yield
+
+    assert run(logs, then()) == ("ab", ["goes on in g000002-r000"])
+
+
+# -- moments ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "after_s"),
+    [("+2h30m", 9000), ("90m", 5400), ("1d", 86400), ("+45s", 45), ("2027-01-15T09:00:00+01:00", 0)],
+)
+def test_moments(text, after_s):
+    now = 1_800_000_000.0 if after_s else 1_799_000_000.0
+    assert moment_of(text, now) == (now + after_s if after_s else 1_800_000_000.0)
+
+
+def test_a_time_of_day_is_the_next_one():
+    now = 1_800_000_000.0
+    at = moment_of("07:30", now)
+    assert now < at <= now + 86400 + 3600
+    assert time.localtime(at)[3:5] == (7, 30)
+
+
+@pytest.mark.parametrize("text", ["", "25:00", "soon", "+", "2001-01-01"])
+def test_no_moment(text):
+    import typer
+
+    with pytest.raises(typer.BadParameter, match="--deadline"):
+        moment_of(text, 1_800_000_000.0)
