@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import TypeVar
 
@@ -42,6 +42,7 @@ from elasticflow_airflow.wire import (
     JobStatus,
     JobSubmission,
     LogPiece,
+    PlannedRun,
 )
 
 T = TypeVar("T")
@@ -113,9 +114,9 @@ class AsyncElasticFlowClient:
         """What admission control would say to a submission now; nothing is submitted."""
         return await self._run(calls.dry_run(submission))
 
-    async def forecast(self, hours: float = 24.0) -> ForecastAnswer:
-        """What will become of everything that is due in the next hours, and what is missing."""
-        return await self._run(calls.forecast(hours))
+    async def forecast(self, hours: float = 24.0, planned: Sequence[PlannedRun] = ()) -> ForecastAnswer:
+        """What will become of everything that is due in the next hours, planned runs too, and what is missing."""
+        return await self._run(calls.forecast(hours, planned))
 
     async def attach(self, job_id: str, lease_s: float | None = None) -> Attachment:
         """Take a new claim on the current incarnation. Raises JobNotFound."""

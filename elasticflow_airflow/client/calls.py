@@ -7,7 +7,7 @@ submit attaches), which is why a client may repeat any of them while the service
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 from urllib.parse import quote
@@ -33,6 +33,7 @@ from elasticflow_airflow.wire import (
     JobStatus,
     JobSubmission,
     LogPiece,
+    PlannedRun,
 )
 
 T = TypeVar("T")
@@ -118,9 +119,10 @@ def dry_run(submission: JobSubmission) -> Call[DryRun]:
     )
 
 
-def forecast(hours: float = 24.0) -> Call[ForecastAnswer]:
-    """Ask what will become of everything that is due in the next hours."""
-    body = ForecastRequest(hours=hours).model_dump_json().encode()
+def forecast(hours: float = 24.0, planned: Sequence[PlannedRun] = ()) -> Call[ForecastAnswer]:
+    """Ask what will become of everything that is due in the next hours, and of planned runs; no secret is sent."""
+    request = ForecastRequest(hours=hours, planned=list(planned))
+    body = request.model_dump_json(exclude={"planned": {"__all__": {"submission": {"secret_env"}}}}).encode()
     return Call(
         method="POST", path="/v1/forecast", read=reader(ForecastAnswer), body=body, timeout_s=_SUBMIT_TIMEOUT_S
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TypeVar
 
@@ -41,6 +41,7 @@ from elasticflow_airflow.wire import (
     JobStatus,
     JobSubmission,
     LogPiece,
+    PlannedRun,
 )
 
 T = TypeVar("T")
@@ -114,9 +115,9 @@ class ElasticFlowClient:
         """What admission control would say to a submission now; nothing is submitted."""
         return self._run(calls.dry_run(submission))
 
-    def forecast(self, hours: float = 24.0) -> ForecastAnswer:
-        """What will become of everything that is due in the next hours, and what is missing."""
-        return self._run(calls.forecast(hours))
+    def forecast(self, hours: float = 24.0, planned: Sequence[PlannedRun] = ()) -> ForecastAnswer:
+        """What will become of everything that is due in the next hours, planned runs too, and what is missing."""
+        return self._run(calls.forecast(hours, planned))
 
     def attach(self, job_id: str, lease_s: float | None = None) -> Attachment:
         """Take a new claim on the current incarnation. Raises JobNotFound."""

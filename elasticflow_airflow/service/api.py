@@ -326,8 +326,8 @@ def _forecasts(parts: ServiceParts) -> ForecastDesk:
 def _add_forecast(app: FastAPI, parts: ServiceParts) -> None:
     @app.post("/v1/forecast")
     def forecast(request: ForecastRequest) -> ForecastAnswer:
-        """What will become of everything that is due in the next hours."""
-        return _forecasts(parts).forecast(request.hours)
+        """What will become of everything that is due in the next hours, planned runs included."""
+        return _forecasts(parts).forecast(request.hours, request.planned)
 
 
 def _add_nodes(app: FastAPI, parts: ServiceParts) -> None:

@@ -5,11 +5,12 @@ Runs in the threads of HTTP handlers, on a copy of the scheduler: neither the st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.calendar import ExpectedRun, Spread
 from elasticflow_airflow.scheduler_core.calendar_forecast import Forecast, Outcome, Outlook, forecast
 from elasticflow_airflow.scheduler_core.decisions import Admit, Reject, Terms, Wait
 from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
@@ -22,7 +23,15 @@ from elasticflow_airflow.service.introducing import known_speeds, logical_worker
 from elasticflow_airflow.service.refusal import Refusal, never_fits, wrong_job_id
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store import Reader, Store
-from elasticflow_airflow.wire import DryRun, ForecastAnswer, ForecastItem, JobIdentity, JobSubmission, Verdict
+from elasticflow_airflow.wire import (
+    DryRun,
+    ForecastAnswer,
+    ForecastItem,
+    JobIdentity,
+    JobSubmission,
+    PlannedRun,
+    Verdict,
+)
 
 _HOUR_S = 3600.0
 
@@ -37,8 +46,11 @@ class ForecastDesk:
     device_type: Callable[[], str]
     clock: Callable[[], float]
 
-    def forecast(self, hours: float) -> ForecastAnswer:
-        """What will become of everything that is due in the next ``hours``. Raises Refusal 409, 503."""
+    def forecast(self, hours: float, planned: Sequence[PlannedRun] = ()) -> ForecastAnswer:
+        """What will become of everything that is due in the next ``hours``, and of what is planned.
+
+        Raises Refusal 409, 503.
+        """
         scheduler, now = self._copy(), self.clock()
         if not isinstance(scheduler, Scheduler):
             raise Refusal(
@@ -48,6 +60,8 @@ class ForecastDesk:
                 f"run the service with --policy {DEFAULT_POLICY}",
             )
         until_s = now + hours * _HOUR_S
+        with self.store.read() as reader:
+            planned_ids, told_at_once = self._take_planned(scheduler, reader, planned, now)
         found = forecast(scheduler, now, until_s)
         with self.store.read() as reader:
             identities = {
@@ -57,9 +71,13 @@ class ForecastDesk:
             }
             told = {one.run_id for one in found.outlooks}
             runs = recurring.expected_runs_of(self.settings, reader)
-        items = [_item(one, identities) for one in found.outlooks]
+        replaced = {run.submission.identity.recurring_key for run in planned}
+        items = [
+            _item(one, identities).model_copy(update={"planned": one.run_id in planned_ids}) for one in found.outlooks
+        ]
+        items += told_at_once
         for run_id, (key, due_at, run) in runs.items():
-            if run is None and run_id not in told and due_at <= until_s:
+            if run is None and run_id not in told and due_at <= until_s and key not in replaced:
                 items.append(
                     ForecastItem(
                         kind="expected",
@@ -106,6 +124,40 @@ class ForecastDesk:
             projected_finish_at=None if finish_s is None else finish_s + job.costs.tail_s,
         )
 
+    def _take_planned(
+        self, scheduler: Scheduler, reader: Reader, planned: Sequence[PlannedRun], now: float
+    ) -> tuple[set[str], list[ForecastItem]]:
+        """Have a copy of the scheduler expect planned runs; their ids, and what can be said without it."""
+        keys = {run.submission.identity.recurring_key for run in planned}
+        for expected in scheduler.expected_runs():
+            if expected.task in keys:
+                scheduler.handle(ev.RunForgotten(expected.run_id), now)
+        slots = sum(node.slots for node in scheduler.nodes())
+        ids: set[str] = set()
+        items: list[ForecastItem] = []
+        for planned_run in planned:
+            identity = planned_run.submission.identity
+            job = self._job(reader, identity.job_id, planned_run.submission, slots, now)
+            deadline_s = planned_run.submission.deadline_at
+            assert deadline_s is not None  # checked when it was read
+            if job.curve is None or job.total_steps is None or deadline_s <= planned_run.due_at:
+                items.append(_told_at_once(planned_run, job, deadline_s))
+                continue
+            run = ExpectedRun(
+                run_id=f"planned {identity.recurring_key}@{planned_run.due_at:.3f}",
+                task=identity.recurring_key,
+                due_s=planned_run.due_at,
+                deadline_after_s=deadline_s - planned_run.due_at,
+                steps=Spread((job.total_steps,)),
+                curve=job.curve,
+                costs=job.costs,
+                min_workers=job.min_workers,
+                max_workers=job.max_workers,
+            )
+            ids.add(run.run_id)
+            scheduler.handle(ev.RunExpected(run), now)
+        return ids, items
+
     def _copy(self) -> ServicePolicy:
         scheduler = self.scheduler()
         if scheduler is None:
@@ -139,6 +191,30 @@ class ForecastDesk:
             explore=not submission.scaling_curve,
             task=key if expected else "",
         )
+
+
+def _told_at_once(planned: PlannedRun, job: Job, deadline_s: float) -> ForecastItem:
+    """What can be said of a planned run without looking at the cluster."""
+    identity = planned.submission.identity
+    if deadline_s <= planned.due_at:
+        outcome, reason = "missed", "its deadline is not later than it is due"
+    else:
+        missing = "speed" if job.curve is None else "length"
+        remedy = "scaling_curve=" if job.curve is None else "steps=, or samples= with epochs="
+        outcome, reason = "unknown", f"its {missing} is not known: let it run once, or give {remedy}"
+    return ForecastItem.model_validate(
+        {
+            "kind": "expected",
+            "outcome": outcome,
+            "task": recurring.name_of(identity.recurring_key),
+            "planned": True,
+            "namespace": identity.namespace,
+            "dag_id": identity.dag_id,
+            "due_at": planned.due_at,
+            "deadline_at": deadline_s,
+            "reason": reason,
+        }
+    )
 
 
 def _refused_at_once(job_id: str, reason: str) -> DryRun:

@@ -11,7 +11,7 @@ from elasticflow_airflow.service.api import ServiceParts, Traffic, build_app
 from elasticflow_airflow.service.forecasting import ForecastDesk
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.refusal import Refusal
-from elasticflow_airflow.wire import Command, DryRun, ForecastAnswer, JobIdentity, JobSubmission, Length
+from elasticflow_airflow.wire import Command, DryRun, ForecastAnswer, JobIdentity, JobSubmission, Length, PlannedRun
 
 HOUR_S = 3600.0
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
@@ -196,6 +196,57 @@ def test_a_dry_run_of_a_live_job_asks_as_if_it_were_submitted_anew(world):
     assert world.status(job).total_steps == 20_000
 
 
+# -- planned runs ------------------------------------------------------------------------------------------------
+
+
+def planned(world, task: str, *, due: float, within: float = 140.0, **given) -> PlannedRun:
+    submission = world.submission(task=task, run="planned", within=due - world.now_s + within, **given)
+    return PlannedRun(submission=submission, due_at=due)
+
+
+def test_planned_runs_are_forecast_beside_everything_else_that_is_due(world):
+    """Each needs the whole cluster for some 95 s: two of them due together cannot be done within 140 s."""
+    due = world.now_s + HOUR_S
+    submit_nightly(world, "r1", within=140.0)
+    new = planned(world, "new", due=due, steps=2000, scaling_curve=CURVE)
+    later = planned(world, "later", due=due + 1800.0, steps=2000, scaling_curve=CURVE)
+    answer = desk_of(world).forecast(24.0, [new, later])
+    assert {item.task: item.outcome for item in answer.items if item.planned} == {
+        "daily.new": "missed",
+        "daily.later": "kept",
+    }
+    missed = next(item for item in answer.items if item.outcome == "missed")
+    assert missed.earliest_deadline_at > missed.deadline_at
+    assert [item.outcome for item in answer.items if not item.planned] == ["kept", "kept"]
+    assert desk_of(world).forecast(24.0).not_kept == 0  # nothing stays of it
+
+
+def test_a_planned_run_stands_instead_of_what_is_expected_of_its_task(world):
+    due = world.now_s + HOUR_S
+    submit_nightly(world, "r1", within=140.0)
+    longer = planned(world, "nightly", due=due, steps=4000, scaling_curve=CURVE)
+    answer = desk_of(world).forecast(24.0, [longer])
+    (item,) = [item for item in answer.items if item.kind == "expected"]
+    assert (item.planned, item.outcome, item.due_at) == (True, "missed", due)
+
+
+def test_of_a_planned_run_that_says_too_little_nobody_can_say(world):
+    due = world.now_s + HOUR_S
+    world.step()
+    unknown = planned(world, "unknown", due=due, steps=2000)
+    endless = planned(world, "endless", due=due, steps=None, scaling_curve=CURVE)
+    before = planned(world, "before", due=due, within=-60.0, steps=2000, scaling_curve=CURVE)
+    answer = desk_of(world).forecast(24.0, [unknown, endless, before])
+    said = {item.task: (item.outcome, item.reason) for item in answer.items}
+    assert said["daily.unknown"] == ("unknown", "its speed is not known: let it run once, or give scaling_curve=")
+    assert said["daily.endless"][0] == "unknown"
+    assert "its length is not known" in said["daily.endless"][1]
+    assert said["daily.before"] == ("missed", "its deadline is not later than it is due")
+    assert (answer.kept, answer.not_kept) == (0, 1)
+    with pytest.raises(ValueError, match="a planned run needs a deadline"):
+        PlannedRun(submission=world.submission(task="free", steps=10), due_at=due)
+
+
 # -- over HTTP ---------------------------------------------------------------------------------------------------
 
 
@@ -259,6 +310,8 @@ def test_the_client_asks_a_real_service_and_leaves_no_trace(daemons, open_client
         assert time.monotonic() < limit, "the service has not looked at its nodes"
     said = client.dry_run(submission)
     assert (said.job_id, said.verdict.decision) == (submission.identity.job_id, "admitted")
+    (planned,) = client.forecast(2.0, [PlannedRun(submission=submission, due_at=time.time() + 60.0)]).items
+    assert (planned.planned, planned.outcome, planned.task) == (True, "kept", "daily.train")
     answer = client.forecast(2.0)
     assert (answer.items, answer.summary) == ([], "nothing with a deadline is due")
     assert client.list_jobs() == []
