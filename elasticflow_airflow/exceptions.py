@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
 
+from elasticflow_airflow.client import ElasticFlowError, IncompatibleService, ServiceUnavailable, Unauthorized
+
 
 class JobRejected(AirflowFailException):
     """The deadline cannot be promised; the message names the earliest that could be."""
@@ -21,7 +23,11 @@ class JobTakenOver(AirflowFailException):
 
 
 class JobFailed(AirflowException):
-    """The training failed. A retry resumes from its last valid checkpoint."""
+    """The training failed at ``step``. A retry resumes from its last valid checkpoint."""
+
+    def __init__(self, message: str, *, step: int = 0) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 class ServiceAway(AirflowException):
@@ -30,3 +36,12 @@ class ServiceAway(AirflowException):
 
 class ServiceRefused(AirflowException):
     """The service answers, but not to us: a wrong token, another version, or another program on that port."""
+
+
+def as_task_error(error: ElasticFlowError) -> AirflowException:
+    """Say as an exception of a task what a call of the service came to."""
+    if isinstance(error, ServiceUnavailable):
+        return ServiceAway(str(error))
+    if isinstance(error, (Unauthorized, IncompatibleService)):
+        return ServiceRefused(str(error))
+    return AirflowException(str(error))

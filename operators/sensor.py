@@ -11,8 +11,8 @@ from airflow.sdk.exceptions import AirflowException, AirflowFailException, Airfl
 
 from elasticflow_airflow.alarms import describe
 from elasticflow_airflow.arguments import ArgumentError, is_late, present
-from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, JobNotFound, ServiceUnavailable
-from elasticflow_airflow.exceptions import ServiceAway
+from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, JobNotFound
+from elasticflow_airflow.exceptions import as_task_error
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.links import job_url
 from elasticflow_airflow.sensing import LATEST, SUCCEEDED, UNTIL, Seen, asks_for_events, judge, newest_of
@@ -111,15 +111,13 @@ class ElasticTrainSensor(BaseSensorOperator):
         return found.xcom_value
 
     def poke(self, context: Context) -> PokeReturnValue:
-        """Look at the job once. Raises ServiceAway; fails or skips the task when what is waited for cannot come."""
+        """Look at the job once. Fails or skips the task when what is waited for cannot come. Raises ServiceAway."""
         hook = ElasticFlowHook(self.elasticflow_conn_id)
         try:
             with hook.client(retry_for_s=30.0) as client:
                 status, seen = self._look(client, self._target(context, hook))
-        except ServiceUnavailable as error:
-            raise ServiceAway(str(error)) from error
         except ElasticFlowError as error:
-            raise AirflowException(str(error)) from error
+            raise as_task_error(error) from error
         if seen.outcome == "waiting":
             self.log.info("%s; waiting until it is %s", seen.why, self.until)
             return PokeReturnValue(is_done=False)
@@ -135,7 +133,7 @@ class ElasticTrainSensor(BaseSensorOperator):
             with hook.client() as client:
                 status = client.status(str(event["job_id"]))
         except ElasticFlowError as error:
-            raise AirflowException(str(error)) from error
+            raise as_task_error(error) from error
         return self._conclude(context, seen.outcome, seen, status)
 
     def _target(self, context: Context, hook: ElasticFlowHook) -> JobIdentity | str | None:
