@@ -227,6 +227,18 @@ class FakeEngine:
         self._call("read_log", job_id, "after")
         return LogChunk(data, min(offset, len(text)), min(offset, len(text)) + len(data), at_end)
 
+    def stacks(self, job_id: str) -> Mapping[str, str]:
+        """What each live worker of a job is doing, in the form that real ones answer in."""
+        with self.world.lock:
+            self.world.advance()
+            return {
+                gang.worker_id(rank): "Current thread 0x0000000000000001 (most recent call first):\n"
+                f'  File "{gang.spec.session.script or gang.spec.session.module}", line 1 in {gang.phase}\n'
+                for gang in self.world.of(job_id)
+                if gang.started
+                for rank in gang.living()
+            }
+
     def close(self) -> None:
         """Let go; the world goes on."""
 

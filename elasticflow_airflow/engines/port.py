@@ -186,6 +186,14 @@ class Engine(Protocol):
         """Read a worker's log from a byte offset. Raises KeyError for a worker that never was."""
         ...
 
+    def stacks(self, job_id: str) -> Mapping[str, str]:
+        """What each live worker of a job is doing: the Python stacks of its threads, by worker id.
+
+        Where a worker cannot be asked, a sentence in brackets says why; no worker ever comes to harm by it. May take
+        some seconds. Empty for a job without live workers. Raises EngineError when this engine cannot ask.
+        """
+        ...
+
     def close(self) -> None:
         """Let go of the engine; running gangs go on."""
         ...

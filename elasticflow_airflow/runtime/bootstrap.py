@@ -19,6 +19,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
+from elasticflow_airflow.runtime import stacks
 from elasticflow_airflow.runtime.agent import CORES_ENV
 from elasticflow_airflow.runtime.protocol import (
     GENERATION_ENV,
@@ -32,6 +33,7 @@ from elasticflow_airflow.runtime.protocol import (
     append_report,
     read_reports,
     report_path,
+    stacks_path,
     write_json_atomic,
 )
 from elasticflow_airflow.runtime.shim import PARENT_ENV, die_with_parent, pin_to_cores
@@ -78,6 +80,7 @@ def main() -> int:
     plan = Membership.read(Path(session.incarnation_dir))
     if plan is not None and plan.rank_of(worker_id) is None:
         return 0  # The plan moved on while torchrun started this process: there is nothing to save yet.
+    stacks.register(stacks_path(Path(session.incarnation_dir), worker_id))
     try:
         run_script(session)
     except SystemExit as leaving:

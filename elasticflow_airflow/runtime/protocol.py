@@ -12,6 +12,7 @@ Layout of an incarnation's folder::
     rendezvous/g000003-session.json  address of the store where the sessions of a generation form their group
     heartbeats/<worker>.json         {"step", "phase", "at_s"}, about every second
     reports/g000003-<worker>.jsonl   one Report a line, appended by one worker (or for it, by its supervisor)
+    stacks/<worker>.txt              what a worker's threads were doing when it was asked (runtime/stacks.py)
     logs/<worker>.log[.N]            standard output and error of one worker
     checkpoints/g000003/step-000000000120/   candidate checkpoint, written by workers of generation 3
     checkpoints/promoted.json        the checkpoint to resume from (Promotion); only the service writes it
@@ -279,6 +280,11 @@ def meeting_path(incarnation_dir: Path, generation: int) -> Path:
 def heartbeat_path(incarnation_dir: Path, worker_id: str) -> Path:
     """Path of the file in which a worker says about every second that it lives, and what it is doing."""
     return heartbeats_path(incarnation_dir) / f"{worker_id}.json"
+
+
+def stacks_path(incarnation_dir: Path, worker_id: str) -> Path:
+    """Path of the file into which a worker writes the stacks of its threads; there once it can be asked for them."""
+    return incarnation_dir / "stacks" / f"{worker_id}.txt"
 
 
 def heartbeats_path(incarnation_dir: Path) -> Path:

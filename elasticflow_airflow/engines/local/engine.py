@@ -14,12 +14,13 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from elasticflow_airflow.engines.local import logs, slots
+from elasticflow_airflow.engines.local import logs, slots, stacks
 from elasticflow_airflow.engines.local.folder import Order
 from elasticflow_airflow.engines.local.interpreter import InterpreterCheck
 from elasticflow_airflow.engines.local.layout import NodeLayout, detect_nodes
-from elasticflow_airflow.engines.local.observing import Observer
+from elasticflow_airflow.engines.local.observing import Observer, trainers_of
 from elasticflow_airflow.engines.local.pool import WarmPool
+from elasticflow_airflow.engines.local.processes import ProcessId
 from elasticflow_airflow.engines.local.records import GangRecord, JobRecord
 from elasticflow_airflow.engines.local.starting import Starter
 from elasticflow_airflow.engines.port import EngineError, EngineNode, GangObservation, GangSpec, LogChunk
@@ -55,6 +56,7 @@ class LocalEngine:
         self._records_dir = self._state_dir / "engine"
         self._lock_dir = slot_lock_dir or slots.default_lock_dir()
         self._lock = threading.RLock()
+        self._asking = threading.Lock()
         self._interpreters = InterpreterCheck()
         self._jobs: dict[str, JobRecord] = {}
         with _disk_errors(self._state_dir):
@@ -201,6 +203,22 @@ class LocalEngine:
         found = logs.read(logs_dir, worker_id, offset, limit)
         next_offset = found.start_offset + len(found.data)
         return LogChunk(found.data, found.start_offset, next_offset, found.at_end and not living)
+
+    def stacks(self, job_id: str) -> Mapping[str, str]:
+        """What each live worker of a job is doing: the stacks of its trainer's threads."""
+        trainers: dict[str, tuple[ProcessId | None, Path]] = {}
+        with self._lock:
+            job = self._jobs.get(job_id)
+            for gang in job.gangs.values() if job is not None else ():
+                if job is not None and gang.started and not self._observer.has_ended(job, gang):
+                    trainers |= trainers_of(gang)
+        if not self._asking.acquire(timeout=stacks.LIMIT_S):
+            raise EngineError("the stacks of other workers are being asked for; ask again in a moment")
+        try:
+            with _disk_errors(self._state_dir):
+                return stacks.ask(trainers)
+        finally:
+            self._asking.release()
 
     def close(self) -> None:
         """Let go; supervisors and their workers go on."""

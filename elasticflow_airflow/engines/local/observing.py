@@ -15,10 +15,10 @@ from pathlib import Path
 
 from elasticflow_airflow.engines.local.folder import Order, Status, SupervisorFolder
 from elasticflow_airflow.engines.local.judge import Heard, Verdict, all_trainers_there, judge_ended, judge_living
-from elasticflow_airflow.engines.local.processes import group_led_by
+from elasticflow_airflow.engines.local.processes import ProcessId, group_led_by
 from elasticflow_airflow.engines.local.records import GangRecord, JobRecord
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState, WorkerObservation
-from elasticflow_airflow.runtime.protocol import Report, read_reports, report_path
+from elasticflow_airflow.runtime.protocol import Report, read_reports, report_path, stacks_path
 
 SETTLED_S = 30.0
 """A script that has shown no session for so long counts as running without one."""
@@ -231,6 +231,18 @@ def observe_workers(gang: GangRecord, statuses: Mapping[str, Status | None]) -> 
             )
         )
     return tuple(found)
+
+
+def trainers_of(gang: GangRecord) -> dict[str, tuple[ProcessId | None, Path]]:
+    """The trainer of each member that has not ended, None while there is none yet, and the file of its stacks."""
+    known = {w: worker for status in read_statuses(gang).values() if status for w, worker in status.workers.items()}
+    found: dict[str, tuple[ProcessId | None, Path]] = {}
+    for worker_id in gang.worker_ids:
+        worker = known.get(worker_id)
+        if worker is None or not worker.ended:
+            path = stacks_path(Path(gang.incarnation_dir), worker_id)
+            found[worker_id] = (None if worker is None else worker.trainer, path)
+    return found
 
 
 def _end_leftovers(statuses: Iterable[Status | None]) -> bool:
