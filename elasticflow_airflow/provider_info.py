@@ -63,6 +63,7 @@ def get_provider_info() -> dict[str, Any]:
                 },
             }
         ],
+        "cli": ["elasticflow_airflow.airflow_cli.get_commands"],
         "config": {
             "elasticflow": {
                 "description": "How this Airflow uses the elasticflow service.",

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint, default_state_dir, ensure_service
+from elasticflow_airflow.diagnosis import Finding
 
 URL_ENV = "ELASTICFLOW_URL"
 TOKEN_ENV = "ELASTICFLOW_TOKEN"  # noqa: S105 - the name of a variable, not a token
@@ -37,13 +38,13 @@ StateDir = typer.Option(
 class Choice:
     """A service that was chosen otherwise than by options.
 
-    ``locate`` gives its address, after starting an embedded one if asked to; ``said_by`` names who chose it.
+    ``locate`` gives its address, after starting an embedded one if asked to; ``program`` is how the user calls the
+    command; ``look`` finds what only the chooser knows, for the doctor.
     """
 
     locate: Callable[[bool], Endpoint]
-    said_by: str
     program: str
-    namespace: str = "default"
+    look: Callable[[], Iterable[Finding]] = tuple
 
 
 _chosen: ContextVar[Choice | None] = ContextVar("elasticflow_chosen_service", default=None)

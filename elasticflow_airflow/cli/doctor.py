@@ -63,7 +63,7 @@ def examine(url: str | None, state_dir: Path | None) -> Iterator[Finding]:
         return
     choice = chosen()
     if choice is not None:
-        yield ok("chosen by", choice.said_by)
+        yield from choice.look()
     yield from _look_at_way(endpoint)
     diagnosis: Diagnosis | None = None
     with ElasticFlowClient(endpoint, retry_for_s=0) as client:

@@ -53,7 +53,7 @@ def examine(monkeypatch):
         mock = httpx.MockTransport(service)
         monkeypatch.setattr(Endpoint, "open_client", lambda self, timeout_s, _=None: open_client(self, timeout_s, mock))
         there = endpoint or Endpoint(base_url="http://127.0.0.1:8321", token="t")
-        with choose(Choice(locate=lambda _start: there, said_by="the test", program="elasticflow")):
+        with choose(Choice(locate=lambda _start: there, program="elasticflow")):
             done = CliRunner().invoke(app, ["doctor", "--json"])
         return done.exit_code, {f["name"]: f for f in json.loads(done.stdout)}
 
@@ -64,7 +64,7 @@ def test_all_is_well(examine):
     status, found = examine(Service(findings=[ok("slots", "4 slots")]))
     assert status == 0
     assert {finding["level"] for finding in found.values()} == {"ok"}
-    assert list(found) == ["client", "chosen by", "connection", "versions", "clock", "slots"]
+    assert list(found) == ["client", "connection", "versions", "clock", "slots"]
 
 
 def test_a_problem_of_the_service_ends_it_with_status_1(examine):
@@ -114,7 +114,7 @@ def test_a_connection_that_is_not_there():
     def locate(_start):
         raise ElasticFlowError("elasticflow_conn_id='prod' is not defined", "add it")
 
-    with choose(Choice(locate=locate, said_by="the test", program="airflow elasticflow")):
+    with choose(Choice(locate=locate, program="airflow elasticflow")):
         done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 1
     assert "'prod' is not defined" in done.output

@@ -1,0 +1,147 @@
+"""The commands of ``airflow elasticflow``: names and options only.
+
+Airflow imports this at every ``airflow`` command, so nothing else is imported here; what a command does is imported
+when it runs (``airflow_commands.py``). The options are those of the ``elasticflow`` command, and a test keeps them so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from airflow.cli.cli_config import ActionCommand, Arg, GroupCommand
+
+
+def _arg(*flags: str, **keywords: Any) -> Arg:
+    return Arg(flags, **keywords)  # type: ignore[no-untyped-call]  # Airflow has no types here
+
+
+_CONN_ID = _arg(
+    "--conn-id",
+    default="elasticflow_default",
+    help="Airflow connection that names the service. Where the default one is not defined: the embedded service.",
+)
+_JOB = _arg("job_id", help="Id of the job, as `jobs` lists it.")
+_FOLLOW = "Go on until the job has ended."
+_MOMENT = "07:30 (the next one, this machine's time), +2h30m, or 2026-01-31T07:30 (with Z or +01:00: that zone)"
+
+
+def get_commands() -> list[GroupCommand]:
+    """Return the group of commands, for Airflow's command line."""
+    return [
+        GroupCommand(
+            name="elasticflow",
+            help="Training jobs with deadlines: see what the scheduler does and why, and look for what is wrong",
+            subcommands=(
+                _command(
+                    "serve",
+                    "Run the scheduler service in the foreground",
+                    _option("--host", help="Listen on TCP at this address; needs ELASTICFLOW_TOKEN(_FILE)."),
+                    _option("--port", type=int, help="TCP port."),
+                    _option("--policy", help="Who gets which slots when, such as edf; a wrong name lists all."),
+                    _option("--objective", help="Whom to promise when not everybody can be: first-come, or value."),
+                    _option("--state-dir", help="Where everything lives; default: [elasticflow] state_dir."),
+                    connects=False,
+                ),
+                _command("health", "Say how the service is, and who holds which slot"),
+                _command(
+                    "jobs",
+                    "List jobs: state, progress, projected finish against the deadline",
+                    _option("--state", help="Only jobs in this state."),
+                    _option("--dag", dest="dag_id", help="Only jobs of this DAG."),
+                    _flag("--live", help="Only jobs that have not ended."),
+                    _option("--limit", type=int, default=50, help="At most so many, newest first."),
+                ),
+                _command("show", "Show one job and its events: what was decided, and why", _JOB),
+                _command("events", "Print the events of a job", _JOB, _flag("--follow", "-f", help=_FOLLOW)),
+                _command(
+                    "logs",
+                    "Print what a worker wrote",
+                    _JOB,
+                    _option("--worker", help="Name of the log, as `show` lists them; default: the newest rank 0."),
+                    _flag("--follow", "-f", help="Go on, through every generation, until the job has ended."),
+                ),
+                _submit(),
+                _command(
+                    "amend",
+                    "Change a job's deadline or value, if that can be promised",
+                    _JOB,
+                    _option("--deadline", help=f"The new deadline: {_MOMENT}."),
+                    _flag("--best-effort", help="Give the deadline up."),
+                    _option("--value", type=float, help="What meeting the deadline is worth."),
+                ),
+                _command(
+                    "cancel",
+                    "Cancel a job; its Airflow task, if one is waiting, fails and says so",
+                    _JOB,
+                    _option("--reason", default="cancelled on the command line", help="What the event log says."),
+                    _flag("--yes", "-y", help="Do not ask."),
+                ),
+                _command(
+                    "drain",
+                    "Say that a node goes away: its workers are moved elsewhere before",
+                    _arg("node_id", help="The node, as `health` names it."),
+                    _option("--in", dest="after_s", type=float, default=60.0, help="It goes away in so many seconds."),
+                    _flag("--undo", help="The node stays after all."),
+                ),
+                _command(
+                    "forecast",
+                    "Say which deadlines of the next hours will be kept, and what is missing for the others",
+                    _option("--hours", type=float, default=24.0, help="How far to look."),
+                    _flag("--check", help="End with status 3 if a deadline will not be kept."),
+                ),
+                _command(
+                    "doctor",
+                    "Look for what is wrong, and say what to do",
+                    _flag("--json", dest="as_json", help="Print JSON instead of text."),
+                ),
+            ),
+        )
+    ]
+
+
+def _submit() -> ActionCommand:
+    return _command(
+        "submit",
+        "Submit a training script with a deadline, without a DAG",
+        _arg("script", help="The script to train; its folder is taken along."),
+        _arg("args", nargs="*", help="Its arguments, last of all; put -- before the first that begins with -."),
+        _option("--steps", type=int, help="How many optimizer steps to train; or --epochs."),
+        _option("--epochs", type=int, help="How many epochs."),
+        _option("--samples", type=int, help="Samples of an epoch, if they are known."),
+        _option("--batch", type=int, required=True, help="Samples of a step, over all workers."),
+        _option("--deadline", help=f"When it must have ended: {_MOMENT}."),
+        _flag("--best-effort", help="No deadline: trains with what others leave."),
+        _option("--on-reject", default="fail", help="If it cannot be promised: fail, best_effort or wait."),
+        _option("--value", type=float, default=1.0, help="What meeting the deadline is worth."),
+        _option("--min-workers", type=int, default=1, help="Never fewer; a power of two."),
+        _option("--max-workers", type=int, help="Never more; a power of two."),
+        _option("--target-loss", type=float, help="End when the smoothed loss is there."),
+        _option("--consistency", default="consistent", help="consistent: the same weights for any size; or fast."),
+        _option("--progress-regex", help="For scripts that know nothing of us: how a line of output tells the step."),
+        _option("--python", help="Interpreter on the service's machine; default: its own."),
+        _option("--working-dir", help="Working directory on the service's machine."),
+        _option("--env", action="append", help="NAME=VALUE for the script; may be repeated."),
+        _option("--secret-env", action="append", help="NAME of a variable that is passed on as a secret."),
+        _option("--name", help="Runs of one name share what is learned of their speed; default: the script's name."),
+        _option("--run", help="Name of the run; with one that exists it is attached to. Default: a new one."),
+        _flag("--dry-run", help="Ask what would be promised; submit nothing."),
+        _flag("--wait", "-w", help="Print its log and wait for its end."),
+    )
+
+
+def _command(name: str, help: str, *args: Arg, connects: bool = True) -> ActionCommand:  # noqa: A002 - as Airflow has it
+    def run(given: Any) -> None:
+        from elasticflow_airflow.airflow_commands import run_command
+
+        run_command(name, given)
+
+    run.__name__ = name
+    return ActionCommand(name=name, help=help, func=run, args=(*args, *((_CONN_ID,) if connects else ())))
+
+
+def _option(*flags: str, **keywords: Any) -> Arg:
+    return _arg(*flags, **{"default": None, **keywords})
+
+
+def _flag(*flags: str, **keywords: Any) -> Arg:
+    return _arg(*flags, action="store_true", **keywords)

@@ -1,0 +1,173 @@
+"""``airflow elasticflow``: the commands of ``elasticflow`` with an Airflow connection, and what they cost Airflow."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.main import get_command
+
+from elasticflow_airflow.airflow_cli import get_commands
+
+WITHOUT_A_SERVICE = {"simulate", "compare", "synthesize", "version"}
+NOT_UNDER_AIRFLOW = {"url", "state_dir"}
+UNDER_AIRFLOW_ALONE = {"conn_id"}
+ONLY_THERE = {"feed"}
+"""Commands that there are under Airflow alone."""
+
+
+@pytest.fixture
+def parse():
+    """Airflow's parser of our group, and nothing else."""
+    from airflow.cli.cli_config import DefaultHelpParser
+
+    (group,) = get_commands()
+    parser = DefaultHelpParser(prog="airflow elasticflow")
+    subparsers = parser.add_subparsers()
+    for command in group.subcommands:
+        sub = subparsers.add_parser(command.name, help=command.help)
+        for arg in command.args:
+            arg.add_to_parser(sub)
+        sub.set_defaults(func=command.func)
+    return lambda *words: parser.parse_args(words)
+
+
+def test_both_command_lines_have_the_same_commands_and_options():
+    from elasticflow_airflow.cli.main import app
+
+    (group,) = get_commands()
+    ours = {command.name: command for command in group.subcommands if command.name not in ONLY_THERE}
+    theirs = {name: c for name, c in get_command(app).commands.items() if name not in WITHOUT_A_SERVICE}
+    assert set(ours) == set(theirs)
+    for name, command in ours.items():
+        parser = argparse.ArgumentParser(add_help=False)
+        for arg in command.args:
+            arg.add_to_parser(parser)
+        have = {action.dest: action for action in parser._actions}
+        want = {p.name: p for p in theirs[name].params if name == "serve" or p.name not in NOT_UNDER_AIRFLOW}
+        missing = set(want) - set(have)
+        assert not missing, f"airflow elasticflow {name} lacks {missing}"
+        for dest, parameter in want.items():
+            if have[dest].option_strings:
+                # Typer has switches in two forms, and lists more than Airflow's help needs.
+                assert set(have[dest].option_strings) == set(parameter.opts), (name, dest)
+            default = getattr(parameter, "default", None)
+            wanted = () if callable(default) else (default, default or None)
+            assert have[dest].default in (*wanted, None, False), (name, dest)
+
+
+def test_defaults_reach_the_function(monkeypatch, parse):
+    from elasticflow_airflow import airflow_commands
+
+    seen = {}
+
+    def submit(script, args, url, state_dir, steps, batch, env: list[str], value, best_effort):
+        seen.update(locals())
+
+    monkeypatch.setattr(airflow_commands, "commands", lambda: {"submit": submit})
+    given = parse("submit", "--batch", "8", "--steps", "5", "--best-effort", "train.py", "--", "--lr", "0.1")
+    given.func(given)
+    assert str(seen["script"]) == "train.py"
+    assert seen["args"] == ["--lr", "0.1"]
+    assert (seen["steps"], seen["batch"], seen["env"], seen["value"], seen["best_effort"]) == (5, 8, [], 1.0, True)
+    assert (seen["url"], seen["state_dir"]) == (None, None)
+
+
+def test_a_command_asks_the_service_of_the_connection(service, parse, capsys, monkeypatch):
+    service.known = service.statuses[0]
+    given = parse("show", service.known.job_id)
+    given.func(given)
+    assert "daily.train" in capsys.readouterr().out
+    assert [verb for _, verb, _ in service.calls] == ["status", "events"]
+
+
+def test_a_missing_connection_is_named(parse, capsys):
+    given = parse("jobs", "--conn-id", "prod")
+    with pytest.raises(SystemExit) as left:
+        given.func(given)
+    assert left.value.code == 1
+    error = capsys.readouterr().err
+    assert error.startswith("airflow elasticflow: ")
+    assert "'prod' is not defined: add a connection" in error
+
+
+def test_bad_input_ends_it_with_status_2(service, parse, capsys):
+    given = parse("amend", "some-job")
+    with pytest.raises(SystemExit) as left:
+        given.func(given)
+    assert left.value.code == 2
+    assert "nothing to change" in capsys.readouterr().err
+
+
+def test_doctor_refuses_embedded_services_on_many_machines(parse, capsys, monkeypatch):
+    from elasticflow_airflow import airflow_commands
+    from elasticflow_airflow.service import doctoring
+
+    monkeypatch.setattr(airflow_commands, "_triggerer", lambda: airflow_commands.ok("triggerer", "runs"))
+    monkeypatch.setattr(doctoring, "look_at_machine", lambda _: [])
+    monkeypatch.setenv("AIRFLOW__CORE__EXECUTOR", "CeleryExecutor")
+    given = parse("doctor", "--json")
+    with pytest.raises(SystemExit) as left:
+        given.func(given)
+    assert left.value.code == 1
+    found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert found["connection"]["level"] == "problem"
+    assert "CeleryExecutor" in found["connection"]["message"]
+    assert "elasticflow serve" in found["connection"]["message"] + found["connection"]["remedy"]
+
+
+def test_doctor_knows_whether_a_triggerer_runs(airflow_db):
+    from airflow.jobs.job import Job
+    from airflow.utils.session import create_session
+
+    from elasticflow_airflow.airflow_commands import _triggerer
+
+    assert _triggerer().level == "warning"
+    with create_session() as session:
+        job = Job(job_type="TriggererJob")
+        job.job_type, job.state = "TriggererJob", "running"
+        session.add(job)
+        session.flush()
+        job_id = job.id
+    assert _triggerer().level == "ok"
+    with create_session() as session:
+        session.delete(session.get(Job, job_id))
+
+
+def test_every_airflow_command_pays_little_for_it():
+    program = """
+import airflow.cli.cli_config, sys
+before = set(sys.modules)
+from elasticflow_airflow.airflow_cli import get_commands
+get_commands()
+print(sorted(set(sys.modules) - before))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    new = set(re.findall(r"'([^']+)'", done.stdout.splitlines()[-1]))
+    assert new <= {"elasticflow_airflow", "elasticflow_airflow.airflow_cli"}
+
+
+@pytest.mark.airflow
+def test_airflow_itself_has_the_commands_and_finds_a_connection_of_its_database(airflow_db, tmp_path):
+    # As a test, each process would make up a key of its own, by which the other cannot read the password.
+    environment = {**os.environ, "AIRFLOW__CORE__UNIT_TEST_MODE": "False"}
+
+    def airflow(*words):
+        command = [sys.executable, "-m", "airflow", *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+
+    added = airflow(
+        *("connections", "add", "served", "--conn-type", "elasticflow"),
+        *("--conn-host", "127.0.0.1", "--conn-port", "1", "--conn-password", "secret"),
+    )
+    assert added.returncode == 0, added.stderr
+    done = airflow("elasticflow", "doctor", "--conn-id", "served")
+    assert done.returncode == 1, done.stderr
+    assert "connection 'served'" in done.stdout
+    assert "does not answer" in done.stdout
+    assert "secret" not in done.stdout + done.stderr
