@@ -25,8 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from elasticflow_airflow import __version__
 from elasticflow_airflow.engines.port import Engine, EngineNode
 from elasticflow_airflow.service.forecasting import ForecastDesk
-from elasticflow_airflow.service.insight import InsightDesk
-from elasticflow_airflow.service.insight_routes import add_insight
+from elasticflow_airflow.service.insight_routes import InsightDesks, add_insight
 from elasticflow_airflow.service.jobs import JobDesk
 from elasticflow_airflow.service.metrics import add_metrics
 from elasticflow_airflow.service.notify import Notifier
@@ -89,7 +88,7 @@ class ServiceParts:
     traffic: Traffic
     started_at: float
     forecasts: ForecastDesk | None = None
-    insight: InsightDesk | None = None
+    insight: InsightDesks | None = None
 
 
 def build_app(parts: ServiceParts, token: str | None, metrics_token: str | None = None) -> FastAPI:

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import FastAPI, Path, Query
 
-from elasticflow_airflow.insight import ClusterHistory, ClusterNow, JobStory, RunOfTask
+from elasticflow_airflow.engines.port import EngineError
+from elasticflow_airflow.insight import (
+    CalendarAnswer,
+    CalendarRequest,
+    ClusterHistory,
+    ClusterNow,
+    JobStory,
+    RunOfTask,
+    StackDump,
+    WhatIf,
+    WhatIfRequest,
+)
+from elasticflow_airflow.service.feeding import CalendarDesk
 from elasticflow_airflow.service.insight import InsightDesk
 from elasticflow_airflow.service.refusal import Refusal
+from elasticflow_airflow.service.whatif import WhatIfDesk
 
 if TYPE_CHECKING:
     from elasticflow_airflow.service.api import ServiceParts
@@ -17,10 +32,19 @@ JobId = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9-]{0,119}$")]
 Moment = Annotated[float | None, Query(allow_inf_nan=False, ge=0, lt=1e11)]
 
 
+@dataclass(frozen=True, slots=True)
+class InsightDesks:
+    """Who answers."""
+
+    insight: InsightDesk
+    what_if: WhatIfDesk
+    calendar: CalendarDesk
+
+
 def add_insight(app: FastAPI, parts: ServiceParts) -> None:
     """Add the routes."""
 
-    def desk() -> InsightDesk:
+    def desks() -> InsightDesks:
         if parts.insight is None:
             raise Refusal(501, "no_insight", "this service tells nothing but the status of jobs", "ask for the job")
         return parts.insight
@@ -28,7 +52,7 @@ def add_insight(app: FastAPI, parts: ServiceParts) -> None:
     @app.get("/v1/cluster")
     def cluster() -> ClusterNow:
         """The cluster now: every slot, and all live jobs, each with why it has its size or waits."""
-        return desk().cluster()
+        return desks().insight.cluster()
 
     @app.get("/v1/cluster/history")
     def history(
@@ -37,14 +61,34 @@ def add_insight(app: FastAPI, parts: ServiceParts) -> None:
         count: Annotated[int, Query(alias="parts", ge=1, le=1000)] = 96,
     ) -> ClusterHistory:
         """What was, what is planned, and what was asked for between two moments: at most 31 days."""
-        return desk().history(from_at, until_at, count)
+        return desks().insight.history(from_at, until_at, count)
 
     @app.get("/v1/jobs/{job_id}/story")
     def story(job_id: JobId, incarnation: Annotated[int | None, Query(ge=1, lt=1 << 31)] = None) -> JobStory:
         """Everything about one incarnation of a job; by default the current one."""
-        return desk().story(job_id, incarnation)
+        return desks().insight.story(job_id, incarnation)
 
     @app.get("/v1/jobs/{job_id}/runs")
     def runs(job_id: JobId, limit: Annotated[int, Query(ge=1, le=50)] = 10) -> list[RunOfTask]:
         """A run and the last others of the same recurring task, newest first."""
-        return desk().runs(job_id, limit)
+        return desks().insight.runs(job_id, limit)
+
+    @app.post("/v1/what-if")
+    def what_if(request: WhatIfRequest) -> WhatIf:
+        """The outlook with other deadlines, or with more or fewer nodes. Nothing is changed."""
+        return desks().what_if.ask(request)
+
+    @app.post("/v1/calendar")
+    def feed(request: CalendarRequest) -> CalendarAnswer:
+        """Say when the runs of recurring tasks are due; replaces what was said of the same tasks before."""
+        return desks().calendar.feed(request)
+
+    @app.post("/v1/jobs/{job_id}/stacks")
+    def stacks(job_id: JobId) -> StackDump:
+        """What each live worker of a job is doing right now. May take some seconds."""
+        parts.desk.status(job_id)
+        at = time.time()
+        try:
+            return StackDump(job_id=job_id, at=at, stacks=dict(parts.engine.stacks(job_id)))
+        except EngineError as error:
+            raise Refusal(503, "no_stacks", str(error), "ask again in a moment") from error

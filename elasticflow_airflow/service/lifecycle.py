@@ -24,8 +24,10 @@ from elasticflow_airflow import __version__
 from elasticflow_airflow.engines.port import Engine
 from elasticflow_airflow.service.api import ServiceParts, Traffic, build_app
 from elasticflow_airflow.service.candidates import CandidateDesk, verify_by_manifest
+from elasticflow_airflow.service.feeding import CalendarDesk
 from elasticflow_airflow.service.forecasting import ForecastDesk
 from elasticflow_airflow.service.insight import InsightDesk
+from elasticflow_airflow.service.insight_routes import InsightDesks
 from elasticflow_airflow.service.jobs import JobDesk
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.reconcile import Reconciler
@@ -33,6 +35,7 @@ from elasticflow_airflow.service.secrets import SecretBox
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import Snapshots
 from elasticflow_airflow.service.store import Store
+from elasticflow_airflow.service.whatif import WhatIfDesk
 
 SOCKET_PATH_LIMIT = 107
 _IDLE_LOOK_S = 0.5
@@ -135,6 +138,7 @@ def assemble(
     reconciler = Reconciler(
         store, engine, settings, notifier, snapshots, secrets, candidates, clock=clock, monotonic=monotonic
     )
+    forecasts = ForecastDesk(store, settings, reconciler.copy_scheduler, lambda: reconciler.device_type, clock=clock)
     parts = ServiceParts(
         store=store,
         notifier=notifier,
@@ -154,8 +158,12 @@ def assemble(
         problem=lambda: reconciler.problem,
         traffic=Traffic(),
         started_at=clock(),
-        forecasts=ForecastDesk(store, settings, reconciler.copy_scheduler, lambda: reconciler.device_type, clock=clock),
-        insight=InsightDesk(store, reconciler.foresee, lambda: reconciler.nodes, clock=clock),
+        forecasts=forecasts,
+        insight=InsightDesks(
+            InsightDesk(store, reconciler.foresee, lambda: reconciler.nodes, clock=clock),
+            WhatIfDesk(forecasts),
+            CalendarDesk(store, settings, reconciler.hear_of_runs, clock=clock),
+        ),
     )
     return parts, reconciler, candidates
 

@@ -113,6 +113,11 @@ class Reconciler:
         with self._thinking:
             return None if self._scheduler is None else foresight_of(self._scheduler)
 
+    def hear_of_runs(self) -> None:
+        """Somebody has stored other due runs: the next pass tells the scheduler. Thread-safe."""
+        self._almanac.hear()
+        self._notifier.wake()
+
     def stop(self) -> None:
         """Have :meth:`run` return after the pass under way; gangs go on."""
         self._stop.set()

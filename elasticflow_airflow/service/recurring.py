@@ -8,7 +8,7 @@ pass. Rows in, rows and events out; calls no engine.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elasticflow_airflow.scheduler_core import Scheduler
@@ -22,6 +22,8 @@ from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store import Reader
 
 POLICY = CalendarPolicy()
+_SAME_S = 1.0
+"""Two due times closer than this are one."""
 _KEPT = 50
 """How many past runs of a task are remembered."""
 
@@ -31,7 +33,12 @@ class Almanac:
 
     def __init__(self) -> None:
         self._told = False
+        self._news = self._heard = 0
         self._next_release_at: float | None = None
+
+    def hear(self) -> None:
+        """Somebody has stored other due runs: the next pass looks again. For any thread."""
+        self._news += 1
 
     def begin(self) -> None:
         """The scheduler is new: it knows of nothing."""
@@ -40,7 +47,8 @@ class Almanac:
     def keep(self, books: Books) -> None:
         """Release what does not come, and tell the scheduler of what is expected."""
         late = self._next_release_at is not None and books.now >= self._next_release_at
-        if self._told and not books.learned and not late:
+        news = self._news  # before the rows are read: what comes in between is seen in the next pass
+        if self._told and not books.learned and not late and news == self._heard:
             return
         expected: dict[str, ExpectedRun] = {}
         self._next_release_at = None
@@ -60,7 +68,7 @@ class Almanac:
         for run_id, run in expected.items():
             if known.get(run_id) != run:
                 feed(books, ev.RunExpected(run))
-        self._told, books.learned = True, False
+        self._told, self._heard, books.learned = True, news, False
 
 
 def arrive(books: Books, job: JobRow, row: IncarnationRow) -> str:
@@ -111,6 +119,25 @@ def arrive(books: Books, job: JobRow, row: IncarnationRow) -> str:
     task.next_due_at = min(task.due, default=None)
     books.learned = True
     return job.recurring_key if expected else ""
+
+
+def replace_due(task: RecurringTaskRow, due_at: Iterable[float], now: float) -> bool:
+    """Take in what a timetable says of the runs to come; True if that is news.
+
+    What is due already may still come, and stays; what has come, or was given up, is not expected again.
+    """
+    over = [float(run["due_s"]) for run in task.past]
+    coming = {due for due in due_at if due > now and all(abs(due - known) > _SAME_S for known in over)}
+    due = sorted({*(known for known in task.due if known <= now), *coming})
+    if due == task.due:
+        return False
+    task.due, task.next_due_at, task.updated_at = due, min(due, default=None), now
+    return True
+
+
+def is_known(settings: ServiceSettings, reader: Reader, task: RecurringTaskRow) -> bool:
+    """Whether enough is known of a task that slots can be kept free for its runs."""
+    return _expected(settings, reader, task, task.next_due_at or 0.0) is not None
 
 
 def expected_runs_of(settings: ServiceSettings, reader: Reader) -> dict[str, tuple[str, float, ExpectedRun | None]]:

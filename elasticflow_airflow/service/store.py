@@ -44,6 +44,8 @@ class Reader:
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        self._loaded: list[HistoryRow] = []
+        """Kept, as a session forgets rows that nobody holds."""
 
     def job(self, job_id: str) -> JobRow | None:
         """The job of an id."""
@@ -291,6 +293,16 @@ class Reader:
         """All tasks of which a run is due."""
         query = sa.select(RecurringTaskRow).where(RecurringTaskRow.next_due_at.is_not(None))
         return list(self.session.scalars(query.order_by(RecurringTaskRow.recurring_key)))
+
+    def recurring_tasks_of(self, recurring_keys: Sequence[str]) -> dict[str, RecurringTaskRow]:
+        """What is known of some recurring tasks, a few hundred at most, by key."""
+        query = sa.select(RecurringTaskRow).where(RecurringTaskRow.recurring_key.in_(recurring_keys))
+        return {row.recurring_key: row for row in self.session.scalars(query)}
+
+    def load_histories(self, recurring_keys: Sequence[str]) -> None:
+        """Read the histories of some tasks, a few hundred at most, at once: :meth:`history` then asks no more."""
+        query = sa.select(HistoryRow).where(HistoryRow.recurring_key.in_(recurring_keys))
+        self._loaded = list(self.session.scalars(query))
 
     def last_success(self, recurring_key: str, other_than: str) -> IncarnationRow | None:
         """The newest successful incarnation of a recurring task in another run than this job."""

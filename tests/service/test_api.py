@@ -12,10 +12,14 @@ import httpx
 import pytest
 
 from elasticflow_airflow.client import ElasticFlowClient, Unauthorized, snapshot_folder
+from elasticflow_airflow.insight import ClusterHistory, ClusterNow, JobStory, StackDump, WhatIf
 from elasticflow_airflow.service.api import ServiceParts, Traffic, build_app
+from elasticflow_airflow.service.feeding import CalendarDesk
 from elasticflow_airflow.service.forecasting import ForecastDesk
 from elasticflow_airflow.service.insight import InsightDesk
+from elasticflow_airflow.service.insight_routes import InsightDesks
 from elasticflow_airflow.service.notify import Notifier
+from elasticflow_airflow.service.whatif import WhatIfDesk
 from elasticflow_airflow.wire import Command, Event, Health, JobIdentity, JobSubmission, Length, Problem
 
 TOKEN = "a-long-random-token"
@@ -24,6 +28,9 @@ CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 
 
 def app_of(world, token=None):
+    forecasts = ForecastDesk(
+        world.store, world.settings, world.reconciler.copy_scheduler, lambda: "", clock=world.clock
+    )
     parts = ServiceParts(
         store=world.store,
         notifier=Notifier(),
@@ -35,10 +42,12 @@ def app_of(world, token=None):
         problem=lambda: world.reconciler.problem,
         traffic=Traffic(),
         started_at=world.now_s,
-        forecasts=ForecastDesk(
-            world.store, world.settings, world.reconciler.copy_scheduler, lambda: "", clock=world.clock
+        forecasts=forecasts,
+        insight=InsightDesks(
+            InsightDesk(world.store, world.reconciler.foresee, lambda: world.reconciler.nodes, clock=world.clock),
+            WhatIfDesk(forecasts),
+            CalendarDesk(world.store, world.settings, world.reconciler.hear_of_runs, clock=world.clock),
         ),
-        insight=InsightDesk(world.store, world.reconciler.foresee, lambda: world.reconciler.nodes, clock=world.clock),
     )
     return build_app(parts, token)
 
@@ -437,3 +446,58 @@ def test_the_client_drains(client):
         assert client.health().slots[0].draining_until == health.started_at + 1e6
     finally:
         client.drain(node_id, None)
+
+
+# -- what the pages ask ------------------------------------------------------------------------------------------
+
+
+async def test_the_pages_get_what_they_ask_for(world, http):
+    job = world.submit(steps=32 * 600, within=3600.0, scaling_curve=CURVE)
+    world.reach(job, "running")
+    world.run(10.0)
+    job_id = job.job.job_id
+
+    async def ask(method: str, path: str, **given) -> dict:
+        answer = await http.request(method, path, **given)
+        assert answer.status_code == 200, (path, answer.text)
+        return answer.json()
+
+    assert ClusterNow.model_validate(await ask("GET", "/v1/cluster")).jobs[0].job_id == job_id
+    history = await ask("GET", "/v1/cluster/history?parts=7")
+    assert len(ClusterHistory.model_validate(history).held_slot_s) == 7
+    assert JobStory.model_validate(await ask("GET", f"/v1/jobs/{job_id}/story")).samples
+    assert len(await ask("GET", f"/v1/jobs/{job_id}/runs")) == 1
+    changes = [{"job_id": job_id, "deadline_at": None}]
+    answer = WhatIf.model_validate(await ask("POST", "/v1/what-if", json={"changes": changes}))
+    assert answer.verdicts[0].verdict.decision == "best_effort"
+    due = [{"dag_id": "daily", "task_id": "x", "due_at": [world.now_s + 60]}]
+    assert await ask("POST", "/v1/calendar", json={"tasks": due}) == {"taken": 1, "unknown": ["daily.x"]}
+    stacks = StackDump.model_validate(await ask("POST", f"/v1/jobs/{job_id}/stacks")).stacks
+    assert len(stacks) == world.status(job).workers
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "says"),
+    [
+        ("GET", "/v1/cluster/history?parts=0", None, "parts"),
+        ("GET", "/v1/cluster/history?parts=100000", None, "parts"),
+        ("GET", "/v1/cluster/history?from_at=nan", None, "from_at"),
+        ("GET", "/v1/cluster/history?from_at=20&until_at=10", None, "until_at=10.0 is not after from_at=20.0"),
+        ("GET", "/v1/jobs/some-job/story?incarnation=0", None, "incarnation"),
+        ("GET", "/v1/jobs/some-job/runs?limit=1000", None, "limit"),
+        ("POST", "/v1/what-if", {"hours": -1}, "hours"),
+        ("POST", "/v1/what-if", {"extra_nodes": 100000}, "extra_nodes"),
+        ("POST", "/v1/what-if", {"changes": [{"job_id": "x"}]}, "deadline_at"),
+        ("POST", "/v1/calendar", {"tasks": [{"dag_id": "x"}]}, "task_id"),
+        ("POST", "/v1/calendar", {"tasks": "all"}, "tasks"),
+    ],
+)
+async def test_what_a_page_asks_wrongly_is_named(http, method, path, body, says):
+    answer = await http.request(method, path, json=body)
+    assert answer.status_code == 422, answer.text
+    assert says in Problem.model_validate_json(answer.content).message
+
+
+async def test_nobody_has_no_story_no_runs_and_no_stacks(http):
+    for method, path in [("GET", "story"), ("GET", "runs"), ("POST", "stacks")]:
+        assert (await http.request(method, f"/v1/jobs/nobody/{path}")).status_code == 404

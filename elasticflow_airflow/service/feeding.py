@@ -1,0 +1,90 @@
+"""Takes in the timetables of an Airflow: when the runs of its recurring tasks are due.
+
+Runs in the threads of HTTP handlers: writes rows, some hundreds in a transaction, so that the loop does not wait long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elasticflow_airflow.insight import CalendarAnswer, CalendarRequest, DueRuns
+from elasticflow_airflow.service import recurring
+from elasticflow_airflow.service.models import RecurringTaskRow
+from elasticflow_airflow.service.refusal import Refusal
+from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.store import Store
+from elasticflow_airflow.wire import JobIdentity
+
+MOST_RUNS = 50_000
+"""In one request."""
+_AHEAD_S = 366 * 86400.0
+_AT_ONCE = 200
+
+
+@dataclass(frozen=True, slots=True)
+class CalendarDesk:
+    """The service's side. ``changed`` has the loop look at the calendar again."""
+
+    store: Store
+    settings: ServiceSettings
+    changed: Callable[[], None]
+    clock: Callable[[], float]
+
+    def feed(self, request: CalendarRequest) -> CalendarAnswer:
+        """Replace what was known of the runs to come of the named tasks. Raises Refusal 422."""
+        now = self.clock()
+        wanted = _by_key(request, now)
+        keys = list(wanted)
+        unknown: list[str] = []
+        news = False
+        for start in range(0, len(keys), _AT_ONCE):
+            some = keys[start : start + _AT_ONCE]
+            news |= self._write(some, wanted, now)
+            with self.store.read() as reader:
+                tasks = reader.recurring_tasks_of(some)
+                reader.load_histories(some)
+                unknown += [
+                    recurring.name_of(key)
+                    for key in some
+                    if key not in tasks or not recurring.is_known(self.settings, reader, tasks[key])
+                ]
+        if news:
+            self.changed()
+        return CalendarAnswer(taken=len(keys), unknown=sorted(unknown))
+
+    def _write(self, keys: list[str], wanted: dict[str, DueRuns], now: float) -> bool:
+        news = False
+        with self.store.write() as tx:
+            known = tx.recurring_tasks_of(keys)
+            for key in keys:
+                task = known.get(key)
+                if task is None:
+                    if not any(due > now for due in wanted[key].due_at):
+                        continue
+                    task = RecurringTaskRow(recurring_key=key, due=[], past=[], facts={}, updated_at=now)
+                    tx.add(task)
+                news |= recurring.replace_due(task, wanted[key].due_at, now)
+        return news
+
+
+def _by_key(request: CalendarRequest, now: float) -> dict[str, DueRuns]:
+    found: dict[str, DueRuns] = {}
+    runs = sum(len(one.due_at) for one in request.tasks)
+    if runs > MOST_RUNS:
+        raise Refusal(
+            422, "invalid", f"tasks: {runs} due runs in one request", f"send at most {MOST_RUNS}, the next two days"
+        )
+    for one in request.tasks:
+        identity = JobIdentity(
+            namespace=one.namespace, dag_id=one.dag_id, run_id="", task_id=one.task_id, map_index=one.map_index
+        )
+        key, name = identity.recurring_key, recurring.name_of(identity.recurring_key)
+        if key in found:
+            raise Refusal(422, "invalid", f"tasks: {name} is there twice", "give all due runs of a task together")
+        far = [due for due in one.due_at if not 0.0 <= due <= now + _AHEAD_S]
+        if far:
+            hint = "times are UTC seconds (not milliseconds), at most a year ahead"
+            raise Refusal(422, "invalid", f"tasks: due_at={far[0]:.0f} of {name} is no time of the near future", hint)
+        found[key] = one
+    return found

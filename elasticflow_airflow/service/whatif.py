@@ -1,0 +1,128 @@
+"""What if: the outlook with other deadlines, or with more or fewer nodes, beside the outlook as things are.
+
+Runs in the threads of HTTP handlers, one question at a time, on copies of the scheduler: nothing is changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from elasticflow_airflow.insight import DeadlineChange, WhatIf, WhatIfRequest, WhatIfVerdict
+from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.decisions import Admit, Amended, AmendRejected, Decision, Reject
+from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
+from elasticflow_airflow.scheduler_core.values import Node, Phase
+from elasticflow_airflow.service.codec import plan_to_json
+from elasticflow_airflow.service.forecasting import ForecastDesk
+from elasticflow_airflow.service.refusal import Refusal, no_such_job
+from elasticflow_airflow.wire import ForecastAnswer, Verdict
+
+_PATIENCE_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIfDesk:
+    """The service's side."""
+
+    forecasts: ForecastDesk
+    _one: threading.Lock = field(default_factory=threading.Lock)
+    """Planning takes the interpreter from the loop: one question at a time."""
+
+    def ask(self, request: WhatIfRequest) -> WhatIf:
+        """Answer. Raises Refusal 404, 409, 422, 503."""
+        if not self._one.acquire(timeout=_PATIENCE_S):
+            raise Refusal(503, "busy", "other questions of this kind are being answered", "ask again in a moment")
+        try:
+            return self._ask(request)
+        finally:
+            self._one.release()
+
+    def _ask(self, request: WhatIfRequest) -> WhatIf:
+        as_is, now = self.forecasts.scheduler(), self.forecasts.clock()
+        if as_is is None:
+            raise Refusal(503, "no_answer_yet", "the scheduler is not there yet", "ask again in a moment")
+        self._check(request, as_is)
+        would_be = copy.deepcopy(as_is)
+        before = self._outlook(as_is, request.hours, now)
+        would_be.handle(ev.WakeUp(), now)
+        _change_nodes(would_be, request, now)
+        verdicts = [_amend(would_be, change, now) for change in request.changes]
+        return WhatIf(verdicts=verdicts, before=before, after=self._outlook(would_be, request.hours, now))
+
+    def _outlook(self, scheduler: ServicePolicy, hours: float, now: float) -> ForecastAnswer:
+        return replace(self.forecasts, scheduler=lambda: scheduler, clock=lambda: now).forecast(hours)
+
+    def _check(self, request: WhatIfRequest, scheduler: ServicePolicy) -> None:
+        known = {node.node_id for node in scheduler.nodes()}
+        for node_id in request.without_nodes:
+            if node_id not in known:
+                nodes = ", ".join(sorted(known))
+                raise Refusal(422, "invalid", f"without_nodes: there is no node {node_id!r}", f"nodes are: {nodes}")
+        if request.extra_nodes and not known:
+            raise Refusal(
+                422, "invalid", f"extra_nodes={request.extra_nodes}: there is no node that they could be like", ""
+            )
+        live = {state.job.job_id for state in scheduler.states()}
+        asked: set[str] = set()
+        for change in request.changes:
+            if change.job_id in asked:
+                raise Refusal(422, "invalid", f"changes: job {change.job_id!r} is there twice", "give it once")
+            asked.add(change.job_id)
+            if change.job_id not in live:
+                with self.forecasts.store.read() as reader:
+                    job = reader.job(change.job_id)
+                if job is None:
+                    raise no_such_job(change.job_id)
+                raise Refusal(
+                    409, "not_live", f"job {change.job_id!r} is over, or not decided on yet", "ask for others"
+                )
+
+
+def _change_nodes(scheduler: ServicePolicy, request: WhatIfRequest, now: float) -> None:
+    largest = max(scheduler.nodes(), key=lambda node: node.slots, default=None)
+    for node_id in dict.fromkeys(request.without_nodes):
+        scheduler.handle(ev.NodeLost(node_id), now)
+    if largest is not None:
+        for number in range(request.extra_nodes):
+            more = Node(node_id=f"~more{number:04}", slots=largest.slots, gpu_type=largest.gpu_type)
+            scheduler.handle(ev.NodeJoined(more), now)
+
+
+def _amend(scheduler: ServicePolicy, change: DeadlineChange, now: float) -> WhatIfVerdict:
+    job_id, deadline_at = change.job_id, change.deadline_at
+    if all(state.job.job_id != job_id for state in scheduler.states()):
+        verdict = Verdict(decision="rejected", reason="it would be rejected with these nodes", deadline_at=deadline_at)
+        return WhatIfVerdict(job_id=job_id, verdict=verdict)
+    event = ev.JobAmended(job_id, deadline_s=deadline_at, best_effort=deadline_at is None)
+    return WhatIfVerdict(job_id=job_id, verdict=_verdict(scheduler, scheduler.handle(event, now), change))
+
+
+def _verdict(scheduler: ServicePolicy, decisions: Sequence[Decision], change: DeadlineChange) -> Verdict:
+    state = next((one for one in scheduler.states() if one.job.job_id == change.job_id), None)
+    for decision in decisions:
+        if getattr(decision, "job_id", None) != change.job_id:
+            continue
+        if isinstance(decision, AmendRejected | Reject):
+            return Verdict(
+                decision="rejected",
+                reason=decision.reason,
+                deadline_at=change.deadline_at,
+                earliest_deadline_at=decision.earliest_deadline_s,
+            )
+        if isinstance(decision, Amended | Admit):
+            if decision.deadline_s is None:
+                return Verdict(decision="best_effort", reason="runs on slots that no promise needs")
+            if state is not None and state.phase in (Phase.PROFILING, Phase.WAITING):
+                continue
+            reason = decision.reason if isinstance(decision, Admit) else "can be promised"
+            return Verdict(
+                decision="admitted",
+                reason=reason,
+                deadline_at=decision.deadline_s,
+                plan=plan_to_json(decision.plan),
+            )
+    reason = "not decided on yet: it is still measured, or waits"
+    return Verdict(decision="undecided", reason=reason, deadline_at=change.deadline_at)

@@ -1,0 +1,193 @@
+"""What if: the outlook with other deadlines or nodes, asked of a copy; and timetables that Airflow tells at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticflow_airflow.insight import CalendarRequest, DeadlineChange, DueRuns, WhatIfRequest
+from elasticflow_airflow.service import feeding
+from elasticflow_airflow.service.feeding import CalendarDesk
+from elasticflow_airflow.service.forecasting import ForecastDesk
+from elasticflow_airflow.service.refusal import Refusal
+from elasticflow_airflow.service.whatif import WhatIfDesk
+
+HOUR_S = 3600.0
+CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
+
+
+def desk_of(world) -> WhatIfDesk:
+    return WhatIfDesk(
+        ForecastDesk(world.store, world.settings, world.reconciler.copy_scheduler, lambda: "", clock=world.clock)
+    )
+
+
+def ask(world, *changes: tuple[str, float | None], **given):
+    asked = [DeadlineChange(job_id=job_id, deadline_at=deadline) for job_id, deadline in changes]
+    return desk_of(world).ask(WhatIfRequest(changes=asked, **given))
+
+
+def hour_long(world, task: str, within: float):
+    """A job that keeps the whole cluster busy for half an hour."""
+    return world.submit(task=task, within=within, steps=32 * 1800, scaling_curve=CURVE)
+
+
+# -- deadlines ---------------------------------------------------------------------------------------------------
+
+
+def test_a_later_deadline_can_be_promised_and_nothing_is_changed(world):
+    job = hour_long(world, "nightly", HOUR_S)
+    before = (world.status(job), world.events())
+    later = world.now_s + 2 * HOUR_S
+    answer = ask(world, (job.job.job_id, later))
+    (said,) = answer.verdicts
+    assert (said.job_id, said.verdict.decision, said.verdict.deadline_at) == (job.job.job_id, "admitted", later)
+    assert said.verdict.plan
+    assert [item.deadline_at for item in answer.before.items] == [job.job.deadline_at]
+    assert [item.deadline_at for item in answer.after.items] == [later]
+    world.step()
+    assert world.status(job).deadline_at == job.job.deadline_at == before[0].deadline_at
+    assert world.events() == before[1]
+
+
+def test_a_deadline_that_is_too_early_is_refused_with_one_that_would_do(world):
+    job = hour_long(world, "nightly", 2 * HOUR_S)
+    (said,) = ask(world, (job.job.job_id, world.now_s + 600.0)).verdicts
+    assert said.verdict.decision == "rejected"
+    assert said.verdict.earliest_deadline_at is not None
+    assert said.verdict.earliest_deadline_at > world.now_s + 600.0
+    assert said.verdict.reason
+
+
+def test_without_its_deadline_a_job_makes_room_for_another(world):
+    first = hour_long(world, "first", HOUR_S)
+    second = hour_long(world, "second", 2 * HOUR_S)
+    sooner = world.now_s + 0.8 * HOUR_S
+    (alone,) = ask(world, (second.job.job_id, sooner)).verdicts
+    assert alone.verdict.decision == "rejected"
+    answer = ask(world, (first.job.job_id, None), (second.job.job_id, sooner))
+    assert [said.verdict.decision for said in answer.verdicts] == ["best_effort", "admitted"]
+    assert len(answer.before.items) == 2
+    assert len(answer.after.items) == 1
+
+
+def test_a_job_that_is_still_measured_stays_undecided(world):
+    job = world.submit(task="new", within=HOUR_S, steps=3200)
+    assert world.status(job).state == "profiling"
+    (said,) = ask(world, (job.job.job_id, world.now_s + 2 * HOUR_S)).verdicts
+    assert said.verdict.decision == "undecided"
+
+
+# -- nodes -------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_node_a_promise_is_at_risk_and_with_more_it_is_kept(make_world):
+    world = make_world(nodes=2, slots=2)
+    jobs = [hour_long(world, name, 0.8 * 2 * HOUR_S) for name in ("a", "b")]
+    assert all(job.job.verdict.decision == "admitted" for job in jobs)
+    fewer = ask(world, without_nodes=["node1"])
+    assert fewer.before.not_kept == 0
+    assert fewer.after.not_kept > 0
+    assert fewer.after.missing_slots
+    swapped = ask(world, without_nodes=["node1"], extra_nodes=1)
+    assert swapped.after.not_kept == 0
+    assert len(world.reconciler.copy_scheduler().nodes()) == 2
+
+
+def test_what_makes_no_sense_is_refused(world):
+    job = hour_long(world, "nightly", HOUR_S)
+    done = world.submit(task="tiny", within=1.0, scaling_curve=CURVE)
+    world.step(1.0)
+    cases = [
+        ({"without_nodes": ["elsewhere"]}, 422, "without_nodes: there is no node 'elsewhere'"),
+        ({"changes": [("nobody", None)]}, 404, "there is no job 'nobody'"),
+        ({"changes": [(done.job.job_id, None)]}, 409, "is over"),
+        ({"changes": [(job.job.job_id, None), (job.job.job_id, None)]}, 422, "is there twice"),
+    ]
+    for given, status, says in cases:
+        with pytest.raises(Refusal) as refused:
+            ask(world, *given.pop("changes", ()), **given)
+        assert (refused.value.status, says in refused.value.message) == (status, True)
+
+
+# -- timetables --------------------------------------------------------------------------------------------------
+
+
+def feed(world, *tasks: DueRuns):
+    desk = CalendarDesk(world.store, world.settings, world.reconciler.hear_of_runs, clock=world.clock)
+    answer = desk.feed(CalendarRequest(tasks=list(tasks)))
+    world.step()
+    return answer
+
+
+def due(task: str, *at: float) -> DueRuns:
+    return DueRuns(dag_id="daily", task_id=task, due_at=list(at))
+
+
+def expected(world) -> list[float]:
+    return [run.due_s for run in world.reconciler.copy_scheduler().expected_runs()]
+
+
+def known_task(world, **given):
+    job = world.submit(
+        task="nightly", run="r1", steps=2000, within=180.0, scaling_curve=CURVE, due_at=world.now_s, **given
+    )
+    assert world.ended(job).state == "succeeded"
+    return job
+
+
+def test_runs_of_a_task_with_a_history_are_expected(world):
+    known_task(world, next_run_at=world.now_s + 9 * HOUR_S)
+    times = [world.now_s + HOUR_S, world.now_s + 2 * HOUR_S]
+    answer = feed(world, due("nightly", *times), due("brand-new", *times))
+    assert (answer.taken, answer.unknown) == (2, ["daily.brand-new"])
+    assert expected(world) == times
+    answer = feed(world, due("nightly", times[1]))
+    assert expected(world) == times[1:]
+    world.restart()
+    world.step()
+    assert expected(world) == times[1:]
+    feed(world, due("nightly"))
+    assert expected(world) == []
+
+
+def test_a_run_that_has_come_is_not_expected_again(world):
+    when = world.now_s + HOUR_S
+    known_task(world, next_run_at=when)
+    world.step(when - world.now_s - 5.0)
+    again = world.submit(task="nightly", run="r2", steps=2000, within=300.0, scaling_curve=CURVE)
+    assert expected(world) == []
+    feed(world, due("nightly", when, when + HOUR_S))
+    assert expected(world) == [when + HOUR_S]
+    assert again.job.verdict.decision == "admitted"
+
+
+def test_what_is_due_and_has_not_come_stays_expected(world):
+    when = world.now_s + HOUR_S
+    known_task(world, next_run_at=when)
+    world.step(when + 30.0 - world.now_s)
+    feed(world, due("nightly", when + HOUR_S))
+    assert expected(world) == [when, when + HOUR_S]
+
+
+def test_a_forecast_knows_what_was_fed(world):
+    known_task(world, next_run_at=world.now_s + 9 * HOUR_S)
+    feed(world, due("nightly", world.now_s + HOUR_S), due("brand-new", world.now_s + HOUR_S))
+    items = desk_of(world).forecasts.forecast(3.0).items
+    assert {(item.task, item.outcome) for item in items} == {("daily.nightly", "kept"), ("daily.brand-new", "unknown")}
+
+
+def test_a_calendar_that_cannot_be_meant_is_refused(world, monkeypatch):
+    cases = [
+        ([due("a", 1.0), due("a", 2.0)], "daily.a is there twice"),
+        ([due("a", world.now_s * 1000)], "is no time of the near future"),
+        ([due("a", -5.0)], "is no time of the near future"),
+    ]
+    for tasks, says in cases:
+        with pytest.raises(Refusal, match=says) as refused:
+            feed(world, *tasks)
+        assert refused.value.status == 422
+    monkeypatch.setattr(feeding, "MOST_RUNS", 3)
+    with pytest.raises(Refusal, match="4 due runs in one request"):
+        feed(world, due("a", 1.0, 2.0), due("b", 1.0, 2.0))
+    with world.store.read() as reader:
+        assert reader.recurring_tasks() == []
