@@ -24,9 +24,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from elasticflow_airflow import __version__
 from elasticflow_airflow.engines.port import Engine, EngineNode
+from elasticflow_airflow.service.doctoring import add_doctor
 from elasticflow_airflow.service.forecasting import ForecastDesk
 from elasticflow_airflow.service.insight_routes import InsightDesks, add_insight
 from elasticflow_airflow.service.jobs import JobDesk
+from elasticflow_airflow.service.marking import VersionMark
 from elasticflow_airflow.service.metrics import add_metrics
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.refusal import Refusal, no_such_job
@@ -106,8 +108,10 @@ def build_app(parts: ServiceParts, token: str | None, metrics_token: str | None 
     _add_events_and_logs(app, parts)
     add_insight(app, parts)
     add_metrics(app, parts)
+    add_doctor(app, parts)
     app.add_middleware(TokenGuard, token=token, metrics_token=metrics_token)
     app.add_middleware(TrafficCounter, traffic=parts.traffic)
+    app.add_middleware(VersionMark)
     return app
 
 
@@ -195,8 +199,8 @@ def _add_health(app: FastAPI, parts: ServiceParts) -> None:
 
     @app.get("/v1/version")
     def version() -> dict[str, str]:
-        """The versions of the service and of this API."""
-        return {"version": __version__, "api": API_VERSION}
+        """The versions of the service and of this API, and what its clock shows (``at``, UTC seconds)."""
+        return {"version": __version__, "api": API_VERSION, "at": f"{time.time():.3f}"}
 
     @app.get("/v1/health")
     def health() -> Health:
