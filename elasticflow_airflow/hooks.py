@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from airflow.sdk import BaseHook, Connection
+from airflow.sdk.configuration import conf
 from airflow.sdk.exceptions import AirflowException, AirflowNotFoundException
+from airflow.sdk.execution_time import task_runner
 
 from elasticflow_airflow.client import (
     AsyncElasticFlowClient,
@@ -21,6 +24,7 @@ from elasticflow_airflow.client.embedded import embedded_endpoint
 from elasticflow_airflow.settings import AirflowSettings, embedded_state_dir
 
 _DEFAULT_PORT = 8321
+_ONE_MACHINE = frozenset({"LocalExecutor", "SequentialExecutor", "DebugExecutor"})
 
 
 class ElasticFlowHook(BaseHook):
@@ -29,7 +33,8 @@ class ElasticFlowHook(BaseHook):
     Host, port and scheme name a served service, the password is its token; ``unix:///path`` as host names a socket.
     Extra: ``namespace``, ``verify`` (true, false or a CA bundle), ``timeout_s``, ``state_dir``. Without the *default*
     connection, or with an empty host, the embedded service of this machine is used, and started when needed; a
-    missing connection of another name is an error.
+    missing connection of another name is an error. With an executor that runs tasks on several machines the default
+    connection may not be missing either: each machine would start a service of its own.
     """
 
     conn_name_attr = "elasticflow_conn_id"
@@ -118,6 +123,14 @@ class ElasticFlowHook(BaseHook):
                 f" 'elasticflow' with that id, or leave the argument out to use {self.default_conn_name!r}, or where"
                 " that is missing too, the embedded service of this machine"
             ) from error
+        if (executor := distributed_executor()) is not None:
+            raise AirflowNotFoundException(
+                f"elasticflow_conn_id={self.elasticflow_conn_id!r} is not defined, and [core] executor = {executor!r}"
+                " runs tasks on several machines: each would start an embedded service of its own, and none would know"
+                " what the others have promised. Run `elasticflow serve` where the GPUs are, and add the connection"
+                f" {self.elasticflow_conn_id!r} of type 'elasticflow' with its host, port and token. (If all tasks run"
+                " on this one machine after all, add the connection with an empty host.)"
+            ) from error
 
     def _check(self) -> None:
         """Refuse a connection that cannot be meant, or whose extra cannot be used."""
@@ -149,6 +162,19 @@ class ElasticFlowHook(BaseHook):
             url = f"{connection.schema or 'http'}://{url}:{connection.port or _DEFAULT_PORT}"
         token, named_by = connection.password or None, f"elasticflow_conn_id={self.elasticflow_conn_id!r}"
         return replace(Endpoint.from_url(url, token=token, verify=_verify(extra.get("verify"))), named_by=named_by)
+
+
+def distributed_executor() -> str | None:
+    """Return what ``[core] executor`` says if any of its executors runs tasks on other machines, else None.
+
+    Under ``dag.test()`` none does, whatever it says.
+    """
+    if type(getattr(task_runner, "SUPERVISOR_COMMS", None)).__name__ == "InProcessSupervisorComms":
+        return None
+    configured = str(conf.get("core", "executor", fallback="LocalExecutor"))
+    names = re.split(r"[,;]", configured)  # several, each perhaps as team=executor, alias:module.Class or a module path
+    classes = {re.split(r"[=:.]", name.strip())[-1] for name in names if name.strip()}
+    return None if classes <= _ONE_MACHINE else configured
 
 
 def _is_positive(value: Any) -> bool:

@@ -39,6 +39,10 @@ class TaskMemory:
     since: float = 0.0
     """When this attempt submitted or attached (UTC seconds)."""
     away_since: float | None = None
+    breakdowns: int = 0
+    """How often a trigger broke in this attempt."""
+    told_at_risk: bool = False
+    """Whether ``on_at_risk`` was called since the job came to be at risk."""
     deadlines: dict[str, dict[str, Any]] = field(default_factory=dict)
     mark: ProgressMark = field(default_factory=ProgressMark)
 

@@ -9,15 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from airflow.sdk.exceptions import AirflowException
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
-from elasticflow_airflow.client import (
-    AsyncElasticFlowClient,
-    ElasticFlowError,
-    JobNotFound,
-    ServiceUnavailable,
-    StaleClaim,
-)
+from elasticflow_airflow.client import PASSING, AsyncElasticFlowClient, ElasticFlowError, JobNotFound, StaleClaim
 from elasticflow_airflow.client.embedded import embedded_endpoint
 from elasticflow_airflow.deadlines import zone_from
 from elasticflow_airflow.hooks import ElasticFlowHook
@@ -29,12 +24,13 @@ _KILL_WITHIN_S = 10.0
 
 
 class ElasticFlowJobTrigger(BaseTrigger):
-    """Fires once the job has ended: ``{"job_id", "claim", "outcome"}``.
+    """Fires once the job has ended: ``{"job_id", "claim", "outcome", "event_id"}``.
 
     ``outcome`` is ``"ended"``, or ``"stale"`` (a newer attempt has taken the job over), ``"gone"`` (the service does
-    not know it) or ``"away"`` (nobody answered for ``service_away_s``). ``claim`` is shown with every call, so a
-    trigger of an older attempt changes nothing. ``state_dir`` names the embedded service that the worker used.
-    Times in seconds. ``min_deferral_s`` delays a quick end: see ``[elasticflow] min_deferral_s``.
+    not know it), ``"away"`` (nobody answered for ``service_away_s``), or with ``alarm`` ``"at_risk"`` (the job may miss
+    its deadline; not while ``told`` of it). ``event_id`` is the last event that was logged. ``claim`` is shown with
+    every call, so a trigger of an older attempt changes nothing. ``state_dir`` names the embedded service that the
+    worker used. Times in seconds. ``min_deferral_s`` delays a quick end: see ``[elasticflow] min_deferral_s``.
     """
 
     def __init__(
@@ -48,6 +44,8 @@ class ElasticFlowJobTrigger(BaseTrigger):
         min_deferral_s: float = 15.0,
         service_away_s: float = 3600.0,
         last_event_id: int = 0,
+        alarm: bool = False,
+        told: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # Airflow has no types here
         self.job_id = job_id
@@ -59,6 +57,8 @@ class ElasticFlowJobTrigger(BaseTrigger):
         self.min_deferral_s = min_deferral_s
         self.service_away_s = service_away_s
         self.last_event_id = last_event_id
+        self.alarm = alarm
+        self.told = told
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         """Name this class and its arguments, all plain JSON."""
@@ -74,19 +74,17 @@ class ElasticFlowJobTrigger(BaseTrigger):
                 "min_deferral_s": self.min_deferral_s,
                 "service_away_s": self.service_away_s,
                 "last_event_id": self.last_event_id,
+                "alarm": self.alarm,
+                "told": self.told,
             },
         )
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Wait until the job has ended, then fire once."""
         started = time.monotonic()
-        client = await self._client(retry_for_s=min(30.0, self.service_away_s))
-        try:
-            outcome = await self._wait(client)
-        finally:
-            await client.aclose()
+        outcome = await self._wait()
         await asyncio.sleep(max(0.0, self.min_deferral_s - (time.monotonic() - started)))
-        event = {"job_id": self.job_id, "claim": self.claim, "outcome": outcome}
+        event = {"job_id": self.job_id, "claim": self.claim, "outcome": outcome, "event_id": self.last_event_id}
         yield TriggerEvent(event)  # type: ignore[no-untyped-call]  # Airflow has no types here
 
     async def on_kill(self) -> None:
@@ -109,30 +107,47 @@ class ElasticFlowJobTrigger(BaseTrigger):
             return AsyncElasticFlowClient(embedded_endpoint(Path(self.state_dir)), retry_for_s=retry_for_s)
         return await ElasticFlowHook(self.elasticflow_conn_id).async_client(retry_for_s=retry_for_s)
 
-    async def _wait(self, client: AsyncElasticFlowClient) -> str:
+    async def _wait(self) -> str:
+        """Look until there is an outcome. What may pass (a restart, a token that changes) is waited for.
+
+        A trigger that raises fails its task, and spends one of its retries.
+        """
         mark = ProgressMark(event_id=self.last_event_id)
         last_answer = time.monotonic()
-        while True:
-            try:
-                status = await client.renew(self.job_id, self.claim, "the Airflow task waits")
-                mark = await self._say(client, status, mark)
-            except StaleClaim as error:
-                self.log.warning("%s", error)
-                return "stale"
-            except JobNotFound as error:
-                self.log.error("%s", error)
-                return "gone"
-            except ServiceUnavailable as error:
-                away_s = time.monotonic() - last_answer
-                if away_s > self.service_away_s:
-                    self.log.error("%s; it has been away for %.0f s", error, away_s)
-                    return "away"
-                self.log.warning("%s; waiting for it to come back", error)
-            else:
-                last_answer = time.monotonic()
-                if status.state.terminal:
-                    return "ended"
-            await asyncio.sleep(self.poll_interval_s)
+        client: AsyncElasticFlowClient | None = None
+        try:
+            while True:
+                try:
+                    client = client or await self._client(retry_for_s=min(30.0, self.service_away_s))
+                    status = await client.renew(self.job_id, self.claim, "the Airflow task waits")
+                    mark = await self._say(client, status, mark)
+                    self.last_event_id = mark.event_id
+                except StaleClaim as error:
+                    self.log.warning("%s", error)
+                    return "stale"
+                except JobNotFound as error:
+                    self.log.error("%s", error)
+                    return "gone"
+                except (*PASSING, AirflowException) as error:  # Airflow's own: the connection cannot be read now
+                    away_s = time.monotonic() - last_answer
+                    if away_s > self.service_away_s:
+                        self.log.error("%s; it has been away for %.0f s", error, away_s)
+                        return "away"
+                    self.log.warning("%s; waiting for it to come back", error)
+                    if client is not None:
+                        await client.aclose()
+                        client = None  # its address or its token may have changed
+                else:
+                    last_answer = time.monotonic()
+                    if status.state.terminal:
+                        return "ended"
+                    if self.alarm and status.at_risk and not self.told:
+                        return "at_risk"
+                    self.told = self.told and status.at_risk
+                await asyncio.sleep(self.poll_interval_s)
+        finally:
+            if client is not None:
+                await client.aclose()
 
     async def _say(self, client: AsyncElasticFlowClient, status: JobStatus, mark: ProgressMark) -> ProgressMark:
         events = await client.events(self.job_id, mark.event_id) if status.last_event_id > mark.event_id else []

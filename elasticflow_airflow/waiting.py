@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import tzinfo
 from typing import Any, Protocol
 
-from elasticflow_airflow.client import ElasticFlowClient, ServiceUnavailable
+from elasticflow_airflow.client import PASSING, ElasticFlowClient, ElasticFlowError
 from elasticflow_airflow.clock import now_s
 from elasticflow_airflow.progress import report
 from elasticflow_airflow.settings import AirflowSettings
@@ -46,7 +46,9 @@ class JobWatch:
         timezone: tzinfo,
         log: Logger,
         settings: AirflowSettings,
+        on_status: Callable[[JobStatus], None] | None = None,
     ) -> None:
+        self._on_status = on_status
         self._client = client
         self._memory = memory
         self._timezone = timezone
@@ -62,16 +64,23 @@ class JobWatch:
             self._log.info("%s", line)
         self._memory.mark = replace(mark, event_id=max([mark.event_id, *(e.event_id for e in events)]))
 
+    def tell(self, status: JobStatus) -> None:
+        """Log what is new if the service can be asked for it: a job that was submitted is worth more than a line."""
+        try:
+            self.say(status)
+        except ElasticFlowError as error:
+            self._log.warning("%s; the job is submitted, and its events are said later", error)
+
     def look(self) -> JobStatus | None:
         """Renew the lease and say what is new; None while the service is away, for up to ``service_away_s``.
 
-        Raises StaleClaim, JobNotFound, and ServiceUnavailable when it has been away for too long.
+        Raises StaleClaim, JobNotFound, and what stood between for longer than that.
         """
         memory = self._memory
         try:
             status = self._client.renew(str(memory.job_id), memory.claim, "the Airflow task waits")
             self.say(status)
-        except ServiceUnavailable as error:
+        except PASSING as error:
             now = now_s()
             memory.away_since = memory.away_since or now
             if now - memory.away_since > self._settings.service_away_s:
@@ -79,6 +88,8 @@ class JobWatch:
             self._log.warning("%s; waiting for it to come back", error)
             return None
         memory.away_since = None
+        if self._on_status is not None:
+            self._on_status(status)
         return status
 
     def wait(self, limit_s: float | None, killed: Callable[[], bool]) -> JobStatus | None:

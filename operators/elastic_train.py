@@ -6,36 +6,50 @@ imports torch; everything it needs to know of the service is the client.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from dataclasses import replace
 from datetime import datetime, timedelta, tzinfo
 from datetime import time as time_of_day
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import pendulum
 from airflow.sdk import BaseOperator, Context
 from airflow.sdk.exceptions import (
     AirflowException,
     AirflowFailException,
-    AirflowRescheduleException,
+    TaskDeferralError,
     TaskDeferralTimeout,
 )
 
-from elasticflow_airflow.arguments import ArgumentError, check_arguments, present
+from elasticflow_airflow.alarms import RiskAlarm, describe, remember
+from elasticflow_airflow.arguments import CHECKED, ArgumentError, check_arguments, check_each, present
+from elasticflow_airflow.callables import Given, conceal, listed, reveal
 from elasticflow_airflow.client import (
+    PASSING,
     ElasticFlowClient,
     ElasticFlowError,
+    EmbeddedStartError,
     InvalidSubmission,
     JobNotFound,
+    ServiceUnavailable,
     SnapshotError,
     StaleClaim,
 )
 from elasticflow_airflow.clock import now_s
 from elasticflow_airflow.dag_deadline import alerts_of, check_time_from_dag, dag_of
 from elasticflow_airflow.deadlines import DAG_RUN, DeadlineError, show_duration, zone_name
+from elasticflow_airflow.exceptions import (
+    JobCancelled,
+    JobFailed,
+    JobRejected,
+    JobTakenOver,
+    ServiceAway,
+    as_task_error,
+)
 from elasticflow_airflow.hooks import ElasticFlowHook
+from elasticflow_airflow.killing import KILL_WITHIN_S, Kill, come_back
 from elasticflow_airflow.leases import OwnedJob, keeper
+from elasticflow_airflow.lineage import ReportsLineage
+from elasticflow_airflow.links import ElasticFlowJobLink
 from elasticflow_airflow.outcomes import (
     cancel_message,
     failure_message,
@@ -44,19 +58,29 @@ from elasticflow_airflow.outcomes import (
     result_of,
     success_line,
 )
+from elasticflow_airflow.promotion import carry, promote
 from elasticflow_airflow.run_deadline import ended_jobs
 from elasticflow_airflow.settings import AirflowSettings, deferrable_by_default
 from elasticflow_airflow.submission import Prepared, RunFacts, check_downstream, prepare, run_facts
+from elasticflow_airflow.submitting import InFlight, can_attach
 from elasticflow_airflow.task_memory import TaskMemory
 from elasticflow_airflow.triggers import ElasticFlowJobTrigger
 from elasticflow_airflow.waiting import JobWatch
-from elasticflow_airflow.wire import Attachment, JobStatus, JobSubmission, State
+from elasticflow_airflow.wire import JobStatus, State
 
-_KILL_WITHIN_S = 4.0
-"""Airflow sends SIGKILL five seconds after SIGTERM."""
+if TYPE_CHECKING:
+    from airflow.sdk.definitions.mappedoperator import OperatorPartial
+
+_CALLED = ("on_at_risk", "on_promote")
+_ANSWER_WITHIN_S = 60.0
+"""So long a worker waits for a service that is away before it gives its slot back ..."""
+_AWAY_PAUSE_S = 30.0
+"""... for so long."""
+_MAX_BREAKDOWNS = 3
+"""A trigger may break so often in one attempt (it could not be loaded, say) before the attempt fails."""
 
 
-class ElasticTrainOperator(BaseOperator):
+class ElasticTrainOperator(ReportsLineage, BaseOperator):
     """Train by a deadline; the service decides with how many workers, and changes that while the training runs.
 
     What: ``script`` (relative to the DAG file) or ``module``, ``script_args``, ``env``, ``secret_env`` (name to
@@ -85,8 +109,14 @@ class ElasticTrainOperator(BaseOperator):
     ``progress_regex`` or ``progress_file`` for scripts that know nothing of this library, ``deferrable``,
     ``elasticflow_conn_id``.
 
+    Who hears of it: ``on_at_risk`` (callables or notifiers, as for Airflow's callbacks, or import paths: called in a
+    worker each time the job comes to be at risk of missing its deadline), ``on_promote`` (a callable or import path,
+    called after a success with what its parameters name of ``result``, ``checkpoint_path`` and the context; what it
+    returns stands in the result as ``promoted``). Assets among ``outlets`` carry the checkpoint in their event.
+
     Returns a dict: job_id, verdict, deadline, finished_at, slack_s, met, steps, final_loss, checkpoint_path,
-    gpu_seconds, rescales, metrics. Raises ArgumentError and DeadlineError at DAG parse for what can be known then.
+    checkpoint_digest, gpu_seconds, rescales, metrics. Raises ArgumentError and DeadlineError at DAG parse for what can
+    be known then.
     """
 
     template_fields: Sequence[str] = (
@@ -108,6 +138,7 @@ class ElasticTrainOperator(BaseOperator):
     )
     template_fields_renderers = {"script_args": "json", "env": "json"}  # noqa: RUF012 - Airflow's declaration
     ui_color = "#dff2e4"
+    operator_extra_links = (ElasticFlowJobLink(),)
 
     def __init__(
         self,
@@ -141,6 +172,8 @@ class ElasticTrainOperator(BaseOperator):
         scaling_curve: Mapping[int, float] | None = None,
         progress_regex: str | None = None,
         progress_file: str | None = None,
+        on_at_risk: Given | Sequence[Given] = None,
+        on_promote: Given = None,
         deferrable: bool | None = None,
         elasticflow_conn_id: str = ElasticFlowHook.default_conn_name,
         **kwargs: Any,
@@ -175,6 +208,8 @@ class ElasticTrainOperator(BaseOperator):
         self.scaling_curve = scaling_curve
         self.progress_regex = progress_regex
         self.progress_file = progress_file
+        self.on_at_risk = reveal(on_at_risk)
+        self.on_promote = reveal(on_promote)
         self.deferrable = deferrable_by_default() if deferrable is None else deferrable
         self.elasticflow_conn_id = elasticflow_conn_id
         self._given = {name: getattr(self, name) for name in self.template_fields}
@@ -183,39 +218,21 @@ class ElasticTrainOperator(BaseOperator):
         """The DAG's DeadlineAlerts at parse: who tests a DAG takes them off, as dag.test() cannot end with them."""
         self.elasticflow_job: OwnedJob | None = None
         """The job of this attempt, for the listener that acknowledges or cancels it."""
-        self._submitted: Future[Attachment] | None = None
-        self._killed = False
-        check_arguments(
-            script=script,
-            module=module,
-            steps=steps,
-            epochs=epochs,
-            samples=samples,
-            global_batch_size=global_batch_size,
-            deadline=deadline,
-            deadline_of=deadline_of,
-            downstream_reserve=downstream_reserve,
-            best_effort=best_effort,
-            latest_deadline=latest_deadline,
-            value=value,
-            on_reject=on_reject,
-            on_past_deadline=on_past_deadline,
-            on_miss=on_miss,
-            min_workers=min_workers,
-            max_workers=max_workers,
-            consistency=consistency,
-            logical_workers=logical_workers,
-            scaling_curve=scaling_curve,
-            env=env,
-            secret_env=secret_env,
-            script_args=script_args,
-            target_loss=target_loss,
-            progress_regex=progress_regex,
-            progress_file=progress_file,
-        )
+        self._in_flight: InFlight | None = None
+        self._task_instance: Any = None
+        self._context: Context = {}
+        self._result: dict[str, Any] | None = None
+        self._kill = Kill()
+        self._check()
 
         if deadline is None and deadline_of is not None and dag_of(self) is not None:
             check_time_from_dag(self.dag, self._dag_alerts, deadline_of)
+
+    @classmethod
+    def partial(cls, **kwargs: Any) -> OperatorPartial:
+        """Begin a mapped task, see Airflow's dynamic task mapping. What can be known then is refused here."""
+        check_each(kwargs)
+        return super().partial(**{name: conceal(value) if name in _CALLED else value for name, value in kwargs.items()})
 
     # --- Airflow calls these -------------------------------------------------------------------------------------
 
@@ -229,6 +246,7 @@ class ElasticTrainOperator(BaseOperator):
 
     def execute(self, context: Context) -> dict[str, Any]:
         """Submit or attach, then wait by the way that fits where this runs."""
+        self._task_instance, self._context = context["ti"], context
         run_id = context["ti"].run_id
         if keeper().was_interrupted(run_id):
             raise AirflowFailException("dag.test() was interrupted by Ctrl-C: nothing more is trained")
@@ -237,54 +255,80 @@ class ElasticTrainOperator(BaseOperator):
         except (ArgumentError, DeadlineError, SnapshotError, InvalidSubmission, StaleClaim) as error:
             raise AirflowFailException(str(error)) from error  # the next try would end the same way
         except ElasticFlowError as error:
-            raise AirflowException(str(error)) from error
+            raise as_task_error(error) from error
         except KeyboardInterrupt:
-            self._await_submission()
+            if self._in_flight is not None:
+                self._in_flight.job(KILL_WITHIN_S, self.log)
             keeper().interrupt(run_id)
             raise
 
     def execute_complete(self, context: Context, event: dict[str, Any]) -> dict[str, Any]:
         """Go on when the trigger has fired. What is needed is in ``event``: ``dag.test()`` passes nothing else."""
+        self._task_instance, self._context = context["ti"], context
         job_id, claim, outcome = str(event["job_id"]), int(event["claim"]), str(event["outcome"])
         timezone, settings = context["dag"].timezone, AirflowSettings.read()
         endpoint = ElasticFlowHook(self.elasticflow_conn_id).endpoint()
         self.elasticflow_job = OwnedJob(endpoint=endpoint, job_id=job_id, claim=claim)
         if outcome == "stale":
-            raise AirflowFailException(f"a newer attempt of this task has taken job {job_id} over: this one stops")
+            raise JobTakenOver(f"a newer attempt of this task has taken job {job_id} over: this one stops")
         if outcome == "away":
-            raise AirflowException(
+            raise ServiceAway(
                 f"{endpoint} did not answer for {show_duration(settings.service_away_s)}; a retry attaches to job"
                 f" {job_id} again"
             )
+        memory = TaskMemory.load(context["task_state_store"])
+        memory.job_id, memory.claim = job_id, claim
+        memory.mark = replace(memory.mark, event_id=int(event.get("event_id", memory.mark.event_id)))
         try:
-            with ElasticFlowClient(endpoint) as client:
+            with ElasticFlowClient(endpoint, retry_for_s=_ANSWER_WITHIN_S) as client:
                 status = client.status(job_id)
-        except ElasticFlowError as error:
-            raise AirflowException(str(error)) from error
-        if not status.state.terminal:
-            # The trigger saw another incarnation end, or gave up early: look on.
-            memory = TaskMemory.load(context["task_state_store"])
-            memory.job_id, memory.claim = job_id, claim
+                self._alarm(client, memory, timezone).look(status)
+        except JobNotFound:
+            self.log.warning("the service does not know job %s any more: submitting it again", job_id)
+            return self._train_again(context, memory)
+        except PASSING as error:
+            self.log.warning("%s; waiting for it to come back", error)
             self._defer(memory, settings, timezone)
+        except ElasticFlowError as error:
+            raise as_task_error(error) from error
+        if not status.state.terminal:
+            # It is at risk; or the trigger saw another incarnation end, or gave up early. Look on.
+            memory.save(context["task_state_store"])
+            self._defer(memory, settings, timezone)
+        if status.orphaned:
+            self.log.warning("%s while nobody could ask for it: submitting it again", status.state_reason)
+            return self._train_again(context, memory)
         return self._finish(status, timezone)
 
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
-        """Cancel the job when the deferral timed out: Airflow does not kill the trigger then."""
+        """Cancel the job when the deferral timed out, as Airflow kills nobody then; outlast a broken trigger."""
+        self._task_instance, self._context = context["ti"], context
         try:
             return super().resume_execution(next_method, next_kwargs, context)
-        except TaskDeferralTimeout:
+        except (TaskDeferralError, TaskDeferralTimeout) as error:
             memory = TaskMemory.load(context["task_state_store"])
-            if memory.job_id is not None:
-                endpoint = ElasticFlowHook(self.elasticflow_conn_id).endpoint(start=False)
-                job = OwnedJob(endpoint=endpoint, job_id=memory.job_id, claim=memory.claim)
+            if memory.job_id is None:
+                raise
+            endpoint = ElasticFlowHook(self.elasticflow_conn_id).endpoint(start=False)
+            job = OwnedJob(endpoint=endpoint, job_id=memory.job_id, claim=memory.claim)
+            self.elasticflow_job = job  # for the listener, if this was the last try
+            if isinstance(error, TaskDeferralTimeout):
                 self.log.warning("%s", job.cancel(f"the task's execution_timeout ({self.execution_timeout}) is over"))
-            raise
+                raise
+            memory.breakdowns += 1
+            if memory.breakdowns > _MAX_BREAKDOWNS:
+                raise
+            memory.save(context["task_state_store"])
+            # The job trains on, and a trigger that broke is no failure of the task: no retry is spent on it.
+            self.log.warning("the trigger broke (%s): attaching to job %s again", error, memory.job_id)
+            return self.execute(context)
 
     def on_kill(self) -> None:
-        """Cancel the job, within the five seconds that Airflow gives. The waiting loop ends by itself."""
-        self._killed = True
-        if self.elasticflow_job is not None:
-            self.log.warning("%s", self.elasticflow_job.cancel("the Airflow task was killed", within_s=_KILL_WITHIN_S))
+        """Decide what becomes of the job, within the five seconds that Airflow gives. The waiting loop ends by itself.
+
+        A user's kill and a timeout cancel it; a worker that is shut down does not.
+        """
+        self._kill.strike(self._task_instance, self._find_job, self.log, self.execution_timeout)
 
     # --- the steps -----------------------------------------------------------------------------------------------
 
@@ -300,17 +344,22 @@ class ElasticTrainOperator(BaseOperator):
             dag_alerts=self._dag_alerts,
             ended_jobs=lambda: ended_jobs(hook, context["ti"]),
         )
-        is_poke = memory.attempt == facts.attempt and memory.job_id is not None
+        # Elsewhere the same try may run twice (its scheduler died): the second is a new owner, with its own claim.
+        is_poke = facts.is_dag_test and memory.attempt == facts.attempt and memory.job_id is not None
         # Whatever can be wrong with the arguments is said before the service is started or asked.
-        prepared = None if is_poke else prepare(self, self._given, facts, memory, settings)
-        with ElasticFlowClient(hook.endpoint()) as client:
-            watch = JobWatch(client, memory, timezone=facts.timezone, log=self.log, settings=settings)
+        prepared = None if is_poke else self._prepare(facts, memory, settings)
+        with ElasticFlowClient(hook.endpoint(), retry_for_s=_ANSWER_WITHIN_S) as client:
+            look = self._alarm(client, memory, facts.timezone).look
+            watch = JobWatch(client, memory, timezone=facts.timezone, log=self.log, settings=settings, on_status=look)
             if prepared is None:
                 status = self._look_again(client, watch, facts, memory, settings)
             else:
-                status = self._submit(client, prepared, facts, memory)
+                try:
+                    status = self._submit(client, prepared, facts, memory)
+                except ServiceUnavailable as error:
+                    self._come_back_later(error, facts, memory, settings, store)
                 memory.save(store)  # before anything that may fail: a retry must find the claim
-                watch.say(status)
+                watch.tell(status)
             memory.save(store)
             ended = status is not None and status.state.terminal
             if facts.is_dag_test and not ended:
@@ -318,13 +367,47 @@ class ElasticTrainOperator(BaseOperator):
                 if self.deferrable:
                     self._reschedule(memory)
             if not ended:
-                status = watch.wait(settings.inline_wait_s if self.deferrable else None, lambda: self._killed)
+                status = watch.wait(settings.inline_wait_s if self.deferrable else None, lambda: self._kill.happened)
                 memory.save(store)
+        if status is not None and status.orphaned:
+            self.log.warning("%s while nobody could ask for it: submitting it again", status.state_reason)
+            return self._train_again(context, memory)
         if status is not None and status.state.terminal:
             return self._finish(status, facts.timezone)
-        if self._killed:
-            raise AirflowException(f"the task was killed while it waited for job {memory.job_id}")
+        if self._kill.happened:
+            self._stop_killed(f"while it waited for job {memory.job_id}")
         self._defer(memory, settings, facts.timezone)
+
+    def _train_again(self, context: Context, memory: TaskMemory) -> dict[str, Any]:
+        """Submit anew what was lost without anybody's wish: no retry is spent on it."""
+        memory.job_id = None
+        memory.save(context["task_state_store"])
+        return self.execute(context)
+
+    def _come_back_later(
+        self, error: ServiceUnavailable, facts: RunFacts, memory: TaskMemory, settings: AirflowSettings, store: Any
+    ) -> NoReturn:
+        """Give the worker slot back while the service is away, and look again: no retry is spent on it."""
+        now = now_s()
+        memory.away_since = memory.away_since or now
+        away_s = now - memory.away_since
+        if facts.is_dag_test or isinstance(error, EmbeddedStartError) or away_s > settings.service_away_s:
+            raise error
+        memory.save(store)
+        self.log.warning("%s; looking again in %g s", error, _AWAY_PAUSE_S)
+        come_back(_AWAY_PAUSE_S)
+
+    def _check(self) -> None:
+        """Refuse arguments that cannot be right. Raises ArgumentError or DeadlineError."""
+        check_arguments(**{name: getattr(self, name) for name in CHECKED})
+
+    def _prepare(self, facts: RunFacts, memory: TaskMemory, settings: AirflowSettings) -> Prepared:
+        """Make the submission; once per attempt. Raises ArgumentError, DeadlineError or SnapshotError."""
+        return prepare(self, self._given, facts, memory, settings)
+
+    def _alarm(self, client: ElasticFlowClient, memory: TaskMemory, timezone: tzinfo) -> RiskAlarm:
+        told = listed(self.on_at_risk)
+        return RiskAlarm(told, context=self._context, client=client, memory=memory, timezone=timezone, log=self.log)
 
     def _submit(self, client: ElasticFlowClient, prepared: Prepared, facts: RunFacts, memory: TaskMemory) -> JobStatus:
         submission, now = prepared.submission, now_s()
@@ -333,7 +416,7 @@ class ElasticTrainOperator(BaseOperator):
         for warning in prepared.warnings:
             self.log.warning("%s", warning)
         past_s = 0.0 if submission.deadline_at is None else now - submission.deadline_at
-        is_late = past_s > 0 and not _can_attach(client, submission.identity.job_id)
+        is_late = past_s > 0 and not can_attach(client, submission.identity.job_id)
         gives_in = self.on_past_deadline == "best_effort" or (self.on_past_deadline == "auto" and facts.replays)
         if is_late and gives_in:
             self.log.warning("the deadline passed %s ago: training as best effort", show_duration(past_s))
@@ -343,9 +426,14 @@ class ElasticTrainOperator(BaseOperator):
             # Submitted all the same: the service knows the earliest deadline that it could promise.
             submission = submission.model_copy(update={"on_reject": "fail", "latest_deadline_at": None})
         client.upload_snapshot(prepared.snapshot)
-        attachment = self._submit_whatever_comes(client, submission, keep=facts.is_dag_test)
+        if self._kill.happened:
+            self._stop_killed("before its job was submitted")
+        self._in_flight = InFlight(client.endpoint, submission, retry_for_s=client.retry_for_s, keep=facts.is_dag_test)
+        attachment = self._in_flight.answer()
+        if memory.attempt != facts.attempt:
+            memory.since, memory.breakdowns, memory.told_at_risk = now, 0, False
         memory.attempt, memory.job_id, memory.claim = facts.attempt, attachment.job.job_id, attachment.claim
-        memory.since, memory.away_since = now, None
+        memory.away_since = None
         job = self._own(client, memory)
         for warning in attachment.warnings:
             self.log.warning("%s", warning)
@@ -359,43 +447,22 @@ class ElasticTrainOperator(BaseOperator):
             status.verdict.decision if not status.state.terminal else status.state.value,
             f", {status.verdict.reason}" if status.verdict.reason else "",
         )
-        if self._killed:
+        if self._kill.happened:
             self.on_kill()  # the signal came before there was a job to cancel
         if is_late and not gives_in and status.state is not State.REJECTED:
             self.log.warning("%s", job.cancel("its deadline had passed before it was submitted"))
             raise AirflowFailException(past_deadline_message(prepared.submission, facts.timezone, now))
         return status
 
-    def _submit_whatever_comes(self, client: ElasticFlowClient, submission: JobSubmission, *, keep: bool) -> Attachment:
-        """Submit in a thread: Ctrl-C between request and answer must not lose the claim to a job that now trains.
+    def _find_job(self) -> OwnedJob | None:
+        """Find the job of this attempt, even where the answer to its submission was not waited for."""
+        if self.elasticflow_job is None and self._in_flight is not None:
+            self.elasticflow_job = self._in_flight.job(KILL_WITHIN_S, self.log)
+        return self.elasticflow_job
 
-        With ``keep``, the thread hands the job to the lease keeper, which cancels it when this process leaves, however
-        often Ctrl-C was pressed.
-        """
-        submitted: Future[Attachment] = Future()
-
-        def submit() -> None:
-            try:
-                attachment = client.submit(submission)
-                if keep and not attachment.job.state.terminal:
-                    job_id = attachment.job.job_id
-                    keeper().keep(OwnedJob(endpoint=client.endpoint, job_id=job_id, claim=attachment.claim))
-                submitted.set_result(attachment)
-            except BaseException as error:  # noqa: BLE001 - raised by result(), in the thread that waits
-                submitted.set_exception(error)
-
-        self._submitted = submitted
-        threading.Thread(target=submit, name="elasticflow-submit").start()
-        return submitted.result()
-
-    def _await_submission(self) -> None:
-        """Give a submission that is under way the time to be answered."""
-        if self._submitted is None:
-            return
-        try:
-            self._submitted.result(timeout=_KILL_WITHIN_S)
-        except (ElasticFlowError, TimeoutError) as error:
-            self.log.warning("interrupted while submitting: %s", error or "the service has not answered yet")
+    def _stop_killed(self, what: str) -> NoReturn:
+        # Not at once, for the reason that delays a trigger.
+        self._kill.end(what, max(1.0, AirflowSettings.read().min_deferral_s), self.log)
 
     def _look_again(
         self,
@@ -411,7 +478,7 @@ class ElasticTrainOperator(BaseOperator):
             status = watch.look()
         except JobNotFound:
             self.log.warning("the service does not know job %s any more: submitting it again", memory.job_id)
-            return self._submit(client, prepare(self, self._given, facts, memory, settings), facts, memory)
+            return self._submit(client, self._prepare(facts, memory, settings), facts, memory)
         limit = self.execution_timeout
         if limit is not None and now_s() - memory.since > limit.total_seconds():
             # Each poke is a new execution to Airflow, whose own timeout sees only this one.
@@ -426,8 +493,7 @@ class ElasticTrainOperator(BaseOperator):
     def _reschedule(self, memory: TaskMemory) -> NoReturn:
         pause_s = AirflowSettings.read().dag_test_poke_s
         self.log.debug("job %s goes on; looking again in %g s", memory.job_id, pause_s)
-        poke_at = pendulum.now("UTC").add(seconds=pause_s)
-        raise AirflowRescheduleException(poke_at)  # type: ignore[no-untyped-call]  # Airflow has no types here
+        come_back(pause_s)
 
     def _defer(self, memory: TaskMemory, settings: AirflowSettings, timezone: tzinfo) -> NoReturn:
         job = self.elasticflow_job
@@ -443,33 +509,48 @@ class ElasticTrainOperator(BaseOperator):
                 min_deferral_s=settings.min_deferral_s,
                 service_away_s=settings.service_away_s,
                 last_event_id=memory.mark.event_id,
+                alarm=bool(self.on_at_risk),
+                told=memory.told_at_risk,
             ),
             method_name="execute_complete",
-            timeout=self.execution_timeout,  # Airflow does not apply it to a deferred task by itself
+            timeout=self._time_left(memory),  # Airflow does not apply execution_timeout to a deferred task
         )
+
+    def _time_left(self, memory: TaskMemory) -> timedelta | None:
+        """What is left of ``execution_timeout`` for a deferral: the attempt began when it submitted."""
+        if self.execution_timeout is None or not memory.since:
+            return self.execution_timeout
+        passed = timedelta(seconds=now_s() - memory.since)
+        return max(timedelta(seconds=1), self.execution_timeout - passed)
 
     def _finish(self, status: JobStatus, timezone: tzinfo) -> dict[str, Any]:
         """Return the result of a success; raise for every other end, and always once the task was killed."""
         keeper().forget(status.job_id)
-        if self._killed:
-            raise AirflowException(f"the task was killed; job {status.job_id} is {status.state.value}")
+        if self._kill.happened:
+            self._stop_killed(f"when job {status.job_id} was {status.state.value}")
+        remember(self._context, describe(status, timezone))
         if status.state is State.SUCCEEDED:
             line = success_line(status, timezone)
             missed = status.result is not None and status.result.met is False
             self.log.log(30 if missed else 20, "%s", line)
-            return result_of(status, timezone)
+            return self._hand_on(result_of(status, timezone))
         self.elasticflow_job = None  # it has ended: there is nothing left for the listener to acknowledge or cancel
         if status.state is State.REJECTED:
-            raise AirflowFailException(rejection_message(status, timezone, now_s()))
+            raise JobRejected(rejection_message(status, timezone, now_s()))
         if status.state is State.CANCELLED:
-            raise AirflowFailException(cancel_message(status))
-        raise AirflowException(failure_message(status))
+            raise JobCancelled(cancel_message(status))
+        raise JobFailed(failure_message(status), step=status.step)
 
-
-def _can_attach(client: ElasticFlowClient, job_id: str) -> bool:
-    """Whether a job lives, or has succeeded unacknowledged: an attempt may come late to it."""
-    try:
-        status = client.status(job_id)
-    except JobNotFound:
-        return False
-    return not status.state.terminal or (status.state is State.SUCCEEDED and not status.acknowledged)
+    def _hand_on(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Give the checkpoint to the model registry and the task's assets; the result, with what came of it."""
+        self._result = result
+        if self.on_promote is not None:
+            # A failure here fails the task before the success is acknowledged: a retry promotes, and trains nothing.
+            result["promoted"] = promote(self.on_promote, result, self._context)
+            self.log.info("on_promote: %s", result["promoted"])
+            if self._kill.happened:
+                self._stop_killed("after its model was promoted")
+        carried = carry(self.outlets, result, self._context)
+        if carried:
+            self.log.info("the checkpoint is in the events of %s", ", ".join(carried))
+        return result

@@ -10,6 +10,7 @@ from elasticflow_airflow.client.aio import AsyncElasticFlowClient
 from elasticflow_airflow.client.embedded import default_state_dir, ensure_service
 from elasticflow_airflow.client.endpoint import Endpoint
 from elasticflow_airflow.client.errors import (
+    PASSING,
     ElasticFlowError,
     EmbeddedStartError,
     IncompatibleService,
@@ -26,6 +27,7 @@ from elasticflow_airflow.client.snapshot import Snapshot, snapshot_folder, snaps
 from elasticflow_airflow.client.sync import ElasticFlowClient
 
 __all__ = [
+    "PASSING",
     "AsyncElasticFlowClient",
     "ElasticFlowClient",
     "ElasticFlowError",

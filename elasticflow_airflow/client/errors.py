@@ -7,6 +7,8 @@ Knows HTTP answers and the wire's ``Problem``; knows nothing of Airflow.
 
 from __future__ import annotations
 
+from typing import Final
+
 import httpx
 from pydantic import ValidationError
 
@@ -61,6 +63,10 @@ class IncompatibleService(ElasticFlowError):
 
 class SnapshotError(ElasticFlowError):
     """The code cannot be snapshotted: not found, too large, or it leaves its folder."""
+
+
+PASSING: Final = (ServiceUnavailable, ServiceFault, IncompatibleService, Unauthorized)
+"""What may pass while a job trains, and is waited for: a restart, a full disk, an upgrade, a token that changes."""
 
 
 def raise_for_answer(response: httpx.Response, where: str) -> None:

@@ -55,6 +55,7 @@ def status_of(job: JobRow, row: IncarnationRow, generations: Sequence[Generation
         at_risk=row.at_risk,
         lease_expires_at=row.lease_expires_at,
         acknowledged=row.acknowledged,
+        orphaned=row.state == State.CANCELLED and row.parked and row.cancel_reason is None,
         result=result,
         failure=row.failure,
         log_names=list(dict.fromkeys(name for g in generations for name in g.log_names)),

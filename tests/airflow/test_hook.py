@@ -99,3 +99,42 @@ def test_test_connection_says_what_is_wrong(define):
     ok, message = ElasticFlowHook("prod").test_connection()
     assert not ok
     assert "not defined" in message
+
+
+@pytest.mark.parametrize(
+    "executor",
+    [
+        "CeleryExecutor",
+        "airflow.providers.cncf.kubernetes.executors.kubernetes_executor.KubernetesExecutor",
+        "LocalExecutor,CeleryExecutor",
+        "LocalExecutor;team1=CeleryExecutor",
+        "edge:airflow.providers.edge3.executors.EdgeExecutor",
+    ],
+)
+async def test_no_embedded_service_for_each_machine_of_a_cluster(monkeypatch, define, executor):
+    monkeypatch.setenv("AIRFLOW__CORE__EXECUTOR", executor)
+
+    async def aget(conn_id):
+        raise AirflowNotFoundException(conn_id)
+
+    with pytest.raises(AirflowNotFoundException, match=r"'elasticflow_default' is not defined, and \[core\] executor"):
+        ElasticFlowHook().endpoint(start=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(ElasticFlowHook, "aget_connection", staticmethod(aget))
+        with pytest.raises(AirflowNotFoundException, match="Run `elasticflow serve`"):
+            await ElasticFlowHook().async_client()
+    # Who says so in a connection means it; under dag.test() the executor runs nothing.
+    define("elasticflow_default", extra={})
+    assert ElasticFlowHook().endpoint(start=False).embedded_state_dir == embedded_state_dir()
+    monkeypatch.delenv("AIRFLOW_CONN_ELASTICFLOW_DEFAULT")
+    comms = type("InProcessSupervisorComms", (), {})()
+    monkeypatch.setattr("airflow.sdk.execution_time.task_runner.SUPERVISOR_COMMS", comms, raising=False)
+    from elasticflow_airflow.hooks import distributed_executor
+
+    assert distributed_executor() is None
+
+
+@pytest.mark.parametrize("executor", ["LocalExecutor", "SequentialExecutor", "team1=LocalExecutor"])
+def test_executors_of_one_machine_may_embed(monkeypatch, executor):
+    monkeypatch.setenv("AIRFLOW__CORE__EXECUTOR", executor)
+    assert ElasticFlowHook().endpoint(start=False).embedded_state_dir == embedded_state_dir()

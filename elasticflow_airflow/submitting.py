@@ -1,0 +1,62 @@
+"""Sends a submission whatever comes in between: a signal between request and answer must not lose the claim.
+
+The claim is the only way to a job that trains by then.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint, JobNotFound
+from elasticflow_airflow.leases import OwnedJob, keeper
+from elasticflow_airflow.wire import Attachment, JobSubmission, State
+
+
+class InFlight:
+    """A submission under way, in a thread and by a client of its own: Ctrl-C and timeouts reach only who waits for it.
+
+    With ``keep``, the thread hands the job to the lease keeper, which cancels it when this process leaves, however
+    often Ctrl-C was pressed.
+    """
+
+    def __init__(self, endpoint: Endpoint, submission: JobSubmission, *, retry_for_s: float, keep: bool) -> None:
+        self._endpoint, self._submission, self._retry_for_s, self._keep = endpoint, submission, retry_for_s, keep
+        self._answer: Future[Attachment] = Future()
+        threading.Thread(target=self._submit, name="elasticflow-submit").start()
+
+    def answer(self) -> Attachment:
+        """Wait for the answer. Raises what the client raises."""
+        return self._answer.result()
+
+    def job(self, limit_s: float, log: Any) -> OwnedJob | None:
+        """Give it some more time to be answered; the job, if there is one."""
+        try:
+            attachment = self._answer.result(timeout=limit_s)
+        except (ElasticFlowError, TimeoutError) as error:
+            log.warning("interrupted while submitting: %s", error or "the service has not answered yet")
+            return None
+        return self._own(attachment)
+
+    def _own(self, attachment: Attachment) -> OwnedJob:
+        return OwnedJob(endpoint=self._endpoint, job_id=attachment.job.job_id, claim=attachment.claim)
+
+    def _submit(self) -> None:
+        try:
+            with ElasticFlowClient(self._endpoint, retry_for_s=self._retry_for_s) as client:
+                attachment = client.submit(self._submission)
+            if self._keep and not attachment.job.state.terminal:
+                keeper().keep(self._own(attachment))
+            self._answer.set_result(attachment)
+        except BaseException as error:  # noqa: BLE001 - raised by result(), in the thread that waits
+            self._answer.set_exception(error)
+
+
+def can_attach(client: ElasticFlowClient, job_id: str) -> bool:
+    """Whether a job lives, or has succeeded unacknowledged: an attempt may come late to it."""
+    try:
+        status = client.status(job_id)
+    except JobNotFound:
+        return False
+    return not status.state.terminal or (status.state is State.SUCCEEDED and not status.acknowledged)

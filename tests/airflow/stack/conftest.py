@@ -1,0 +1,38 @@
+"""Two stacks, each started once: on SQLite for all paths, on PostgreSQL for those where the database matters."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from support.airflow_paths import PATHS
+from support.airflow_stack import Stack, close_stack, open_stack
+from support.postgres import postgres
+
+
+@pytest.fixture(scope="session")
+def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
+    """Airflow and the services on SQLite."""
+    opened = open_stack(PATHS.dag_file(), len(PATHS.dags))
+    yield opened
+    close(opened, request)
+
+
+@pytest.fixture(scope="session")
+def postgres_stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
+    """Airflow and the service on databases of a real PostgreSQL."""
+    with postgres() as (url, sql):
+        names = [f"{part}{uuid.uuid4().hex}" for part in ("airflow", "service")]
+        for name in names:
+            sql(f"CREATE DATABASE {name}")
+        database, service_database = (url.format(n).replace("postgresql:", "postgresql+psycopg:") for n in names)
+        opened = open_stack(PATHS.dag_file(), len(PATHS.dags), database=database, service_database=service_database)
+        yield opened
+        close(opened, request)
+
+
+def close(stack: Stack, request: pytest.FixtureRequest) -> None:
+    if request.session.testsfailed:
+        print(stack.tails())
+    close_stack(stack)
