@@ -93,7 +93,10 @@ def run_of_dag(context: Mapping[str, Any], dag_alerts: Sequence[Any] = ()) -> Ru
 
 
 class DeadlinesOfRun:
-    """Computes the deadlines of one run; the history of what comes after is asked for once, and only if needed."""
+    """Computes the deadlines of one run; the history of what comes after is asked for once, and only if needed.
+
+    ``has_history``: there is a task process that may ask Airflow; not where a run is only planned.
+    """
 
     def __init__(
         self,
@@ -105,7 +108,9 @@ class DeadlinesOfRun:
         *,
         now: datetime,
         ended_jobs: Callable[[], Sequence[EndedJob]] | None = None,
+        has_history: bool = True,
     ) -> None:
+        self._has_history = has_history
         self._task, self._run, self._identity, self._timezone = task, run, identity, timezone
         self._memory, self._now, self._ended_jobs = memory, now, ended_jobs
         self._reserve: Reserve | None = None
@@ -146,6 +151,8 @@ class DeadlinesOfRun:
         )
 
     def _what_comes_after(self, deadline_of: str) -> Reserve:
+        if self._reserve is None and not self._has_history:
+            self._reserve = declared_reserve(self._task.downstream_reserve, deadline_of)
         if self._reserve is None:
             before = self._run.logical_date or self._run.run_after
             past = TaskOfRun(
@@ -172,33 +179,6 @@ class DeadlinesOfRun:
             variable=_variable,
             deadline_of=self._task.deadline_of,
         )
-
-
-def deadline_before_a_run(
-    task: Deadlined, run: RunOfDag, timezone: tzinfo, now: datetime, variable: Callable[[str], str] | None = None
-) -> TrainingDeadline:
-    """The deadline that a run will have, told before there is one: with the declared reserve. Raises DeadlineError."""
-    deadline_of = task.deadline_of
-    own = deadline_of in (None, task.task_id)
-    given = task.deadline
-    if given is None:
-        times = RunTimes(due=run.run_after, logical_date=run.logical_date)
-        given = time_from_dag(
-            run.alerts,
-            times,
-            next_run=run.next_due,
-            variable=variable or _variable,
-            deadline_of=deadline_of or task.task_id,
-        )
-    reserve = None if own or deadline_of is None else declared_reserve(task.downstream_reserve, deadline_of)
-    return training_deadline(
-        given,
-        run_due=run.run_after,
-        timezone=timezone,
-        deadline_of=None if own else deadline_of,
-        reserve=reserve,
-        now=now,
-    )
 
 
 def due_times(run: RunOfDag, *, replays: bool, now: datetime) -> dict[str, Any]:
@@ -229,7 +209,7 @@ def due_times(run: RunOfDag, *, replays: bool, now: datetime) -> dict[str, Any]:
     return {
         "due_at": run.run_after.timestamp(),
         "next_run_at": first.timestamp(),
-        "next_runs_at": tuple(due.timestamp() for due in window),
+        "next_runs_at": tuple(due.run_after.timestamp() for due in window),
     }
 
 

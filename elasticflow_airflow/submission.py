@@ -94,6 +94,8 @@ class RunFacts:
     """A backfill, or a task or run that was cleared: its deadline may be long past, and nobody waits for it."""
     ended_jobs: Callable[[], Sequence[EndedJob]] | None = None
     """Lists past trainings of this task, for where Airflow's history alone does not tell what comes after them."""
+    has_history: bool = True
+    """False: the run is only planned, and there is no task process that could ask Airflow."""
 
 
 def run_facts(
@@ -139,10 +141,17 @@ def is_dag_test(context: Mapping[str, Any]) -> bool:
 
 
 def prepare(
-    task: ElasticTask, given: Mapping[str, Any], facts: RunFacts, memory: TaskMemory, settings: AirflowSettings
+    task: ElasticTask,
+    given: Mapping[str, Any],
+    facts: RunFacts,
+    memory: TaskMemory,
+    settings: AirflowSettings,
+    *,
+    snapshot: Snapshot | None = None,
 ) -> Prepared:
     """Check the rendered arguments and make the submission of them. ``given`` holds them as the DAG file says them.
 
+    ``snapshot``: the code, where it has been taken before.
     Raises ArgumentError, DeadlineError or SnapshotError; nothing has been sent then.
     """
     for name in ("script", "module", "working_dir", "python", "init_from", "deadline", "latest_deadline"):
@@ -153,12 +162,19 @@ def prepare(
     )
     now = pendulum.from_timestamp(now_s())
     deadlines = DeadlinesOfRun(
-        task, facts.run, facts.identity, facts.timezone, memory, now=now, ended_jobs=facts.ended_jobs
+        task,
+        facts.run,
+        facts.identity,
+        facts.timezone,
+        memory,
+        now=now,
+        ended_jobs=facts.ended_jobs,
+        has_history=facts.has_history,
     )
     deadline_at, latest_at = (deadlines.compute(argument) for argument in ("deadline", "latest_deadline"))
     notes = deadlines.notes
     arithmetic = {ARITHMETIC_LABEL: notes[0]} if deadline_at is not None else {}
-    snapshot = take_snapshot(task.script, task.module, facts, settings.snapshot_max_bytes)
+    snapshot = snapshot or take_snapshot(task.script, task.module, facts, settings.snapshot_max_bytes)
     notes.append(f"code: {snapshot.root} ({len(snapshot.files)} files, {len(snapshot.tar) / 1024:.0f} KiB)")
     if snapshot.ignored:
         names = ", ".join(snapshot.ignored[:8]) + (", ..." if len(snapshot.ignored) > 8 else "")

@@ -30,7 +30,10 @@ class TimetableError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownRun:
-    """A run that the timetable counts on from: schedules like ``timedelta(hours=3)`` have no phase of their own."""
+    """A run of a timetable: when it is due, and its data interval.
+
+    What comes next is counted from one that is known: schedules like ``timedelta(hours=3)`` have no phase of their own.
+    """
 
     run_after: datetime
     interval_start: datetime | None = None
@@ -54,8 +57,8 @@ def next_runs(
     most: int = CALENDAR_MOST,
     earliest: datetime | None = None,
     latest: datetime | None = None,
-) -> list[datetime]:
-    """The moments later than ``after``, and not later than ``until``, at which runs are due: ``run_after`` of each.
+) -> list[KnownRun]:
+    """The runs that are due later than ``after`` and not later than ``until``, the soonest first.
 
     ``earliest`` and ``latest`` are the DAG's start_date and end_date. Nothing for a DAG whose runs do not recur.
     Raises TimetableError.
@@ -78,7 +81,7 @@ def next_run(
     timetable: Any, *, after: datetime, known: KnownRun | None = None, latest: datetime | None = None
 ) -> datetime | None:
     """The next moment at which a run is due; None when none is. Raises TimetableError."""
-    return next(iter(next_runs(timetable, after=after, known=known, most=1, latest=latest)), None)
+    return next((run.run_after for run in next_runs(timetable, after=after, known=known, most=1, latest=latest)), None)
 
 
 def _walk(
@@ -89,13 +92,13 @@ def _walk(
     most: int,
     earliest: datetime | None,
     latest: datetime | None,
-) -> list[datetime] | None:
+) -> list[KnownRun] | None:
     """Ask for one run after another; None when ``after`` is too far away from where this began."""
-    found: list[datetime] = []
+    found: list[KnownRun] = []
     for steps, due in enumerate(_dues(core, info, earliest, latest), start=1):
-        if until is not None and due > until:
+        if until is not None and due.run_after > until:
             break
-        if due > after:
+        if due.run_after > after:
             found.append(due)
         if len(found) == most:
             break
@@ -104,7 +107,7 @@ def _walk(
     return found
 
 
-def _dues(core: Any, info: Any, earliest: datetime | None, latest: datetime | None) -> Iterator[datetime]:
+def _dues(core: Any, info: Any, earliest: datetime | None, latest: datetime | None) -> Iterator[KnownRun]:
     from airflow.timetables.base import TimeRestriction
 
     restriction = TimeRestriction(_pendulum(earliest), _pendulum(latest), catchup=True)
@@ -114,7 +117,8 @@ def _dues(core: Any, info: Any, earliest: datetime | None, latest: datetime | No
         if info is None or (before is not None and info.run_after <= before):
             return
         before = info.run_after
-        yield info.run_after
+        start, end = info.data_interval or (None, None)
+        yield KnownRun(run_after=info.run_after, interval_start=start, interval_end=end)
 
 
 def _info(known: KnownRun) -> Any:

@@ -30,13 +30,14 @@ def forecast(
         answer = service.forecast(hours)
     console = Console(highlight=False, soft_wrap=True)
     if answer.items:
-        console.print(_table(answer))
+        console.print(outlook_table(answer))
     console.print(answer.summary, markup=False)
     if check and answer.not_kept:
         raise typer.Exit(_NOT_KEPT)
 
 
-def _table(answer: ForecastAnswer) -> Table:
+def outlook_table(answer: ForecastAnswer) -> Table:
+    """Every deadline of a forecast, a row each."""
     from rich.table import Table
 
     from elasticflow_airflow.cli.display import moment
@@ -48,7 +49,8 @@ def _table(answer: ForecastAnswer) -> Table:
         outlook = item.outcome.replace("_", " ")
         if item.kind == "expected":
             sure = "" if item.probability > 0.995 else f" (comes {item.probability:.0%})"
-            outlook = f"{outlook}, due {moment(item.due_at)}{sure}"
+            planned = "planned, " if item.planned else ""
+            outlook = f"{outlook}, {planned}due {moment(item.due_at)}{sure}"
         table.add_row(
             moment(item.deadline_at),
             item.task,

@@ -1,4 +1,4 @@
-"""What earlier runs show of the time from the end of training to the end of its target, and what is kept free for it."""
+"""What earlier runs show of the time from the end of training to its target's end, and what is kept free for it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,68 @@
+"""``airflow elasticflow feed``: tell the service when the runs of all elastic tasks are due; for a cron task."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import pendulum
+
+from elasticflow_airflow.calendar_feed import Found, feed_services, find_due_runs, post_to_service
+
+AWAY = 1
+
+
+def feed(args: Any) -> None:
+    """Run the command. ``args``: hours, dag_id (or None: all), dry_run. Ends with status 1 when a service is away."""
+    from airflow.sdk.exceptions import AirflowException
+    from airflow.utils.session import create_session
+    from rich.console import Console
+
+    from elasticflow_airflow.client import ElasticFlowError
+
+    # Else Airflow takes this for a worker, which cannot see the connections that are kept in the database.
+    os.environ["_AIRFLOW_PROCESS_CONTEXT"] = "server"
+    console = Console(highlight=False, soft_wrap=True)
+    with create_session() as session:
+        found = find_due_runs(
+            session,
+            now=pendulum.now("UTC"),
+            window=timedelta(hours=args.hours),
+            dag_ids=[args.dag_id] if args.dag_id else None,
+        )
+    for problem in found.problems:
+        console.print(f"warning: {problem}", style="yellow", markup=False)
+    if not found.tasks:
+        console.print("no elastic task was found: nothing to tell")
+        return
+    console.print(_table(found))
+    if args.dry_run:
+        console.print("told to nobody (--dry-run)")
+        return
+    try:
+        answers = feed_services(found.tasks, post_to_service)
+    except (ElasticFlowError, AirflowException) as error:
+        console.print(f"the service was not told: {error}", style="red", markup=False)
+        sys.exit(AWAY)
+    for conn_id, answer in answers.items():
+        line = f"{conn_id}: {answer.taken} tasks told"
+        if answer.unknown:
+            line += f"; nothing can be kept free yet for {', '.join(answer.unknown)}: they have not run there"
+        console.print(line, markup=False)
+
+
+def _table(found: Found) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("task", "due runs", "next", "last", "connection"):
+        table.add_column(name)
+    for task in found.tasks:
+        name = f"{task.dag_id}.{task.task_id}"
+        if task.map_indexes != (-1,):
+            name += f" x {len(task.map_indexes)}"
+        ends = [f"{due:%a %Y-%m-%d %H:%M} UTC" for due in (task.due[0], task.due[-1])] if task.due else ["-", "-"]
+        table.add_row(name, str(len(task.due)), *ends, task.conn_id)
+    return table

@@ -1,0 +1,114 @@
+"""``airflow elasticflow forecast [DAG_FILE ...]``: whether everything due will make it, asked before a DAG is merged.
+
+Ends with status 0; with 1 on a miss, where ``--fail-on-miss`` is given; with 2 when the question could not be asked: a
+DAG file that cannot be read, a task that could not be submitted, a service that is away.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import pendulum
+
+MISSED = 1
+BAD_INPUT = 2
+
+
+def forecast(args: Any) -> None:
+    """Run the command. ``args``: dag_files, hours, fail_on_miss, only_new, conn_id (None: as the tasks say)."""
+    from airflow.sdk.exceptions import AirflowException
+
+    from elasticflow_airflow.client import ElasticFlowError
+    from elasticflow_airflow.planning import BadDagFileError
+
+    # Else Airflow takes this for a worker, which cannot see the connections that are kept in the database.
+    os.environ.setdefault("_AIRFLOW_PROCESS_CONTEXT", "server")
+    try:
+        missed = _forecast(args)
+    except BadDagFileError as error:
+        _say(f"{error}", "red")
+        sys.exit(BAD_INPUT)
+    except (ElasticFlowError, AirflowException) as error:
+        _say(f"the service could not be asked: {error}", "red")
+        sys.exit(BAD_INPUT)
+    if missed and args.fail_on_miss:
+        sys.exit(MISSED)
+
+
+def _forecast(args: Any) -> int:
+    """Ask and print; how many deadlines will not be kept."""
+    from elasticflow_airflow.cli.forecasting import outlook_table
+    from elasticflow_airflow.client import ElasticFlowClient
+    from elasticflow_airflow.hooks import ElasticFlowHook
+    from elasticflow_airflow.planning import Plan, plan, read_dags, trimmed
+
+    made, hooks = Plan(), {}
+    if args.dag_files:
+        dags = read_dags(args.dag_files)
+        conn_ids = {args.conn_id} if args.conn_id else _connections(dags)
+        hooks = {conn_id: ElasticFlowHook(conn_id) for conn_id in sorted(conn_ids)}
+        names = {conn_id: hook.namespace for conn_id, hook in hooks.items()}
+        if args.conn_id:
+            names[""] = names[args.conn_id]
+        window = timedelta(hours=args.hours)
+        made, left_out = trimmed(plan(dags, namespaces=names, now=pendulum.now("UTC"), window=window))
+        if left_out:
+            _say(f"{left_out} of the latest runs are left out: so many cannot be asked about at once", "yellow")
+        if not made.tasks:
+            _say("no elastic task in these files")
+            return 0
+    if not made.runs and args.dag_files:
+        _say("no run of these files is due by a timetable: asking about everything else")
+    by_conn = made.runs
+    if args.conn_id or not by_conn:
+        conn_id = args.conn_id or ElasticFlowHook.default_conn_name
+        by_conn = {conn_id: [run for runs in made.runs.values() for run in runs]}
+    missed = 0
+    for conn_id, runs in by_conn.items():
+        hook = hooks.get(conn_id) or ElasticFlowHook(conn_id)
+        with ElasticFlowClient(hook.endpoint(start=False), retry_for_s=10.0) as service:
+            answer = service.forecast(args.hours, runs)
+            before = service.forecast(args.hours) if runs and answer.not_kept else answer
+        if answer.items:
+            _say(outlook_table(answer))
+        already = {_key(item) for item in before.items if item.outcome in ("missed", "at_risk")} if runs else set()
+        bad = [item for item in answer.items if item.outcome in ("missed", "at_risk")]
+        new = [item for item in bad if item.planned or _key(item) not in already]
+        missed += len(new) if args.only_new else len(bad)
+        _say(f"{conn_id}: {answer.summary}" if len(by_conn) > 1 else answer.summary)
+        if runs and len(new) < len(bad):
+            _say(f"{len(bad) - len(new)} of them would not be kept without these files either")
+    for unknown in made.unknown:
+        due = "" if unknown.due is None else f", due {unknown.due:%a %Y-%m-%d %H:%M %Z}"
+        _say(f"of {unknown.task}{due} nobody can say: {unknown.reason}", "yellow")
+    if made.best_effort:
+        _say(f"best effort, without a deadline: {', '.join(made.best_effort)}")
+    return missed
+
+
+def _connections(dags: Any) -> set[str]:
+    """The connections that the elastic tasks of some DAGs name; a template's is known once it is rendered."""
+    from elasticflow_airflow.hooks import ElasticFlowHook
+
+    default = ElasticFlowHook.default_conn_name
+    found: set[str] = set()
+    for dag in dags:
+        for task in dag.tasks:
+            given = task.partial_kwargs if hasattr(task, "partial_kwargs") else vars(task)
+            conn_id = given.get("elasticflow_conn_id", default)
+            if isinstance(conn_id, str) and "{{" not in conn_id and "global_batch_size" in task.template_fields:
+                found.add(conn_id)
+    return found
+
+
+def _key(item: Any) -> tuple[Any, ...]:
+    return (item.kind, item.task, item.job_id, item.due_at)
+
+
+def _say(what: Any, style: str | None = None) -> None:
+    from rich.console import Console
+
+    Console(highlight=False, soft_wrap=True).print(what, style=style, markup=not isinstance(what, str))
