@@ -1,4 +1,4 @@
-"""The Airflow plugin: registers the listener. Imported in every Airflow process, so it imports next to nothing."""
+"""The Airflow plugin: the listener, and the pages. Imported in every Airflow process, so it imports next to nothing."""
 
 from __future__ import annotations
 
@@ -8,9 +8,31 @@ from airflow.plugins_manager import AirflowPlugin
 
 from elasticflow_airflow import listeners
 
+_RUN = "elasticflow/?dag_id={DAG_ID}&run_id={RUN_ID}"
+_TASK = f"{_RUN}&task_id={{TASK_ID}}&map_index={{MAP_INDEX}}"
+
 
 class ElasticFlowPlugin(AirflowPlugin):
-    """Makes Airflow tell the service how elastic tasks ended."""
+    """Makes Airflow tell the service how elastic tasks ended, and shows what the service does."""
 
     name = "elasticflow"
     listeners: list[Any] = [listeners]  # noqa: RUF012 - the name and kind that Airflow looks for
+    # Addresses without a leading slash: Airflow resolves them under its base URL.
+    external_views: list[Any] = [  # noqa: RUF012 - as above
+        {
+            "name": "ElasticFlow",
+            "href": "elasticflow/",
+            "destination": "nav",
+            "category": "browse",
+            "url_route": "elasticflow",
+        },
+        {"name": "ElasticFlow", "href": _RUN, "destination": "dag_run", "url_route": "elasticflow-run"},
+        {"name": "ElasticFlow", "href": _TASK, "destination": "task_instance", "url_route": "elasticflow-task"},
+    ]
+
+    @property
+    def fastapi_apps(self) -> list[Any]:  # type: ignore[override]  # Airflow instantiates it, so that this works
+        """The application behind the pages; only the api-server asks."""
+        from elasticflow_airflow.ui.plugin_app import airflow_app
+
+        return [{"app": airflow_app(), "url_prefix": "/elasticflow", "name": "ElasticFlow"}]

@@ -1,0 +1,331 @@
+"""The page's FastAPI application, mounted by the plugin in Airflow's api-server. Imported there only.
+
+Airflow mounts plugin applications without any protection, so each route here names the access that it needs. Routes
+about one job carry its DAG in the path, where Airflow's own check looks for it, and the job must belong to that DAG.
+"""
+
+# No `from __future__ import annotations`: FastAPI would take the dependencies for query parameters.
+
+import time
+from typing import Annotated, Any
+
+from airflow.api_fastapi.app import get_auth_manager
+from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessEntity, DagDetails
+from airflow.api_fastapi.core_api.security import GetUserDep, requires_access_dag
+from airflow.models.dag import DagModel
+from airflow.sdk.exceptions import AirflowNotFoundException
+from fastapi import Body, Depends, FastAPI, HTTPException, Path, Query, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse
+from pydantic import BaseModel
+
+from elasticflow_airflow.client import ElasticFlowError, calls
+from elasticflow_airflow.client.errors import (
+    InvalidSubmission,
+    JobNotFound,
+    RequestRefused,
+    ServiceUnavailable,
+    StaleClaim,
+    Unauthorized,
+)
+from elasticflow_airflow.insight import StackDump, WhatIf, WhatIfRequest
+from elasticflow_airflow.ui import questions
+from elasticflow_airflow.ui.assets import CHART_LIBRARY, asset, chart_library_version
+from elasticflow_airflow.ui.guard import HeadersGuard, refuse_foreign_pages
+from elasticflow_airflow.ui.source import Source
+from elasticflow_airflow.ui.trace import chrome_trace
+from elasticflow_airflow.ui.visibility import Sight
+from elasticflow_airflow.wire import AmendAnswer, AmendRequest, Event, JobStatus, LogPiece
+
+_NOW_S, _HISTORY_S, _FORECAST_S = 1.0, 5.0, 20.0
+_RECENT = 300
+_EVENTS_AT_MOST = 5000
+_EVENT_PAGE = 1000
+_LONGEST_S = 31 * 86400.0
+
+DagId = Annotated[str, Path(min_length=1, max_length=250)]
+JobId = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9-]{0,119}$")]
+LogName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,119}$")]
+Moment = Annotated[float, Query(ge=0, allow_inf_nan=False)]
+Incarnation = Annotated[int | None, Query(ge=1, lt=1 << 31)]
+
+_reads = Depends(requires_access_dag("GET", DagAccessEntity.TASK_INSTANCE))
+_reads_logs = Depends(requires_access_dag("GET", DagAccessEntity.TASK_LOGS))
+_edits = Depends(requires_access_dag("PUT", DagAccessEntity.TASK_INSTANCE))
+_ours = Depends(refuse_foreign_pages)
+
+
+class CancelRequest(BaseModel):
+    """Cancel the job as the page saw it: a newer claim makes it stale."""
+
+    claim: int
+
+
+class JobList(BaseModel):
+    """Jobs that the user may see; ``may_edit`` are the DAGs whose jobs the user may cancel and amend."""
+
+    at: float
+    jobs: list[JobStatus]
+    why: dict[str, str]
+    may_edit: list[str]
+
+
+def build_app(source: Source) -> FastAPI:
+    """The application; ``source`` asks the service."""
+    app = FastAPI(title="ElasticFlow", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(HeadersGuard)
+    _add_errors(app)
+    _add_files(app)
+    _add_cluster(app, source)
+    _add_job(app, source)
+    _add_changes(app, source)
+    return app
+
+
+def _readable(user: Any) -> frozenset[str]:
+    return frozenset(get_auth_manager().get_authorized_dag_ids(user=user))
+
+
+def _editable(user: Any) -> list[str]:
+    return sorted(get_auth_manager().get_authorized_dag_ids(user=user, method="PUT"))
+
+
+def _sight(source: Source, user: Any) -> Sight:
+    """What the user may see, and how sentences may call the jobs of now and of late."""
+    sight = Sight(namespace=source.namespace, readable=_readable(user))
+    recent = source.share(calls.list_jobs(None, None, None, _RECENT), _HISTORY_S)
+    return sight.knowing(recent)
+
+
+def _status(source: Source, dag_id: str, job_id: str) -> JobStatus:
+    """The job, if it is one of this DAG: else the check of the path's DAG would say nothing about it."""
+    status = source.ask(calls.status(job_id))
+    if status.identity.dag_id != dag_id or status.identity.namespace != source.namespace:
+        raise JobNotFound(f"DAG {dag_id!r} has no job {job_id!r}", "look at the list of jobs", "job_not_found")
+    return status
+
+
+def _events(source: Source, job_id: str, after: int = 0) -> list[Event]:
+    """All events of a job after one, as many as a page can take."""
+    found: list[Event] = []
+    while len(found) < _EVENTS_AT_MOST:
+        piece = source.ask(calls.events(job_id, after, _EVENT_PAGE))
+        found += piece
+        if len(piece) < _EVENT_PAGE:
+            break
+        after = piece[-1].event_id
+    return found
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(ElasticFlowError)
+    def service_says_no(_request: Request, error: ElasticFlowError) -> JSONResponse:
+        status = {
+            ServiceUnavailable: 503,
+            Unauthorized: 502,
+            JobNotFound: 404,
+            StaleClaim: 409,
+            InvalidSubmission: 422,
+            RequestRefused: 409,
+        }
+        code = next((code for kind, code in status.items() if isinstance(error, kind)), 502)
+        kind = "token" if isinstance(error, Unauthorized) else error.error or "service"
+        return JSONResponse({"error": kind, "message": error.message, "hint": error.hint}, status_code=code)
+
+    @app.exception_handler(AirflowNotFoundException)
+    def no_connection(_request: Request, error: AirflowNotFoundException) -> JSONResponse:
+        hint = "an administrator adds it under Admin, Connections"
+        return JSONResponse({"error": "no_connection", "message": str(error), "hint": hint}, status_code=503)
+
+    @app.exception_handler(HTTPException)
+    def refused(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 401 and request.url.path.rstrip("/").endswith(request.scope.get("root_path", "\0")):
+            return HTMLResponse(_SIGN_IN, status_code=401)
+        return JSONResponse({"detail": error.detail}, status_code=error.status_code, headers=error.headers)
+
+
+_SIGN_IN = """<!doctype html><html lang="en"><meta charset="utf-8"><title>ElasticFlow</title>
+<body style="font: 16px system-ui; margin: 4rem auto; max-width: 32rem"><h1>Please sign in</h1>
+<p>This page shows what you may see in Airflow. <a href="../">Sign in to Airflow</a>, then come back.</p></body></html>
+"""
+
+
+def _add_files(app: FastAPI) -> None:
+    @app.get("/")
+    def index(_user: GetUserDep, request: Request) -> Response:
+        return _file("index.html", request)
+
+    @app.get("/static/{path:path}")
+    def static(path: str, _user: GetUserDep, request: Request) -> Response:
+        return _file(path, request)
+
+
+def _file(path: str, request: Request) -> Response:
+    found = asset(path)
+    if found is None:
+        raise HTTPException(404, f"there is no file {path!r}")
+    # The library's address names its version; our own files are asked for anew, and mostly not sent again.
+    lasting = path == CHART_LIBRARY and request.query_params.get("v") == chart_library_version()
+    headers = {
+        "Cache-Control": "private, max-age=31536000, immutable" if lasting else "private, no-cache",
+        "ETag": found.etag,
+        "Vary": "Accept-Encoding",
+    }
+    if request.headers.get("if-none-match") == found.etag:
+        return Response(status_code=304, headers=headers)
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        packed = {**headers, "Content-Encoding": "gzip"}
+        return Response(found.packed, media_type=found.media_type, headers=packed)
+    return Response(found.content, media_type=found.media_type, headers=headers)
+
+
+def _add_cluster(app: FastAPI, source: Source) -> None:
+    @app.get("/api/me")
+    def me(user: GetUserDep) -> dict[str, Any]:
+        library = f"static/{CHART_LIBRARY}?v={chart_library_version()}"
+        return {"name": user.get_name(), "may_edit": _editable(user), "chart_library": library}
+
+    @app.get("/api/cluster")
+    def cluster(user: GetUserDep) -> dict[str, Any]:
+        now = source.share(questions.cluster(), _NOW_S)
+        health = source.share(calls.health(), _FORECAST_S)
+        sight = _sight(source, user).knowing(now.jobs)
+        seen = sight.cluster(now)
+        return {
+            **sight.plain(seen.model_dump(mode="json")),
+            "hidden_jobs": len(now.jobs) - len(seen.jobs),
+            "may_edit": _editable(user),
+            "service": {
+                "version": health.version,
+                "engine": health.engine,
+                "status": health.status,
+                "problems": sight.plain(health.problems),
+            },
+        }
+
+    @app.get("/api/history")
+    def history(
+        user: GetUserDep, from_at: Moment, until_at: Moment, parts: Annotated[int, Query(ge=1, le=400)] = 96
+    ) -> dict[str, Any]:
+        if not 0 < until_at - from_at <= _LONGEST_S:
+            raise HTTPException(422, "until_at must be after from_at, by 31 days at most")
+        sight = _sight(source, user)
+        found = source.share(questions.history(from_at, until_at, parts), _HISTORY_S)
+        plain: dict[str, Any] = sight.plain(sight.history(found).model_dump(mode="json"))
+        return plain
+
+    @app.get("/api/forecast")
+    def forecast(user: GetUserDep, hours: Annotated[float, Query(gt=0, le=168)] = 24.0) -> dict[str, Any]:
+        sight = _sight(source, user)
+        found = source.share(calls.forecast(hours), _FORECAST_S)
+        plain: dict[str, Any] = sight.plain(sight.forecast(found).model_dump(mode="json"))
+        return plain
+
+    @app.get("/api/jobs")
+    def jobs(
+        user: GetUserDep,
+        dag_id: Annotated[str | None, Query(max_length=250)] = None,
+        run_id: Annotated[str | None, Query(max_length=250)] = None,
+        task_id: Annotated[str | None, Query(max_length=250)] = None,
+        map_index: Annotated[int | None, Query(ge=-1)] = None,
+        live: bool | None = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 300,
+    ) -> JobList:
+        now = source.share(questions.cluster(), _NOW_S)
+        sight = _sight(source, user).knowing(now.jobs)
+        found = source.share(calls.list_jobs(None, dag_id, live, limit), _NOW_S)
+        wanted = [
+            job
+            for job in found
+            if sight.sees(job.identity)
+            and run_id in (None, job.identity.run_id)
+            and task_id in (None, job.identity.task_id)
+            and map_index in (None, job.identity.map_index)
+        ]
+        answer = JobList(at=now.at, jobs=wanted, why=sight.cluster(now).why, may_edit=_editable(user))
+        return JobList.model_validate(sight.plain(answer.model_dump(mode="json")))
+
+
+def _add_job(app: FastAPI, source: Source) -> None:
+    job = "/api/dags/{dag_id}/jobs/{job_id}"
+
+    @app.get(f"{job}/story", dependencies=[_reads])
+    def story(dag_id: DagId, job_id: JobId, user: GetUserDep, incarnation: Incarnation = None) -> dict[str, Any]:
+        _status(source, dag_id, job_id)
+        found = source.ask(questions.story(job_id, incarnation))
+        plain: dict[str, Any] = _sight(source, user).knowing([found.status]).plain(found.model_dump(mode="json"))
+        return {**plain, "may_edit": _may_edit(user, dag_id)}
+
+    @app.get(f"{job}/events", dependencies=[_reads])
+    def events(
+        dag_id: DagId, job_id: JobId, user: GetUserDep, after: Annotated[int, Query(ge=0, lt=1 << 62)] = 0
+    ) -> list[dict[str, Any]]:
+        _status(source, dag_id, job_id)
+        sight = _sight(source, user)
+        return [sight.plain(event.model_dump(mode="json")) for event in _events(source, job_id, after)]
+
+    @app.get(f"{job}/runs", dependencies=[_reads])
+    def runs(dag_id: DagId, job_id: JobId, limit: Annotated[int, Query(ge=1, le=50)] = 10) -> list[dict[str, Any]]:
+        _status(source, dag_id, job_id)
+        return [run.model_dump(mode="json") for run in source.share(questions.runs(job_id, limit), _HISTORY_S)]
+
+    @app.get(f"{job}/logs/{{log_name}}", dependencies=[_reads_logs])
+    def log(
+        dag_id: DagId,
+        job_id: JobId,
+        log_name: LogName,
+        offset: Annotated[int, Query(ge=0, lt=1 << 62)] = 0,
+        limit: Annotated[int, Query(ge=1, le=1 << 20)] = 1 << 16,
+        incarnation: Incarnation = None,
+    ) -> LogPiece:
+        _status(source, dag_id, job_id)
+        return source.ask(calls.read_log(job_id, log_name, offset, limit, incarnation))
+
+    @app.get(f"{job}/trace.json", dependencies=[_reads])
+    def trace(dag_id: DagId, job_id: JobId, user: GetUserDep, incarnation: Incarnation = None) -> Response:
+        _status(source, dag_id, job_id)
+        found = source.ask(questions.story(job_id, incarnation))
+        of_it = [e for e in _events(source, job_id) if e.incarnation in (None, found.status.incarnation)]
+        made = _sight(source, user).plain(chrome_trace(found, of_it, time.time()))
+        name = f'attachment; filename="{job_id}-{found.status.incarnation}.trace.json"'
+        return JSONResponse(made, headers={"Content-Disposition": name})
+
+
+def _may_edit(user: Any, dag_id: str) -> bool:
+    details = DagDetails(id=dag_id, team_name=DagModel.get_team_name(dag_id))
+    return get_auth_manager().is_authorized_dag(
+        method="PUT", access_entity=DagAccessEntity.TASK_INSTANCE, details=details, user=user
+    )
+
+
+def _add_changes(app: FastAPI, source: Source) -> None:
+    job = "/api/dags/{dag_id}/jobs/{job_id}"
+
+    @app.post(f"{job}/cancel", dependencies=[_ours, _edits])
+    def cancel(dag_id: DagId, job_id: JobId, user: GetUserDep, request: CancelRequest) -> JobStatus:
+        _status(source, dag_id, job_id)
+        reason = f"cancelled by {user.get_name()} on the ElasticFlow page"
+        answer = source.ask(calls.claimed("cancel", job_id, request.claim, reason))
+        source.forget()
+        return answer
+
+    @app.patch(job, dependencies=[_ours, _edits])
+    def amend(dag_id: DagId, job_id: JobId, user: GetUserDep, request: AmendRequest) -> AmendAnswer:
+        _status(source, dag_id, job_id)
+        answer = source.ask(calls.amend(job_id, request))
+        source.forget()
+        return AmendAnswer.model_validate(_sight(source, user).plain(answer.model_dump(mode="json")))
+
+    @app.post(f"{job}/stacks", dependencies=[_ours, _reads_logs])
+    def stacks(dag_id: DagId, job_id: JobId) -> StackDump:
+        _status(source, dag_id, job_id)
+        return source.ask(questions.stacks(job_id))
+
+    @app.post("/api/what-if", dependencies=[_ours])
+    def what_if(user: GetUserDep, request: Annotated[WhatIfRequest, Body()]) -> WhatIf:
+        sight = _sight(source, user)
+        for change in request.changes:
+            status = source.ask(calls.status(change.job_id))
+            if not sight.sees(status.identity):
+                raise JobNotFound(f"there is no job {change.job_id!r}", "look at the list of jobs", "job_not_found")
+        answer = sight.what_if(source.ask(questions.what_if(request)))
+        return WhatIf.model_validate(sight.plain(answer.model_dump(mode="json")))

@@ -1,0 +1,147 @@
+"""Asks the service on behalf of the page: by Airflow's connection, whose token stays on this side.
+
+Many browsers poll the same few answers, so an answer may be shared for a moment; what each user may see of it is
+decided elsewhere (``visibility``). Knows nothing of users.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import httpx
+
+from elasticflow_airflow.client import ElasticFlowError, Endpoint
+from elasticflow_airflow.client.calls import Call
+from elasticflow_airflow.client.errors import IncompatibleService, ServiceUnavailable
+from elasticflow_airflow.client.exchange import read_answer, unreachable
+
+T = TypeVar("T")
+
+_LOOKUP_S = 20.0
+"""How long a looked-up connection is used: a changed one takes effect within this time."""
+_TIMEOUT_S = 20.0
+_SHARED_AT_MOST = 200
+
+
+class NotStarted(ServiceUnavailable):
+    """Without a connection the embedded service is meant, and none runs on this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the service is, and which namespace is this Airflow's."""
+
+    endpoint: Endpoint
+    namespace: str
+
+
+@dataclass(slots=True)
+class _Shared:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    answer: Any = None
+    until: float = -1.0
+
+
+class Source:
+    """Runs calls against the service of a connection. Safe for several threads.
+
+    ``look_up`` finds the address and is asked again every 20 s. Raises the errors of ``client.errors``.
+    """
+
+    def __init__(
+        self,
+        look_up: Callable[[], Address],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self._look_up, self._clock, self._transport = look_up, clock, transport
+        self._lock = threading.Lock()
+        self._address: Address | None = None
+        self._http: httpx.Client | None = None
+        self._looked_up = 0.0
+        self._shared: dict[object, _Shared] = {}
+
+    @property
+    def namespace(self) -> str:
+        """Which namespace's jobs are this Airflow's."""
+        return self._connect()[0].namespace
+
+    def ask(self, call: Call[T], *, timeout_s: float | None = None) -> T:
+        """Run a call once; nothing is tried again: the page asks again by itself."""
+        address, http = self._connect()
+        try:
+            response = http.request(
+                call.method,
+                call.path,
+                params=dict(call.params),
+                content=call.body,
+                headers={} if call.body is None else {"Content-Type": call.content_type},
+                timeout=max(_TIMEOUT_S, call.timeout_s or 0.0, timeout_s or 0.0),
+            )
+        except httpx.TransportError as error:
+            raise _away(error, address.endpoint) from error
+        if response.status_code in (404, 405) and call.missing is None and not _is_problem(response):
+            raise IncompatibleService(
+                f"{address.endpoint} does not know {call.method} {call.path}",
+                "it is of another version: install the same elasticflow-airflow for Airflow and for the service",
+                "version",
+            )
+        return read_answer(call, response, address.endpoint)
+
+    def share(self, call: Call[T], for_s: float) -> T:
+        """As ``ask``, but an answer not older than ``for_s`` that somebody else got will do."""
+        key = (call.method, call.path, tuple(call.params.items()), call.body)
+        with self._lock:
+            if len(self._shared) > _SHARED_AT_MOST:
+                now = self._clock()
+                self._shared = {k: one for k, one in self._shared.items() if one.until > now}
+            shared = self._shared.setdefault(key, _Shared())
+        with shared.lock:  # One asks, the others wait for its answer.
+            if self._clock() >= shared.until:
+                shared.answer = self.ask(call)
+                shared.until = self._clock() + for_s
+            answer: T = shared.answer
+            return answer
+
+    def forget(self) -> None:
+        """Something was changed: shared answers are out of date."""
+        with self._lock:
+            self._shared.clear()
+
+    def _connect(self) -> tuple[Address, httpx.Client]:
+        with self._lock:
+            now = self._clock()
+            if self._http is not None and self._address is not None and now - self._looked_up < _LOOKUP_S:
+                return self._address, self._http
+            address = self._look_up()
+            if self._http is None or address != self._address:
+                # The one before is not closed: other threads may be using it. It goes with its last user.
+                self._http = address.endpoint.open_client(_TIMEOUT_S, self._transport)
+                self._shared.clear()
+            self._address, self._looked_up = address, now
+            return address, self._http
+
+
+def _is_problem(response: httpx.Response) -> bool:
+    """Whether the service itself says that something is missing, rather than that it has no such route."""
+    try:
+        body = response.json()
+    except ValueError:
+        return False
+    return isinstance(body, dict) and body.get("error") not in (None, "http")
+
+
+def _away(error: httpx.TransportError, endpoint: Endpoint) -> ElasticFlowError:
+    state_dir = endpoint.embedded_state_dir
+    if state_dir is not None and endpoint.socket_path is not None and not endpoint.socket_path.exists():
+        return NotStarted(
+            "No ElasticFlow service runs on this machine yet",
+            "it starts with the first training task; to use one elsewhere, add the connection elasticflow_default",
+            "not_started",
+        )
+    return unreachable(error, endpoint)

@@ -1,0 +1,84 @@
+// Times, durations and numbers as people read them. Times come as UTC seconds and are shown in the browser's zone.
+
+const DAY_S = 86400;
+const clock = new Intl.DateTimeFormat([], { hour: '2-digit', minute: '2-digit', hourCycle: 'h23' });
+const clockFine = new Intl.DateTimeFormat([], { hour: '2-digit', minute: '2-digit', second: '2-digit', hourCycle: 'h23' });
+const day = new Intl.DateTimeFormat([], { weekday: 'short', day: 'numeric', month: 'short' });
+const full = new Intl.DateTimeFormat([], { dateStyle: 'medium', timeStyle: 'long', hourCycle: 'h23' });
+
+export const nowS = () => Date.now() / 1000;
+const dayOf = (at) => new Date(at * 1000).toDateString();
+
+/** 14:05 today, "Tue, 3 Nov 14:05" on other days. */
+export function moment(at, reference = nowS()) {
+  if (at === null || at === undefined) return '–';
+  const date = new Date(at * 1000);
+  return dayOf(at) === dayOf(reference) ? clock.format(date) : `${day.format(date)} ${clock.format(date)}`;
+}
+
+export const momentFine = (at) =>
+  dayOf(at) === dayOf(nowS())
+    ? clockFine.format(new Date(at * 1000))
+    : `${day.format(new Date(at * 1000))} ${clockFine.format(new Date(at * 1000))}`;
+
+export const hour = (at) => clock.format(new Date(at * 1000));
+export const date = (at) => day.format(new Date(at * 1000));
+export const precise = (at) => (at === null || at === undefined ? '' : full.format(new Date(at * 1000)));
+export const iso = (at) => new Date(at * 1000).toISOString();
+
+/** For the charts, which know no zones: local wall-clock time. */
+export function wall(at) {
+  const shifted = new Date(at * 1000);
+  shifted.setMinutes(shifted.getMinutes() - shifted.getTimezoneOffset());
+  return shifted.toISOString().slice(0, -1);
+}
+
+/** A duration with the precision that matters: 42 s, 7 min, 1 h 20 min, 3 d 4 h. */
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return '–';
+  const sign = seconds < 0 ? '−' : '';
+  const all = Math.abs(seconds);
+  if (all < 1) return all === 0 ? '0 s' : `${sign}${all.toFixed(1)} s`;
+  if (all < 100) return `${sign}${Math.round(all)} s`;
+  if (all < 3600) return `${sign}${Math.round(all / 60)} min`;
+  if (all < DAY_S) {
+    const minutes = Math.round(all / 60);
+    return `${sign}${Math.floor(minutes / 60)} h${minutes % 60 ? ` ${minutes % 60} min` : ''}`;
+  }
+  const hours = Math.round(all / 3600);
+  return `${sign}${Math.floor(hours / 24)} d${hours % 24 ? ` ${hours % 24} h` : ''}`;
+}
+
+/** Three significant digits, large numbers grouped. */
+export function number(value, digits = 3) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return '–';
+  if (Number.isInteger(value)) return value.toLocaleString();
+  if (Math.abs(value) >= 10 ** digits) return Math.round(value).toLocaleString();
+  return String(Number(value.toPrecision(digits)));
+}
+
+export const percent = (part) => (Number.isFinite(part) ? `${Math.round(part * 100)} %` : '–');
+export const plural = (count, one, many = `${one}s`) => `${number(count)} ${count === 1 ? one : many}`;
+
+export function bytes(count) {
+  if (count === null || count === undefined) return '–';
+  const units = ['B', 'KiB', 'MiB', 'GiB', 'TiB'];
+  let unit = 0;
+  let left = count;
+  while (left >= 1024 && unit < units.length - 1) {
+    left /= 1024;
+    unit += 1;
+  }
+  return `${number(left)} ${units[unit]}`;
+}
+
+/** Times inside the service's sentences are ISO in UTC: show them as the rest of the page shows times. */
+export const sentence = (text) =>
+  (text ?? '').replace(/\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|\+00:00)/g, (found) => moment(Date.parse(found) / 1000));
+
+/** A value for <input type="datetime-local">, and back. */
+export const toInput = (at) => wall(Math.round(at / 60) * 60).slice(0, 16);
+export const fromInput = (text) => (text ? new Date(text).getTime() / 1000 : null);
+
+export const quantile = (sorted, part) =>
+  sorted.length ? sorted[Math.min(sorted.length - 1, Math.floor(part * sorted.length))] : null;

@@ -1,0 +1,217 @@
+// The cluster: now, the last days, what is planned, and what will become of everything that is due.
+
+import * as api from '../api.js';
+import { draw, place } from '../charts.js';
+import { h, show } from '../dom.js';
+import * as f from '../format.js';
+import { gantt, legend, walk } from '../gantt.js';
+import { colourOf } from '../palette.js';
+import { card, chip, decisionChip, empty, firstJob, fold, isLive, jobLink, outcomeChip, table, tiles, time } from '../parts.js';
+
+const RANGES = { '6h': [6, 3, '6 hours'], '24h': [24, 12, '24 hours'], '7d': [168, 24, '7 days'] };
+const WEEK_S = 7 * 86400;
+const HISTORY_MS = 8000;
+const WEEK_MS = 60000;
+const FORECAST_MS = 30000;
+
+export function open({ main, refresh }) {
+  let range = sessionStorage.getItem('elasticflow.range');
+  if (!RANGES[range]) range = '24h';
+  const got = { history: null, week: null, forecast: null, cluster: null };
+  const asked = { history: 0, week: 0, forecast: 0 };
+
+  async function fresh(what, forMs, ask) {
+    if (Date.now() - asked[what] < forMs) return;
+    got[what] = await ask();
+    asked[what] = Date.now();
+  }
+
+  async function look(signal) {
+    got.cluster = await api.cluster(signal);
+    const now = got.cluster.at;
+    const [past, ahead] = RANGES[range];
+    await Promise.all([
+      fresh('history', HISTORY_MS, () => api.history(now - past * 3600, now + ahead * 3600, 120, signal)),
+      fresh('week', WEEK_MS, () => api.history(now - WEEK_S, now, 168, signal)),
+      fresh('forecast', FORECAST_MS, () => api.forecast(24, signal).catch((error) => {
+        if (error.name === 'AbortError') throw error;
+        return { items: [], summary: error.message, kept: 0, not_kept: 0, missing_slots: 0 };
+      })),
+    ]);
+    render();
+  }
+
+  function render() {
+    const { cluster, history, week, forecast } = got;
+    if (!history) return;
+    const nothing = !cluster.jobs.length && !week.spans.length && !week.admissions.length && !forecast.items.length;
+    show(main, h('h1', { class: 'visually-hidden' }, 'Cluster'), problems(cluster), overview(got),
+      nothing ? empty('No training has asked for this cluster yet', firstJob()) : null,
+      timeline(history, cluster), nothing ? null : [h('div', { class: 'columns', 'data-key': 'columns' }, outlook(forecast), byDag(week)), asks(week)]);
+    view.hasShown = true;
+    if (!nothing) charts(week);
+  }
+
+  function timeline(history, cluster) {
+    const width = Math.max(300, main.clientWidth - 34);
+    return card('Jobs on slots', null,
+      h('div', { class: 'bar-line' },
+        h('fieldset', { class: 'choice' }, h('legend', { class: 'visually-hidden' }, 'Time shown'),
+          Object.entries(RANGES).map(([key, [, , text]]) => h('button', { type: 'button', 'data-action': 'range', value: key, 'aria-pressed': String(key === range), 'data-key': key }, text)))),
+      h('div', { class: 'gantt-box', 'data-key': 'gantt-box' }, gantt({ history, cluster, width })),
+      legend(history),
+      fold('spans', 'As a table', table('Jobs on slots', [['Job', ''], ['From', 'nowrap'], ['Until', 'nowrap'], ['Slots', 'number'], ['Why', 'wide']],
+        [...history.spans.slice(-60), ...history.planned.slice(0, 60)].map((span, at) => ({ key: `s${at}`, cells: [
+          span.job_id ? h('a', { href: jobLink(span, span.job_id) }, `${span.dag_id} · ${span.task_id}`) : 'another job',
+          time(span.from_at), span.until_at === null ? 'now' : time(span.until_at), f.number(span.workers), f.sentence(span.reason) || (span.generation === null && span.job_id ? 'planned' : ''),
+        ] })))));
+  }
+
+  const view = {
+    title: 'Cluster',
+    everyMs: 3000,
+    hasShown: false,
+    look,
+    act(action, target) {
+      if (action !== 'range') return;
+      range = target.value;
+      sessionStorage.setItem('elasticflow.range', range);
+      asked.history = 0;
+      refresh();
+    },
+    close() {
+      main.removeEventListener('keydown', walk);
+      resized.disconnect();
+    },
+  };
+  main.addEventListener('keydown', walk);
+  let lastWidth = main.clientWidth;
+  const resized = new ResizeObserver(() => {
+    if (Math.abs(main.clientWidth - lastWidth) < 4) return;
+    lastWidth = main.clientWidth;
+    render();
+  });
+  resized.observe(main);
+  return view;
+}
+
+const problems = ({ service }) =>
+  service.problems.length ? h('p', { class: 'banner bad', role: 'alert', 'data-key': 'problems' }, h('strong', {}, 'The service reports a problem. '), service.problems.join(' ')) : null;
+
+function overview({ cluster, week, forecast }) {
+  const taken = cluster.slots.filter((slot) => slot.job_id || slot.busy).length;
+  const computing = cluster.jobs.filter((job) => job.state === 'running').reduce((all, job) => all + job.workers, 0);
+  const running = cluster.jobs.filter((job) => job.state === 'running').length;
+  const waiting = cluster.jobs.filter((job) => isLive(job) && job.state !== 'running').length;
+  const judged = week.admissions.filter((one) => one.met !== null);
+  const met = judged.filter((one) => one.met).length;
+  const draining = new Set(cluster.slots.filter((slot) => slot.draining_until).map((slot) => slot.node_id)).size;
+  return tiles(
+    ['Slots in use', h('span', {}, `${taken}`, h('small', {}, ` of ${cluster.slots.length}`)), draining ? `${f.plural(draining, 'node')} leaving` : `${computing} computing`],
+    ['Jobs', h('span', {}, `${running}`, h('small', {}, ' running')), waiting ? `${waiting} waiting` : cluster.hidden_jobs ? `${cluster.hidden_jobs} of other teams` : 'none waits'],
+    ['Next 24 hours', h('span', {}, `${forecast.kept}`, h('small', {}, ` of ${forecast.items.length} on course`)), forecast.not_kept ? `${forecast.not_kept} will not make it` : 'nothing at risk', forecast.not_kept ? 'bad' : null],
+    ['Deadlines met, 7 days', judged.length ? f.percent(met / judged.length) : '–', judged.length ? `${met} of ${judged.length}` : 'none was due'],
+  );
+}
+
+function outlook(forecast) {
+  const byDag = Map.groupBy ? Map.groupBy(forecast.items, (item) => item.dag_id) : group(forecast.items, (item) => item.dag_id);
+  const missing = forecast.missing_slots ? ` With ${f.plural(forecast.missing_slots, 'more slot')} all would be kept.` : '';
+  const inside = forecast.items.length
+    ? h('div', { class: 'scroll', tabindex: 0, role: 'group', 'aria-label': 'Forecast by DAG' }, [...byDag].map(([dag, items]) => h('section', { class: 'dag', 'data-key': `dag-${dag}` },
+        h('h3', {}, h('span', { class: `swatch c${colourOf(dag)}`, 'aria-hidden': 'true' }), dag),
+        h('ul', { class: 'items' }, items.map((item) => h('li', {},
+          h('div', { class: 'item-line' },
+            item.job_id ? h('a', { href: jobLink({ dag_id: item.dag_id }, item.job_id) }, item.task.slice(dag.length + 1) || item.task) : h('span', {}, item.task.slice(dag.length + 1) || item.task),
+            h('span', { class: 'muted nowrap' }, item.kind === 'expected' ? ['due ', time(item.due_at)] : 'now'),
+            outcomeChip(item.outcome)),
+          h('div', { class: 'muted small' }, item.projected_at ? ['finish ', time(item.projected_at), ', '] : null, item.deadline_at ? ['deadline ', time(item.deadline_at)] : 'no deadline known',
+            item.outcome === 'missed' && item.earliest_deadline_at ? ['; ', time(item.earliest_deadline_at), ' would do'] : null,
+            item.outcome !== 'kept' && item.reason ? h('div', {}, f.sentence(item.reason)) : null)))))))
+    : h('p', { class: 'quiet-note' }, 'Nothing with a deadline is due. Recurring tasks appear here once they have run, or when their DAG tells its next runs.');
+  return card('Next 24 hours', f.sentence(forecast.summary) + missing, inside);
+}
+
+function group(items, by) {
+  const made = new Map();
+  for (const item of items) {
+    if (!made.has(by(item))) made.set(by(item), []);
+    made.get(by(item)).push(item);
+  }
+  return made;
+}
+
+function byDag(week) {
+  const of = new Map();
+  const at = (dag) => {
+    if (!of.has(dag)) of.set(dag, { asks: 0, rejected: 0, judged: 0, met: 0, waits: [], slotS: 0 });
+    return of.get(dag);
+  };
+  for (const one of week.admissions) {
+    const dag = at(one.dag_id);
+    dag.asks += 1;
+    if (one.decision === 'rejected') dag.rejected += 1;
+    if (one.met !== null) {
+      dag.judged += 1;
+      if (one.met) dag.met += 1;
+    }
+    if (one.started_at !== null) dag.waits.push(one.started_at - one.submitted_at);
+  }
+  for (const span of week.spans) {
+    if (!span.dag_id) continue;
+    at(span.dag_id).slotS += span.workers * Math.max(0, (span.until_at ?? week.now) - Math.max(week.from_at, span.from_at));
+  }
+  const rows = [...of].sort((a, b) => b[1].slotS - a[1].slotS);
+  const most = rows[0]?.[1].slotS || 1;
+  return card('Last 7 days', null, rows.length
+    ? table('The last seven days by DAG', [['DAG', ''], ['Runs', 'number'], ['Met', 'number'], ['Rejected', 'number'], ['Median wait', 'number'], ['Slot hours', 'number']], rows.map(([dag, sums]) => {
+        const waits = sums.waits.sort((a, b) => a - b);
+        return { key: dag, cells: [
+          h('a', { href: `#/jobs?dag=${encodeURIComponent(dag)}`, class: 'plain' }, h('span', { class: `swatch c${colourOf(dag)}`, 'aria-hidden': 'true' }), dag),
+          f.number(sums.asks), sums.judged ? h('span', { class: sums.met < sums.judged ? 'warn-text' : '' }, `${sums.met} / ${sums.judged}`) : '–',
+          sums.rejected ? h('span', { class: 'bad-text' }, f.number(sums.rejected)) : '0', f.duration(f.quantile(waits, 0.5)),
+          h('span', { class: 'meter' }, h('span', { class: `c${colourOf(dag)}`, style: { width: `${Math.max(2, (44 * sums.slotS) / most)}px` } }), f.number(sums.slotS / 3600)),
+        ] };
+      }), { kind: 'dense' })
+    : h('p', { class: 'quiet-note' }, 'No job has been submitted in the last seven days.'));
+}
+
+const KINDS = [['admitted', 'ok', 'Admitted'], ['renegotiated', 'warn', 'Later deadline'], ['best_effort', 'soft', 'Best effort'], ['undecided', 'faint', 'Undecided'], ['rejected', 'bad', 'Rejected']];
+
+function asks(week) {
+  const refused = week.admissions.filter((one) => one.decision === 'rejected').sort((a, b) => b.submitted_at - a.submitted_at).slice(0, 5);
+  return card('Submissions and waiting, last 7 days', null,
+    h('div', { class: 'columns', 'data-key': 'asks' },
+      h('figure', {}, h('figcaption', {}, 'Submissions by day'), place('chart-days', 'Bar chart: submissions by day and verdict; the table below has the numbers', 200)),
+      h('figure', {}, h('figcaption', {}, 'From submission to the first step'), place('chart-waits', 'Box plot: waiting time by DAG; the median is in the table by DAG', 200))),
+    refused.length ? h('div', { class: 'refused', 'data-key': 'refused' }, h('h3', {}, 'Last rejections'), h('ul', { class: 'items' }, refused.map((one) => h('li', {},
+      h('div', { class: 'item-line' }, h('a', { href: jobLink(one, one.job_id) }, `${one.dag_id} · ${one.task_id}`), h('span', { class: 'muted nowrap' }, time(one.submitted_at)), chip('Rejected', 'bad', '✕')),
+      h('div', { class: 'muted small' }, f.sentence(one.reason)))))) : null,
+    fold('submissions', 'As a table', table('Submissions', [['Job', ''], ['Submitted', 'nowrap'], ['Verdict', ''], ['Waited', 'number'], ['Deadline', 'nowrap'], ['Finished', 'nowrap'], ['Reason', 'wide']],
+      week.admissions.slice().sort((a, b) => b.submitted_at - a.submitted_at).slice(0, 100).map((one, at) => ({ key: `a${at}`, cells: [
+        h('a', { href: jobLink(one, one.job_id) }, `${one.dag_id} · ${one.task_id}`), time(one.submitted_at), decisionChip(one.decision),
+        one.started_at === null ? '–' : f.duration(one.started_at - one.submitted_at), time(one.deadline_at), time(one.finished_at), f.sentence(one.reason)] })))));
+}
+
+function charts(week) {
+  const days = [];
+  const midnight = new Date(week.from_at * 1000);
+  midnight.setHours(0, 0, 0, 0);
+  for (const at = midnight; at.getTime() / 1000 < week.until_at; at.setDate(at.getDate() + 1)) days.push(at.getTime() / 1000);
+  const labels = days.map((at) => f.date(at));
+  draw('chart-days', (c) => ({
+    data: KINDS.map(([decision, colour, name]) => {
+      const y = days.map((from, at) => week.admissions.filter((one) => one.decision === decision && one.submitted_at >= from && one.submitted_at < (days[at + 1] ?? Infinity)).length);
+      return { type: 'bar', name, x: labels, y, marker: { color: c[colour], line: { width: 0 } }, hovertemplate: '%{y}', visible: y.some(Boolean) };
+    }),
+    layout: { barmode: 'stack', bargap: 0.45, showlegend: true, margin: { l: 30, r: 6, t: 28, b: 24 }, xaxis: { type: 'category' }, yaxis: { rangemode: 'tozero', tickformat: ',d', nticks: 4 } },
+  })).catch((error) => console.warn(error.message));
+  const waits = group(week.admissions.filter((one) => one.started_at !== null), (one) => one.dag_id);
+  draw('chart-waits', (c) => ({
+    data: [...waits].slice(0, 8).map(([dag, all]) => ({
+      type: 'box', orientation: 'h', name: dag, x: all.map((one) => Math.max(0.5, one.started_at - one.submitted_at)), y: all.map(() => dag), boxpoints: 'all', jitter: 0.5, pointpos: 0,
+      marker: { size: 3.5, color: c.muted, opacity: 0.7 }, line: { width: 1.4, color: c.accent }, fillcolor: c.soft, hovertemplate: '%{x:.0f} s<extra></extra>',
+    })),
+    layout: { hovermode: 'closest', margin: { l: 30, r: 10, t: 28, b: 24 }, xaxis: { type: 'log', tickvals: [1, 10, 60, 600, 3600, 36000], ticktext: ['1 s', '10 s', '1 min', '10 min', '1 h', '10 h'] }, yaxis: { type: 'category' } },
+  })).catch((error) => console.warn(error.message));
+}

@@ -1,0 +1,171 @@
+// What if: move deadlines or change the cluster, and see which promises would hold. Nothing is changed until you say so.
+
+import * as api from '../api.js';
+import { h, say, show } from '../dom.js';
+import * as f from '../format.js';
+import { card, confirmed, decisionChip, empty, firstJob, isLive, jobLink, jobName, outcomeChip, slackChip, table, time } from '../parts.js';
+
+const PAUSE_MS = 350;
+
+export function open({ main, refresh }) {
+  const wanted = { deadlines: new Map(), extra: 0, without: new Set() };
+  const got = { cluster: null, answer: null, error: null, asking: false, note: null };
+  let timer = null;
+  let aborter = null;
+
+  async function look(signal) {
+    got.cluster = await api.cluster(signal);
+    if (!got.answer && !got.asking && !got.error) await ask();
+    render();
+  }
+
+  const changed = () => wanted.deadlines.size > 0 || wanted.extra > 0 || wanted.without.size > 0;
+
+  function askSoon() {
+    clearTimeout(timer);
+    timer = setTimeout(() => ask().then(render), PAUSE_MS);
+    render();
+  }
+
+  async function ask() {
+    aborter?.abort();
+    aborter = new AbortController();
+    const { signal } = aborter;
+    got.asking = true;
+    got.error = null;
+    try {
+      got.answer = await api.whatIf({
+        hours: 24,
+        changes: [...wanted.deadlines].map(([id, at]) => ({ job_id: id, deadline_at: at })),
+        extra_nodes: wanted.extra,
+        without_nodes: [...wanted.without],
+      }, signal);
+      if (changed()) say(f.sentence(got.answer.after.summary));
+    } catch (error) {
+      if (error.name !== 'AbortError') got.error = error;
+    }
+    if (signal === aborter.signal) got.asking = false;
+  }
+
+  function render() {
+    const { cluster } = got;
+    if (!cluster) return;
+    const jobs = cluster.jobs.filter(isLive).sort((a, b) => (a.deadline_at ?? Infinity) - (b.deadline_at ?? Infinity));
+    show(main,
+      h('div', { class: 'page-head' }, h('div', {}, h('h1', {}, 'What if'), h('p', { class: 'muted' }, 'Move a deadline, or add and remove nodes: the scheduler says what it could still promise. Nothing changes until you apply it.')),
+        changed() ? h('button', { type: 'button', class: 'button', 'data-action': 'reset', 'data-key': 'reset' }, 'Start over') : null),
+      got.note ? h('p', { class: `banner ${got.note.tone}`, role: 'status', 'data-key': 'note' }, got.note.text) : null,
+      h('div', { class: 'columns', 'data-key': 'inputs' }, deadlines(jobs, cluster), capacity(cluster)),
+      outcome());
+    view.hasShown = true;
+  }
+
+  const deadlines = (jobs, cluster) => card('Deadlines', null, jobs.length
+    ? h('ul', { class: 'items moves' }, jobs.map((job) => {
+        const moved = wanted.deadlines.has(job.job_id);
+        const at = moved ? wanted.deadlines.get(job.job_id) : job.deadline_at;
+        const verdict = moved ? got.answer?.verdicts.find((one) => one.job_id === job.job_id)?.verdict : null;
+        const id = `at-${job.job_id}`;
+        const button = (minutes, text) => h('button', { type: 'button', class: 'button small-button', 'data-action': 'shift', 'data-job': job.job_id, value: minutes, 'aria-label': `${jobName(job.identity)}: deadline ${Math.abs(minutes)} minutes ${minutes < 0 ? 'earlier' : 'later'}` }, text);
+        return h('li', { 'data-key': job.job_id },
+          h('div', { class: 'item-line' }, h('a', { href: jobLink(job.identity, job.job_id) }, jobName(job.identity)), h('span', { class: 'muted small' }, 'finish ', time(job.projected_finish_at)), slackChip(job)),
+          h('div', { class: 'move' }, h('label', { class: 'visually-hidden', for: id }, `Deadline of ${jobName(job.identity)}`),
+            button(-30, '−30 min'), h('input', { type: 'datetime-local', id, class: 'input', value: at === null ? '' : f.toInput(at), 'data-change': 'deadline', 'data-job': job.job_id, 'data-key': id }), button(30, '+30 min'),
+            moved ? h('button', { type: 'button', class: 'button small-button', 'data-action': 'undo', 'data-job': job.job_id }, 'Undo') : null),
+          verdict ? h('div', { class: 'verdict' }, decisionChip(verdict.decision), h('span', { class: 'small' }, f.sentence(verdict.reason)),
+            verdict.decision === 'rejected' && verdict.earliest_deadline_at ? h('button', { type: 'button', class: 'button small-button', 'data-action': 'earliest', 'data-job': job.job_id, value: verdict.earliest_deadline_at }, `Try ${f.moment(verdict.earliest_deadline_at)}`) : null,
+            verdict.decision !== 'rejected' && cluster.may_edit.includes(job.identity.dag_id) ? h('button', { type: 'button', class: 'button small-button primary', 'data-action': 'apply', 'data-job': job.job_id }, 'Apply') : null) : null);
+      }))
+    : empty('No job is live', firstJob()));
+
+  function capacity(cluster) {
+    const nodes = [...new Set(cluster.slots.map((slot) => slot.node_id))].sort((a, b) => a.localeCompare(b, undefined, { numeric: true }));
+    const largest = Math.max(0, ...nodes.map((node) => cluster.slots.filter((slot) => slot.node_id === node).length));
+    return card('Capacity', null,
+      h('div', { class: 'stepper' }, h('span', { id: 'more-label' }, 'More nodes', h('span', { class: 'muted small' }, ` of ${f.plural(largest, 'slot')} each`)),
+        h('span', { role: 'group', 'aria-labelledby': 'more-label' }, h('button', { type: 'button', class: 'button small-button', 'data-action': 'fewer', 'aria-label': 'One node fewer', disabled: wanted.extra === 0 }, '−'),
+          h('output', { 'aria-live': 'polite' }, String(wanted.extra)), h('button', { type: 'button', class: 'button small-button', 'data-action': 'more', 'aria-label': 'One node more' }, '+'))),
+      h('fieldset', { class: 'nodes' }, h('legend', {}, 'Nodes that are there'), nodes.map((node) => {
+        const slots = cluster.slots.filter((slot) => slot.node_id === node);
+        const held = slots.filter((slot) => slot.job_id || slot.busy).length;
+        return h('label', { class: 'check', 'data-key': node }, h('input', { type: 'checkbox', 'data-change': 'node', value: node, checked: !wanted.without.has(node), 'data-key': `in-${node}` }), ` ${node}`, h('span', { class: 'muted small' }, ` ${held} of ${slots.length} in use`));
+      })));
+  }
+
+  function outcome() {
+    if (got.error) return card('Outlook', null, h('p', { class: 'quiet-note' }, got.error.message, got.error.hint ? ` (${got.error.hint})` : ''));
+    const { answer } = got;
+    if (!answer) return card('Outlook', null, h('p', { class: 'quiet-note' }, 'Asking the scheduler…'));
+    const keyOf = (item) => item.job_id ?? `${item.task}@${item.due_at}`;
+    const before = new Map(answer.before.items.map((item) => [keyOf(item), item]));
+    const keys = [...new Set([...answer.after.items, ...answer.before.items].map(keyOf))];
+    const after = new Map(answer.after.items.map((item) => [keyOf(item), item]));
+    const rows = keys.map((key) => ({ key, was: before.get(key), is: after.get(key) })).sort((a, b) => Number(differs(b)) - Number(differs(a)) || ((a.is ?? a.was).deadline_at ?? Infinity) - ((b.is ?? b.was).deadline_at ?? Infinity));
+    const count = rows.filter(differs).length;
+    const text = changed() ? (count ? `${f.plural(count, 'outcome')} would change` : 'No outcome would change') : 'As things are';
+    return card('Outlook for 24 hours', h('span', { 'aria-busy': String(got.asking) }, `${text}. ${f.sentence(answer.after.summary)}`), rows.length
+      ? h('div', { class: got.asking ? 'stale' : '', 'data-key': 'outcome' }, table('Outlook', [['Task', ''], ['Due', 'nowrap'], ['As things are', ''], ['Then', ''], ['Finish', 'nowrap'], ['Deadline', 'nowrap'], ['Why', 'wide']], rows.map(({ key, was, is }) => {
+          const shown = is ?? was;
+          return { key, attributes: differs({ was, is }) ? { class: 'changed' } : {}, cells: [
+            shown.task, shown.kind === 'expected' ? time(shown.due_at) : 'now', was ? outcomeChip(was.outcome) : '–', is ? outcomeChip(is.outcome) : '–',
+            h('span', {}, is?.projected_at && was?.projected_at && Math.abs(is.projected_at - was.projected_at) > 60 ? [h('s', { class: 'muted' }, f.moment(was.projected_at)), ' ', time(is.projected_at)] : time(shown.projected_at)),
+            time(shown.deadline_at), f.sentence(shown.reason)] };
+        })))
+      : h('p', { class: 'quiet-note' }, 'Nothing with a deadline is due in the next 24 hours.'));
+  }
+
+  const differs = ({ was, is }) => (was?.outcome ?? null) !== (is?.outcome ?? null);
+  const find = (id) => got.cluster.jobs.find((job) => job.job_id === id);
+
+  async function apply(job) {
+    const at = wanted.deadlines.get(job.job_id);
+    const text = at === null ? `${jobName(job.identity)} gives its deadline up.` : `${jobName(job.identity)}: deadline ${f.moment(at)} instead of ${f.moment(job.deadline_at)}.`;
+    if (!(await confirmed('Apply this change?', text, 'Apply', 'primary'))) return;
+    try {
+      const answer = await api.amend(job.identity.dag_id, job.job_id, { claim: job.claim, ...(at === null ? { best_effort: true } : { deadline_at: at }) });
+      if (answer.accepted) wanted.deadlines.delete(job.job_id);
+      got.note = answer.accepted ? { tone: 'ok', text: 'The deadline was changed.' } : { tone: 'bad', text: f.sentence(answer.reason) };
+    } catch (error) {
+      got.note = { tone: 'bad', text: `${error.message}${error.hint ? ` (${error.hint})` : ''}` };
+    }
+    say(got.note.text);
+    refresh();
+    askSoon();
+  }
+
+  const view = {
+    title: 'What if',
+    everyMs: 5000,
+    hasShown: false,
+    look,
+    close: () => {
+      clearTimeout(timer);
+      aborter?.abort();
+    },
+    act(action, target) {
+      const id = target.dataset.job;
+      const put = (at) => {
+        if (at !== null && find(id)?.deadline_at !== null && Math.abs(at - find(id).deadline_at) < 30) wanted.deadlines.delete(id);
+        else wanted.deadlines.set(id, at);
+      };
+      if (action === 'shift') put((wanted.deadlines.get(id) ?? find(id).deadline_at ?? find(id).projected_finish_at ?? f.nowS()) + 60 * Number(target.value));
+      else if (action === 'deadline') put(f.fromInput(target.value));
+      else if (action === 'earliest') put(Number(target.value) + 60);
+      else if (action === 'undo') wanted.deadlines.delete(id);
+      else if (action === 'more') wanted.extra += 1;
+      else if (action === 'fewer') wanted.extra = Math.max(0, wanted.extra - 1);
+      else if (action === 'node') wanted.without[target.checked ? 'delete' : 'add'](target.value);
+      else if (action === 'reset') {
+        wanted.deadlines.clear();
+        wanted.extra = 0;
+        wanted.without.clear();
+        got.note = null;
+      } else if (action === 'apply') {
+        apply(find(id));
+        return;
+      } else return;
+      askSoon();
+    },
+  };
+  return view;
+}

@@ -1,0 +1,110 @@
+"""What one user may see of the service's answers. Pure: knows neither Airflow nor HTTP.
+
+A service may serve several Airflows (namespaces), and a user may read only some DAGs. Jobs of other DAGs are left out
+of lists; where they hold slots they stay as anonymous blocks: a picture of the cluster without them would be wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elasticflow_airflow.insight import Admission, ClusterHistory, ClusterNow, Span, WhatIf
+from elasticflow_airflow.wire import ForecastAnswer, ForecastItem, JobIdentity, JobStatus, SlotStatus
+
+SOMEBODY = "another job"
+_JOB_ID = re.compile(r"(?<![\w-])[a-z0-9][a-z0-9-]*-[0-9a-f]{16}(?![\w-])")
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """The DAGs that a user may read, of this Airflow's namespace. ``names``: how to call jobs, by their ids."""
+
+    namespace: str
+    readable: frozenset[str]
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def sees(self, identity: JobIdentity) -> bool:
+        """Whether this job may be shown at all."""
+        return identity.namespace == self.namespace and identity.dag_id in self.readable
+
+    def knowing(self, jobs: Iterable[JobStatus]) -> Sight:
+        """Know the names of those of the jobs that may be shown."""
+        seen = {job.job_id: f"{job.identity.dag_id}.{job.identity.task_id}" for job in jobs if self.sees(job.identity)}
+        return replace(self, names={**self.names, **seen})
+
+    def text(self, text: str) -> str:
+        """A sentence for this user. Reasons name other jobs by id: a known one gets its name, the others none."""
+        return _JOB_ID.sub(lambda found: self.names.get(found.group(), SOMEBODY), text)
+
+    def plain(self, value: Any) -> Any:
+        """A JSON value with its sentences for this user; ids that are fields of their own stay."""
+        if isinstance(value, str):
+            return self.text(value) if " " in value else value
+        if isinstance(value, list):
+            return [self.plain(one) for one in value]
+        if isinstance(value, dict):
+            return {key: self.plain(one) for key, one in value.items()}
+        return value
+
+    def cluster(self, now: ClusterNow) -> ClusterNow:
+        """The cluster with the jobs that may be seen; slots of the others are just taken."""
+        seen = [job for job in now.jobs if self.sees(job.identity)]
+        ids = {job.job_id for job in seen}
+        slots = [self._slot(slot, ids) for slot in now.slots]
+        why = {job_id: sentence for job_id, sentence in now.why.items() if job_id in ids}
+        return now.model_copy(update={"jobs": seen, "slots": slots, "why": why})
+
+    def history(self, history: ClusterHistory) -> ClusterHistory:
+        """What was and is planned, with hidden jobs as blocks without a name."""
+        return history.model_copy(
+            update={
+                "spans": [self._span(span) for span in history.spans],
+                "planned": [self._span(span) for span in history.planned],
+                "admissions": [one for one in history.admissions if self._mine(one)],
+            }
+        )
+
+    def forecast(self, answer: ForecastAnswer) -> ForecastAnswer:
+        """The outlook of what may be seen, counted anew."""
+        items = [item for item in answer.items if self._foresees(item)]
+        if len(items) == len(answer.items):
+            return answer
+        kept = sum(item.outcome == "kept" for item in items)
+        lost = sum(item.outcome in ("at_risk", "missed") for item in items)
+        summary = f"of the deadlines that you may see, {kept} will be kept and {lost} will not" if items else ""
+        return answer.model_copy(update={"items": items, "kept": kept, "not_kept": lost, "summary": summary})
+
+    def what_if(self, answer: WhatIf) -> WhatIf:
+        """Both outlooks of what may be seen. Verdicts are only on jobs that were asked for."""
+        return answer.model_copy(update={"before": self.forecast(answer.before), "after": self.forecast(answer.after)})
+
+    def _mine(self, one: Span | Admission) -> bool:
+        # These values name no namespace, but the id is a digest over it: an equal id proves whose job it is.
+        identity = JobIdentity(
+            namespace=self.namespace,
+            dag_id=one.dag_id,
+            run_id=one.run_id,
+            task_id=one.task_id,
+            map_index=one.map_index,
+        )
+        return one.dag_id in self.readable and identity.job_id == one.job_id
+
+    @staticmethod
+    def _slot(slot: SlotStatus, seen: set[str]) -> SlotStatus:
+        if slot.busy is not None:  # Whose, and where that one's state lies, is nobody's business here.
+            return slot.model_copy(update={"job_id": None, "busy": "another service"})
+        if slot.job_id is not None and slot.job_id not in seen:
+            return slot.model_copy(update={"job_id": None, "busy": SOMEBODY})
+        return slot
+
+    def _span(self, span: Span) -> Span:
+        if self._mine(span):
+            return span
+        anonymous = {"job_id": "", "dag_id": "", "task_id": "", "run_id": "", "map_index": -1, "reason": ""}
+        return span.model_copy(update={**anonymous, "purpose": "", "generation": None, "incarnation": 1})
+
+    def _foresees(self, item: ForecastItem) -> bool:
+        return item.namespace == self.namespace and item.dag_id in self.readable

@@ -1,0 +1,226 @@
+"""Who may see and change what through the page, with Airflow's own authorization, and what reaches the service."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import Any
+
+import pytest
+from fastapi.routing import APIRoute
+from support.scripted_cluster import FOREIGN, HIDDEN, NODES, ScriptedCluster, identity
+
+MINE = identity("fraud_daily")
+JOB = f"api/dags/fraud_daily/jobs/{MINE.job_id}"
+READS = ["story", "events", "runs", "logs/w0", "trace.json"]
+LISTS = ["api/cluster", "api/history?from_at=1&until_at=1000", "api/forecast", "api/jobs"]
+
+
+def test_nobody_gets_anything_without_signing_in(browse: Any, cluster: ScriptedCluster, source: Any) -> None:
+    from elasticflow_airflow.ui.api_app import build_app
+
+    anonymous = browse()
+    routes = [route for route in build_app(source).routes if isinstance(route, APIRoute)]
+    assert len(routes) >= 14
+    for route in routes:
+        path = route.path.lstrip("/").replace("{path:path}", "main.js")
+        path = path.format(dag_id="fraud_daily", job_id=MINE.job_id, log_name="w0")
+        for method in route.methods:
+            answer = anonymous.request(method, path, json={})
+            assert answer.status_code == 401, (method, path)
+            assert "fraud" not in answer.text
+    assert cluster.asked == []
+
+
+def test_a_forged_session_gets_nothing(browse: Any) -> None:
+    browser = browse()
+    browser.cookies.set("_token", "forged")
+    assert browser.get("api/jobs").status_code == 403
+
+
+def test_lists_show_the_dags_that_the_user_may_read(browse: Any) -> None:
+    for role, shown in (("viewer", False), ("admin", True)):
+        browser = browse(role)
+        for path in LISTS:
+            text = browser.get(path).text
+            assert ("payroll" in text) is shown, (role, path)
+            assert FOREIGN.job_id not in text  # another Airflow's, though its DAG has a name that may be read
+
+
+def test_slots_of_hidden_jobs_are_taken_but_nameless(browse: Any) -> None:
+    told = browse("viewer").get("api/cluster").json()
+    taken = [slot for slot in told["slots"] if (slot["node_id"], slot["index"]) == ("gpu-b", 3)]
+    assert [(slot["job_id"], slot["busy"]) for slot in taken] == [(None, "another job")]
+    assert told["hidden_jobs"] == 2
+    spans = browse("viewer").get("api/history?from_at=1&until_at=1000").json()["planned"]
+    assert any(span["job_id"] == "" and span["slots"] for span in spans)
+
+
+def test_sentences_call_jobs_by_names_that_the_user_may_know(browse: Any, cluster: ScriptedCluster) -> None:
+    risky = identity("search_ranker").job_id
+    assert (
+        browse("viewer").get("api/cluster").json()["why"][risky] == "Keeps 1 slot: another job was promised the others."
+    )
+    assert "payroll.train was promised" in browse("admin").get("api/cluster").json()["why"][risky]
+    reasons = [event["reason"] for event in browse("viewer").get(f"{JOB}/events").json()]
+    assert "starts with 2 workers: another job holds the others" in reasons
+
+
+@pytest.mark.parametrize("what", READS)
+def test_one_job_needs_the_right_to_read_its_dag(browse: Any, what: str) -> None:
+    hidden = f"api/dags/payroll/jobs/{HIDDEN.job_id}/{what}"
+    assert browse("viewer").get(f"{JOB}/{what}").status_code == 200
+    assert browse("viewer").get(hidden).status_code == 403
+    assert browse("admin").get(hidden).status_code == 200
+
+
+@pytest.mark.parametrize("what", READS)
+def test_a_job_is_not_reached_through_another_dag_or_namespace(browse: Any, what: str) -> None:
+    for who in (HIDDEN, FOREIGN):
+        answer = browse("viewer").get(f"api/dags/fraud_daily/jobs/{who.job_id}/{what}")
+        assert answer.status_code == 404
+        assert answer.json()["message"] == f"DAG 'fraud_daily' has no job '{who.job_id}'"
+
+
+def test_only_an_editor_of_the_dag_cancels(browse: Any, cluster: ScriptedCluster) -> None:
+    refused = browse("viewer").post(f"{JOB}/cancel", json={"claim": 2})
+    assert (refused.status_code, cluster.cancelled) == (403, set())
+    assert browse("user").post(f"{JOB}/cancel", json={"claim": 2}).status_code == 200
+    assert cluster.cancelled == {MINE.job_id}
+    sent = next(told for method, path, told in cluster.asked if path.endswith("/cancel"))
+    assert sent == {"claim": 2, "reason": "cancelled by user on the ElasticFlow page"}
+    jobs = {job["job_id"]: job["state"] for job in browse("viewer").get("api/jobs").json()["jobs"]}
+    assert jobs[MINE.job_id] == "cancelled"  # no answer from before is shown
+
+
+def test_an_editor_does_not_cancel_through_a_dag_that_may_be_edited(browse: Any, cluster: ScriptedCluster) -> None:
+    answer = browse("user").post(f"api/dags/fraud_daily/jobs/{HIDDEN.job_id}/cancel", json={"claim": 2})
+    assert (answer.status_code, cluster.cancelled) == (404, set())
+
+
+def test_a_stale_claim_is_said_to_be_one(browse: Any) -> None:
+    answer = browse("admin").post(f"{JOB}/cancel", json={"claim": 1})
+    assert (answer.status_code, answer.json()["error"]) == (409, "stale_claim")
+
+
+def test_only_an_editor_moves_a_deadline(browse: Any, cluster: ScriptedCluster) -> None:
+    change = {"claim": 2, "deadline_at": cluster.now + 9000}
+    assert browse("viewer").patch(JOB, json=change).status_code == 403
+    assert cluster.deadlines == {}
+    assert browse("user").patch(JOB, json=change).json()["accepted"] is True
+    assert cluster.deadlines == {MINE.job_id: cluster.now + 9000}
+
+
+def test_changes_from_other_sites_are_refused(browse: Any, cluster: ScriptedCluster) -> None:
+    foreign = {"Sec-Fetch-Site": "cross-site"}
+    assert browse("admin").post(f"{JOB}/cancel", json={"claim": 2}, headers=foreign).status_code == 403
+    assert browse("admin").post("api/what-if", json={}, headers=foreign).status_code == 403
+    assert cluster.cancelled == set()
+
+
+def test_what_if_is_asked_about_visible_jobs_only(browse: Any, cluster: ScriptedCluster) -> None:
+    def ask(role: str, job_id: str) -> Any:
+        change = {"job_id": job_id, "deadline_at": cluster.now + 60}
+        return browse(role).post("api/what-if", json={"changes": [change]})
+
+    answer = ask("viewer", MINE.job_id).json()
+    assert answer["verdicts"][0]["verdict"]["decision"] == "rejected"
+    assert {item["dag_id"] for item in answer["after"]["items"]} <= {
+        "nightly_reviews",
+        "fraud_daily",
+        "search_ranker",
+        "vision",
+    }
+    assert ask("viewer", HIDDEN.job_id).status_code == 404
+    assert ask("admin", HIDDEN.job_id).status_code == 200
+    assert cluster.deadlines == {}
+
+
+def test_the_token_stays_on_the_server(browse: Any, source: Any) -> None:
+    token = source._look_up().endpoint.token
+    browser = browse("admin")
+    for path in ["", "static/main.js", "api/me", *LISTS, *(f"{JOB}/{what}" for what in READS)]:
+        answer = browser.get(path)
+        assert answer.status_code == 200, path
+        assert token not in answer.text + str(answer.headers)
+
+
+def test_a_service_that_is_away_is_said_to_be_away(browse: Any, cluster: ScriptedCluster) -> None:
+    cluster.away = True
+    answer = browse("viewer").get("api/cluster")
+    assert (answer.status_code, answer.json()["error"]) == (503, "away")
+    assert "elasticflow serve" in answer.json()["hint"]
+
+
+def test_one_task_instance_finds_its_job(browse: Any) -> None:
+    query = {"dag_id": "vision", "run_id": "scheduled__today", "task_id": "backbone", "map_index": -1}
+    jobs = browse("viewer").get("api/jobs", params=query).json()["jobs"]
+    assert [job["identity"]["task_id"] for job in jobs] == ["backbone"]
+    assert browse("viewer").get("api/jobs", params={**query, "run_id": "another"}).json()["jobs"] == []
+
+
+def test_the_trace_opens_in_trace_viewers(browse: Any, cluster: ScriptedCluster) -> None:
+    answer = browse("viewer").get(f"{JOB}/trace.json")
+    assert f'filename="{MINE.job_id}-1.trace.json"' in answer.headers["content-disposition"]
+    events = answer.json()["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "i", "C"}
+    slices = [event for event in events if event["ph"] == "X"]
+    assert all(event["dur"] >= 0 for event in slices)
+    assert {"starting", "1 worker", "2 workers"} <= {event["name"] for event in slices}
+    rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert rows == {"decisions", f"{NODES[1]} slot 0", f"{NODES[1]} slot 1"}
+
+
+def test_files_are_ours_packed_and_asked_for_once(browse: Any) -> None:
+    browser = browse("viewer")
+    page = browser.get("")
+    assert "script-src 'self'" in page.headers["content-security-policy"]
+    assert "http" not in page.text.replace("http-equiv", "").replace("http://www.w3.org", "")
+    library = browser.get("api/me").json()["chart_library"]
+    packed = browser.get(library)
+    assert "immutable" in packed.headers["cache-control"]
+    assert len(packed.content) > 1_000_000
+    assert int(packed.headers["content-length"]) < len(packed.content) / 2
+    again = browser.get("static/main.js", headers={"If-None-Match": browser.get("static/main.js").headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    for path in ("static/../api_app.py", "static/%2e%2e/api_app.py", "static/views", "static/nothing.js"):
+        assert browser.get(path).status_code == 404, path
+
+
+def test_every_module_that_the_page_imports_is_there() -> None:
+    import re
+
+    from elasticflow_airflow.ui.assets import _ours, asset
+
+    for name in sorted(_ours()):
+        found = asset(name)
+        assert found is not None
+        assert gzip.decompress(found.packed) == found.content
+        for imported in re.findall(r"from '([./\w-]+\.js)'", found.content.decode()):
+            folder = name.rpartition("/")[0]
+            parts = [part for part in f"{folder}/{imported}".split("/") if part not in ("", ".")]
+            while ".." in parts:
+                at = parts.index("..")
+                del parts[at - 1 : at + 1]
+            assert "/".join(parts) in _ours(), (name, imported)
+
+
+def test_answers_are_shared_between_users_but_not_for_long(browse: Any, cluster: ScriptedCluster) -> None:
+    for role in ("viewer", "admin", "viewer"):
+        browse(role).get("api/forecast")
+    assert sum(path == "/v1/forecast" for _, path, _ in cluster.asked) == 1
+
+
+def test_nonsense_is_refused_before_it_reaches_the_service(browse: Any, cluster: ScriptedCluster) -> None:
+    browser = browse("admin")
+    for path in (
+        "api/history?from_at=10&until_at=1",
+        "api/history?from_at=0&until_at=9e9",
+        "api/history?from_at=nan&until_at=1",
+        "api/jobs?limit=0",
+        "api/dags/fraud_daily/jobs/..%2F..%2Fhealth/story",
+        f"{JOB}/logs/a.b",
+    ):
+        assert browser.get(path).status_code in (404, 422), path
+    assert browser.post(f"{JOB}/cancel", content=json.dumps({})).status_code == 422
+    assert cluster.asked == []
