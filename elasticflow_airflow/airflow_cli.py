@@ -6,6 +6,7 @@ when it runs (``airflow_commands.py``). The options are those of the ``elasticfl
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from airflow.cli.cli_config import ActionCommand, Arg, GroupCommand
@@ -85,9 +86,24 @@ def get_commands() -> list[GroupCommand]:
                 ),
                 _command(
                     "forecast",
-                    "Say which deadlines of the next hours will be kept, and what is missing for the others",
+                    "Say which deadlines of the next hours will be kept, those of DAG files to be merged too",
+                    _arg("dag_files", nargs="*", metavar="DAG_FILE", help="Their runs are taken as if they were due."),
                     _option("--hours", type=float, default=24.0, help="How far to look."),
+                    _flag("--fail-on-miss", help="End with status 1 if a deadline will not be kept; for CI."),
+                    _flag("--only-new", help="Only what would be kept without the DAG files counts as a miss."),
                     _flag("--check", help="End with status 3 if a deadline will not be kept."),
+                    _option("--conn-id", help="Airflow connection that names the service. Default: as the tasks say."),
+                    connects=False,
+                    runs="elasticflow_airflow.forecast_command.forecast",
+                ),
+                _command(
+                    "feed",
+                    "Tell the services when the elastic tasks of all DAGs are due; for a cron task",
+                    _option("--hours", type=float, default=48.0, help="How far ahead."),
+                    _option("--dag", dest="dag_id", help="Only this DAG."),
+                    _flag("--dry-run", help="Print what would be told; tell nobody."),
+                    connects=False,
+                    runs="elasticflow_airflow.feed_command.feed",
                 ),
                 _command(
                     "doctor",
@@ -129,8 +145,20 @@ def _submit() -> ActionCommand:
     )
 
 
-def _command(name: str, help: str, *args: Arg, connects: bool = True) -> ActionCommand:  # noqa: A002 - as Airflow has it
+def _command(
+    name: str,
+    help: str,  # noqa: A002 - as Airflow has it
+    *args: Arg,
+    connects: bool = True,
+    runs: str | None = None,
+) -> ActionCommand:
+    """Make a command. ``runs`` names the function that takes all that was given; else it is that of ``elasticflow``."""
+
     def run(given: Any) -> None:
+        if runs is not None:
+            module, _, function = runs.rpartition(".")
+            getattr(import_module(module), function)(given)
+            return
         from elasticflow_airflow.airflow_commands import run_command
 
         run_command(name, given)

@@ -1,7 +1,7 @@
 """``airflow elasticflow forecast [DAG_FILE ...]``: whether everything due will make it, asked before a DAG is merged.
 
-Ends with status 0; with 1 on a miss, where ``--fail-on-miss`` is given; with 2 when the question could not be asked: a
-DAG file that cannot be read, a task that could not be submitted, a service that is away.
+Ends with status 0; on a miss with 1 where ``--fail-on-miss`` is given, with 3 for ``--check``; with 2 when the question
+could not be asked: a DAG file that cannot be read, a task that could not be submitted, a service that is away.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import pendulum
 
 MISSED = 1
 BAD_INPUT = 2
+NOT_KEPT = 3
+_AWAY_S = 10.0
 
 
 def forecast(args: Any) -> None:
-    """Run the command. ``args``: dag_files, hours, fail_on_miss, only_new, conn_id (None: as the tasks say)."""
+    """Run the command. ``args``: dag_files, hours, fail_on_miss, only_new, check, conn_id (None: as the tasks say)."""
     from airflow.sdk.exceptions import AirflowException
 
     from elasticflow_airflow.client import ElasticFlowError
@@ -34,8 +36,8 @@ def forecast(args: Any) -> None:
     except (ElasticFlowError, AirflowException) as error:
         _say(f"the service could not be asked: {error}", "red")
         sys.exit(BAD_INPUT)
-    if missed and args.fail_on_miss:
-        sys.exit(MISSED)
+    if missed and (args.fail_on_miss or args.check):
+        sys.exit(MISSED if args.fail_on_miss else NOT_KEPT)
 
 
 def _forecast(args: Any) -> int:
@@ -69,7 +71,7 @@ def _forecast(args: Any) -> int:
     missed = 0
     for conn_id, runs in by_conn.items():
         hook = hooks.get(conn_id) or ElasticFlowHook(conn_id)
-        with ElasticFlowClient(hook.endpoint(start=False), retry_for_s=10.0) as service:
+        with ElasticFlowClient(hook.endpoint(start=False), retry_for_s=_AWAY_S) as service:
             answer = service.forecast(args.hours, runs)
             before = service.forecast(args.hours) if runs and answer.not_kept else answer
         if answer.items:
