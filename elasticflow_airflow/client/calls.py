@@ -123,9 +123,7 @@ def forecast(hours: float = 24.0, planned: Sequence[PlannedRun] = ()) -> Call[Fo
     """Ask what will become of everything that is due in the next hours, and of planned runs; no secret is sent."""
     request = ForecastRequest(hours=hours, planned=list(planned))
     body = request.model_dump_json(exclude={"planned": {"__all__": {"submission": {"secret_env"}}}}).encode()
-    return Call(
-        method="POST", path="/v1/forecast", read=reader(ForecastAnswer), body=body, timeout_s=_SUBMIT_TIMEOUT_S
-    )
+    return Call(method="POST", path="/v1/forecast", read=reader(ForecastAnswer), body=body, timeout_s=_SUBMIT_TIMEOUT_S)
 
 
 def _with_secrets(submission: JobSubmission) -> bytes:

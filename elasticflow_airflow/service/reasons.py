@@ -8,17 +8,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from elasticflow_airflow.scheduler_core.explain import duration, workers
 from elasticflow_airflow.scheduler_core.values import JobState, Phase, Reservation
-from elasticflow_airflow.service.foresight import Foresight
+from elasticflow_airflow.service import recurring
+from elasticflow_airflow.service.foresight import Foresight, overlaps
 from elasticflow_airflow.service.models import IncarnationRow
+from elasticflow_airflow.wire import State
 
 _SAME_S = 1.0
 """Changes closer than this are one."""
 _NAMED = 2
 _SOON_S = 20 * 3600.0
+_VERY_SOON_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One job, and what there is to know of the others."""
+
+    row: IncarnationRow
+    state: JobState
+    foresight: Foresight
+    names: Mapping[str, str]
+    now: float
+
+    @property
+    def size(self) -> int:
+        return self.state.placement.workers
+
+    @property
+    def holds(self) -> str:
+        verb = "holds" if self.row.state == State.RUNNING else "is starting on"
+        return f"{verb} {_slots(self.size)}"
+
+    @property
+    def ahead(self) -> list[Reservation]:
+        planned = self.foresight.planned.get(self.row.job_id, ())
+        return sorted((one for one in planned if one.end_s > self.now), key=lambda one: one.start_s)
 
 
 def why(row: IncarnationRow, foresight: Foresight | None, names: Mapping[str, str], now: float) -> str:
@@ -31,7 +60,8 @@ def why(row: IncarnationRow, foresight: Foresight | None, names: Mapping[str, st
     if foresight is None or state is None:
         return row.state_reason
     if state.phase is Phase.PARKED:
-        until = "" if row.lease_expires_at is None else f", and is cancelled at {clock(row.lease_expires_at, now)}"
+        ends_at = None if row.lease_expires_at is None else row.lease_expires_at + row.orphan_s
+        until = "" if ends_at is None else f", and is cancelled at {clock(ends_at, now)}"
         return f"its owner in Airflow is not heard of: it holds nothing until one is back{until}"
     if state.phase is Phase.WAITING or (state.phase is Phase.PROFILING and not state.placement.workers):
         return row.state_reason
@@ -39,7 +69,8 @@ def why(row: IncarnationRow, foresight: Foresight | None, names: Mapping[str, st
         limit = state.profile_until_s
         until = "" if limit is None else f" until {clock(limit, now)} at the latest"
         return f"measures its speed with {workers(state.placement.workers)}{until}; then its deadline is decided on"
-    return _of_admitted(row, state, foresight, names, now)
+    case = _Case(row, state, foresight, names, now)
+    return _of_holder(case) if case.size else _of_waiter(case)
 
 
 def clock(at_s: float, now: float) -> str:
@@ -47,131 +78,113 @@ def clock(at_s: float, now: float) -> str:
     if not math.isfinite(at_s):
         return "an unknown time"
     form = "%H:%M UTC" if abs(at_s - now) < _SOON_S else "%Y-%m-%d %H:%M UTC"
-    if abs(at_s - now) < 600.0:
+    if abs(at_s - now) < _VERY_SOON_S:
         form = "%H:%M:%S UTC"
     return datetime.fromtimestamp(at_s, UTC).strftime(form)
 
 
-def _of_admitted(
-    row: IncarnationRow, state: JobState, foresight: Foresight, names: Mapping[str, str], now: float
-) -> str:
-    size = state.placement.workers
-    ahead = [one for one in foresight.planned.get(row.job_id, ()) if one.end_s > now]
-    if size == 0:
-        return _of_waiting(row, state, ahead, foresight, names, now)
-    change = next((one for one in ahead if one.start_s > now + _SAME_S and one.placement.workers != size), None)
+def _of_holder(case: _Case) -> str:
+    size, now, ahead = case.size, case.now, case.ahead
     current = [one for one in ahead if one.start_s <= now + _SAME_S]
-    gap = _gap(ahead, now)
-    if gap is not None:
-        then = f"then none until {clock(gap[1], now)}"
-        return f"holds {_slots(size)} until {clock(gap[0], now)}, {then}{_others(row, foresight, names, *gap)}"
-    if change is not None:
-        at, after = change.start_s, change.placement.workers
-        because = (
-            _limit(row, state, size, foresight, names, now, at)
-            if after > size
-            else _others(row, foresight, names, at, change.end_s)
-        )
-        return f"holds {_slots(size)} until {clock(at, now)}, then {after}{because}"
-    end = max((one.end_s for one in ahead), default=math.inf)
-    until = f" until its end at {clock(end, now)}" if end < math.inf else ""
     if not current:
-        until = ", longer than was planned"
-    return f"holds {_slots(size)}{until}{_deadline(row, end)}{_limit(row, state, size, foresight, names, now, end)}"
-
-
-def _of_waiting(
-    row: IncarnationRow,
-    state: JobState,
-    ahead: list[Reservation],
-    foresight: Foresight,
-    names: Mapping[str, str],
-    now: float,
-) -> str:
-    start = min((one.start_s for one in ahead), default=math.inf)
-    if start < math.inf:
-        first = min(ahead, key=lambda one: one.start_s)
-        more = _others(row, foresight, names, now, start)
-        early = "" if more or row.best_effort else ": its deadline leaves time for that"
-        return f"waits until {clock(start, now)}, then it gets {_slots(first.placement.workers)}{more}{early}"
-    if state.best_effort:
-        return f"waits for slots that no promise needs{_others(row, foresight, names, now, math.inf)}"
-    return f"waits, and no slots can be had for it{_others(row, foresight, names, now, math.inf)}"
-
-
-def _gap(ahead: list[Reservation], now: float) -> tuple[float, float] | None:
-    """From when until when the plan leaves a job that holds slots without any."""
-    end = max((one.end_s for one in ahead if one.start_s <= now + _SAME_S), default=None)
-    for one in sorted(ahead, key=lambda one: one.start_s):
-        if end is None or one.start_s <= now + _SAME_S:
-            continue
+        return f"{case.holds}, longer than was planned{_because(_limit(case, math.inf))}"
+    end = current[-1].end_s
+    for one in ahead[len(current) :]:
         if one.start_s > end + _SAME_S:
-            return end, one.start_s
-        end = max(end, one.end_s)
-    return None
+            gap = _others(case, end, one.start_s, "them")
+            then = f"then none until {clock(one.start_s, now)}"
+            return f"{case.holds} until {clock(end, now)}, {then}{_because(gap)}"
+        if one.placement.workers != size:
+            after = one.placement.workers
+            reason = _limit(case, one.start_s) if after > size else _others(case, one.start_s, one.end_s, "them")
+            return f"{case.holds} until {clock(one.start_s, now)}, then {after}{_because(reason)}"
+        end = one.end_s
+    until = f" until its end at {clock(end, now)}" if end < math.inf else ""
+    return f"{case.holds}{until}{_deadline(case.row, end)}{_because(_limit(case, end))}"
+
+
+def _of_waiter(case: _Case) -> str:
+    if case.ahead:
+        first = case.ahead[0]
+        reason = _others(case, case.now, first.start_s, "them until then")
+        if not reason and not case.row.best_effort:
+            reason = "its deadline leaves time for that"
+        gets = f"then it gets {_slots(first.placement.workers)}"
+        return f"waits until {clock(first.start_s, case.now)}, {gets}{_because(reason)}"
+    waits = "waits for slots that no promise needs" if case.state.best_effort else "waits, and no slots are free for it"
+    return waits + _because(_others(case, case.now, math.inf, "all"))
 
 
 def _deadline(row: IncarnationRow, end: float) -> str:
     if row.deadline_at is None or end == math.inf:
         return ""
     slack = row.deadline_at - end
-    if slack < 0:
-        return f", {duration(-slack)} after its deadline"
-    return f", {duration(slack)} before its deadline"
+    side = "after" if slack < 0 else "before"
+    return f", {duration(abs(slack))} {side} its deadline"
 
 
-def _limit(
-    row: IncarnationRow,
-    state: JobState,
-    size: int,
-    foresight: Foresight,
-    names: Mapping[str, str],
-    now: float,
-    until: float,
-) -> str:
-    """Why not more."""
+def _because(reason: str) -> str:
+    return f": {reason}" if reason else ""
+
+
+def _limit(case: _Case, until: float) -> str:
+    """Why not more until then."""
+    size, state, foresight = case.size, case.state, case.foresight
+    if size >= foresight.slots:
+        return "these are all that there are"
     most = state.job.max_workers
     if most is not None and size >= most:
-        return f": max_workers={most}"
+        if case.row.submission.get("max_workers") == most:
+            return f"max_workers={most}"
+        return f"each step is cut into {most}, so more workers would have nothing to do"
     curve = state.job.curve
     if curve is not None:
         larger = [n for n in curve.usable(state.job.min_workers, most or foresight.slots) if n > size]
         if not larger and any(n > size for n in curve.steps_per_s):
-            return ": with more it would not be faster"
-    elif state.best_effort:
-        return ": its speed with more is not known"
+            return "with more it would not be faster"
     free = foresight.slots - sum(foresight.holds(job_id) for job_id in foresight.states)
-    if free >= size:
-        if any(_room_before(foresight, until)):
-            return ": the others are kept free for runs that are expected"
-        return ": a change would cost it more than it gains" if curve is not None and size in curve.steps_per_s else ""
-    if free + size >= foresight.slots:
-        return ": more there are not"
-    return _others(row, foresight, names, now, until, so="until then" if until < math.inf else "")
+    if free < size:
+        return _others(case, case.now, until, "the others" + (" until then" if until < math.inf else ""))
+    kept = _expected(case, case.now, until)
+    if kept:
+        return f"the others are kept free for {_listed(kept)}"
+    if curve is None:
+        return "its speed with more is not known"
+    return "a change would cost it more than it gains" if size in curve.steps_per_s else ""
 
 
-def _room_before(foresight: Foresight, until: float) -> list[str]:
-    return [run.run_id for run, slots in foresight.expected if any(one.start_s < until for one in slots)]
-
-
-def _others(
-    row: IncarnationRow, foresight: Foresight, names: Mapping[str, str], from_s: float, until_s: float, *, so: str = ""
-) -> str:
-    """Who holds the other slots between two times, largest first."""
+def _others(case: _Case, from_s: float, until_s: float, what: str) -> str:
+    """Who holds slots between two times, those with most of them first; then the runs for which room is kept."""
+    foresight = case.foresight
     holding = {
-        job_id: max(foresight.between(job_id, from_s, until_s), foresight.holds(job_id) if so else 0)
+        job_id: foresight.between(job_id, from_s, until_s) or (from_s <= case.now and foresight.holds(job_id))
         for job_id in foresight.states
-        if job_id != row.job_id
+        if job_id != case.row.job_id
     }
     found = sorted((job_id for job_id, held in holding.items() if held), key=lambda job_id: (-holding[job_id], job_id))
-    if not found:
+    said = list(dict.fromkeys(case.names.get(job_id, job_id) for job_id in found))
+    runs = _expected(case, from_s, until_s)
+    if not said and not runs:
         return ""
-    said = list(dict.fromkeys(names.get(job_id, job_id) for job_id in found))
-    named = said[:_NAMED]
-    rest = len(said) - len(named)
-    who = " and ".join(named) if not rest else f"{', '.join(named)} and {rest} more"
-    needs = "needs" if len(said) == 1 else "need"
-    return f", as {who} {needs} {'the others' if so else 'them'}{f' {so}' if so else ''}"
+    promised = runs or not any(foresight.states[job_id].best_effort for job_id in found)
+    one = len(said) + len(runs) == 1
+    verb = ("needs" if one else "need") if promised else ("has" if one else "have")
+    return f"{_listed(said + runs)} {verb} {what}"
+
+
+def _expected(case: _Case, from_s: float, until_s: float) -> list[str]:
+    """The runs for which room is kept between two times."""
+    return [
+        f"the run of {recurring.name_of(run.task)} that is due {clock(run.due_s, case.now)}"
+        for run, slots in case.foresight.expected
+        if any(overlaps(one, from_s, until_s) for one in slots)
+    ]
+
+
+def _listed(names: list[str]) -> str:
+    if len(names) > _NAMED:
+        return f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} more"
+    return " and ".join(names)
 
 
 def _slots(count: int) -> str:

@@ -21,7 +21,19 @@ from elasticflow_airflow.client import (
     Unauthorized,
     snapshot_folder,
 )
-from elasticflow_airflow.wire import AmendRequest, Event, LogPiece, Problem
+from elasticflow_airflow.insight import (
+    CalendarAnswer,
+    CalendarRequest,
+    ClusterHistory,
+    ClusterNow,
+    DeadlineChange,
+    DueRuns,
+    JobStory,
+    StackDump,
+    WhatIf,
+    WhatIfRequest,
+)
+from elasticflow_airflow.wire import AmendRequest, Event, ForecastAnswer, LogPiece, Problem
 
 ENDPOINT = Endpoint(base_url="http://service:8765", token="s3cret")
 
@@ -90,6 +102,57 @@ def test_every_call_goes_where_the_api_says(make_status, attachment):
         service = Service(answer)
         call(client(service))
         assert (service.requests[0].method, service.requests[0].url.raw_path) == (method, target)
+
+
+async def test_both_clients_ask_alike_for_what_the_pages_show(make_status):
+    status, outlook = (
+        make_status(),
+        ForecastAnswer(asked_at=1.0, until_at=2.0, kept=0, not_kept=0, missing_slots=0, summary=""),
+    )
+    history = ClusterHistory(
+        from_at=1.0,
+        until_at=2.0,
+        now=1.5,
+        spans=[],
+        planned=[],
+        admissions=[],
+        part_s=1.0,
+        held_slot_s=[0.0],
+        computing_slot_s=[0.0],
+        slots=4,
+    )
+    story = JobStory(
+        status=status,
+        incarnations=1,
+        why="",
+        submission={},
+        generations=[],
+        planned=[],
+        samples=[],
+        curve=[],
+        workers=[],
+        checkpoints=[],
+    )
+    request = WhatIfRequest(changes=[DeadlineChange(job_id="j", deadline_at=None)])
+    calendar = CalendarRequest(tasks=[DueRuns(dag_id="d", task_id="t", due_at=[1.0])])
+    cases = [
+        (ClusterNow(at=1.0, slots=[], jobs=[status]), "cluster", (), b"/v1/cluster"),
+        (history, "history", (1.0, 2.0, 1), b"/v1/cluster/history?from_at=1.0&until_at=2.0&parts=1"),
+        (story, "story", ("a/b", 2), b"/v1/jobs/a%2Fb/story?incarnation=2"),
+        (WhatIf(verdicts=[], before=outlook, after=outlook), "what_if", (request,), b"/v1/what-if"),
+        (CalendarAnswer(taken=1, unknown=["d.t"]), "feed_calendar", (calendar,), b"/v1/calendar"),
+        (StackDump(job_id="j", at=1.0, stacks={"w": "..."}), "stacks", ("j",), b"/v1/jobs/j/stacks"),
+    ]
+    for answer, name, arguments, target in cases:
+        service = Service(ok(answer))
+        assert getattr(client(service), name)(*arguments) == answer
+        assert await getattr(async_client(service), name)(*arguments) == answer
+        first, second = service.requests
+        assert first.url.raw_path == second.url.raw_path == target
+        assert first.content == second.content
+    service = Service(httpx.Response(200, json=[]))
+    assert client(service).runs("j", 3) == await async_client(service).runs("j", 3) == []
+    assert service.requests[1].url.raw_path == b"/v1/jobs/j/runs?limit=3"
 
 
 def test_snapshot_is_sent_once(tmp_path):

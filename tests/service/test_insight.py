@@ -131,6 +131,62 @@ def test_a_change_in_place_shows_no_slot_twice(world):
     assert sum(history.computing_slot_s) <= sum(history.held_slot_s)
 
 
+# -- why ---------------------------------------------------------------------------------------------------------
+
+
+def why(world, job) -> str:
+    return desk_of(world).cluster().why[job.job.job_id]
+
+
+def test_why_names_who_needs_the_other_slots_and_until_when(world):
+    first = world.submit(task="first", within=3600.0, **LONG)
+    assert why(world, first).startswith("is starting on 4 slots until its end at ")
+    world.reach(first, "running")
+    assert why(world, first).startswith("holds 4 slots until its end at 08:1")
+    assert why(world, first).endswith("before its deadline: these are all that there are")
+    second = world.submit(task="second", within=900.0, steps=32 * 300, scaling_curve=CURVE)
+    world.run(30.0)
+    assert why(world, first).endswith("before its deadline: daily.second needs the others until then")
+    assert "holds 2 slots until its end at " in why(world, second)
+    urgent = world.submit(task="urgent", within=1400.0, steps=32 * 500, scaling_curve=CURVE)
+    world.run(30.0)
+    assert urgent.job.verdict.decision == "admitted"
+    said = why(world, first)
+    assert said.startswith("waits until 08:"), said
+    assert "then it gets" in said
+    assert "daily.urgent" in said
+    assert desk_of(world).story(first.job.job_id, None).why == said
+
+
+def test_why_says_that_more_would_not_help(world):
+    curve = {1: 10.0, 2: 18.0, 4: 17.0}
+    job = running(world, scaling_curve=curve, fake={"steps_per_s": curve}, within=7200.0)
+    assert why(world, job).endswith(": with more it would not be faster")
+    other = running(world, task="other", max_workers=1)
+    assert why(world, other).endswith(": max_workers=1")
+
+
+def test_why_names_the_run_for_which_slots_are_kept_free(world):
+    due = world.now_s + 3600.0
+    first = world.submit(task="nightly", run="r1", steps=32 * 300, within=600.0, scaling_curve=CURVE, next_run_at=due)
+    assert world.ended(first).state == "succeeded"
+    world.step(due - 900.0 - world.now_s)
+    job = running(world, task="adhoc", within=7200.0, steps=32 * 3000)
+    assert "the run of daily.nightly that is due 09:00 UTC" in why(world, job)
+
+
+def test_why_tells_of_measuring_waiting_and_an_owner_who_is_away(world):
+    urgent = running(world, task="urgent", within=780.0)
+    job = world.submit(task="new", within=4 * 3600.0, steps=32 * 1800)
+    assert why(world, job) == "waits for slots that no promise needs, to measure its speed on them"
+    world.desk.cancel(urgent.job.job_id, urgent.claim, "")
+    world.until(lambda: world.status(job).state == "profiling", "it is measured")
+    assert why(world, job).startswith("measures its speed with ")
+    world.until(lambda: world.row(job).parked, "nobody asks for it", 1000.0, every=5.0)
+    assert "its owner in Airflow is not heard of" in why(world, job)
+    assert world.status(job).lease_expires_at < world.now_s
+
+
 # -- one job -----------------------------------------------------------------------------------------------------
 
 
@@ -164,6 +220,16 @@ def test_a_story_knows_the_checkpoint_that_counts(world):
     assert [one.promoted for one in story.checkpoints].count(True) == 1
     assert story.why == world.status(job).state_reason
     assert story.planned == []
+
+
+def test_a_story_tells_where_the_time_of_each_worker_went(world):
+    job = running(world, fake={"slow_slots": {"node0:0": 1.01}}, within=3600.0)
+    world.run(60.0)
+    story = desk_of(world).story(job.job.job_id, None)
+    assert [one.rank for one in story.workers] == [0, 1, 2, 3]
+    assert len({one.worker_id for one in story.workers}) == 4
+    assert all(one.compute_s > 0.0 and one.window_steps > 0 for one in story.workers)
+    assert all(world.now_s - 30.0 < one.at <= world.now_s for one in story.workers)
 
 
 def test_a_story_of_an_earlier_incarnation_can_be_asked_for(world):
