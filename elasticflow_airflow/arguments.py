@@ -113,7 +113,7 @@ def check_each(given: Mapping[str, Any]) -> None:
     DeadlineError.
     """
     for name, value in given.items():
-        if value is not None and name in _CHECKS and not (name in _MAY_BE_LATE and is_late(value)):
+        if value is not None and name in _CHECKS and not (name in MAY_BE_LATE and is_late(value)):
             _CHECKS[name](name, value)
 
 
@@ -421,9 +421,10 @@ _CHECKS: Final[dict[str, Callable[[str, Any], None]]] = {
 }
 CHECKED: Final = tuple(_CHECKS)
 """The arguments, as an operator has them."""
-_MAY_BE_LATE: Final = frozenset(
+MAY_BE_LATE: Final = frozenset(
     {
         "script", "module", "script_args", "env", "working_dir", "python", "steps", "epochs", "samples",
         "global_batch_size", "target_loss", "deadline", "latest_deadline", "init_from", "elasticflow_conn_id",
     }
 )  # fmt: skip
+"""Those that are template fields: what they will be may be known only at run time."""

@@ -21,8 +21,8 @@ from airflow.sdk.exceptions import (
 )
 
 from elasticflow_airflow.alarms import RiskAlarm, describe, remember
-from elasticflow_airflow.arguments import CHECKED, ArgumentError, check_arguments, check_each, present
-from elasticflow_airflow.callables import Given, conceal, listed, reveal
+from elasticflow_airflow.arguments import CHECKED, ArgumentError, check_arguments, present
+from elasticflow_airflow.callables import Given, listed, reveal
 from elasticflow_airflow.client import (
     PASSING,
     ElasticFlowClient,
@@ -50,6 +50,7 @@ from elasticflow_airflow.killing import KILL_WITHIN_S, Kill, come_back
 from elasticflow_airflow.leases import OwnedJob, keeper
 from elasticflow_airflow.lineage import ReportsLineage
 from elasticflow_airflow.links import ElasticFlowJobLink
+from elasticflow_airflow.mapping import checked
 from elasticflow_airflow.outcomes import (
     cancel_message,
     failure_message,
@@ -71,7 +72,6 @@ from elasticflow_airflow.wire import JobStatus, State
 if TYPE_CHECKING:
     from airflow.sdk.definitions.mappedoperator import OperatorPartial
 
-_CALLED = ("on_at_risk", "on_promote")
 _ANSWER_WITHIN_S = 60.0
 """So long a worker waits for a service that is away before it gives its slot back ..."""
 _AWAY_PAUSE_S = 30.0
@@ -231,8 +231,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
     @classmethod
     def partial(cls, **kwargs: Any) -> OperatorPartial:
         """Begin a mapped task, see Airflow's dynamic task mapping. What can be known then is refused here."""
-        check_each(kwargs)
-        return super().partial(**{name: conceal(value) if name in _CALLED else value for name, value in kwargs.items()})
+        return checked(super().partial(**kwargs))
 
     # --- Airflow calls these -------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +68,32 @@ def make(**arguments):
         ({**DEADLINE, "deadline": 7}, "deadline=7 is a int"),
         ({**DEADLINE, "downstream_reserve": timedelta(-1)}, "downstream_reserve="),
         ({**DEADLINE, "deadline_of": 3}, "deadline_of=3"),
+        ({**GOOD, "script": Path("train.py")}, "script=.*is a path object: give a str"),
+        ({**GOOD, "script": ""}, "script='' is empty"),
+        ({**GOOD, "script": None, "module": 3}, "module=3 is a int: give a str"),
+        ({**GOOD, "working_dir": 3}, "working_dir=3 is a int"),
+        ({**GOOD, "python": ["python"]}, r"python=\['python'\] is a list"),
+        ({**GOOD, "init_from": True}, "init_from=True is a bool"),
+        ({**GOOD, "elasticflow_conn_id": ""}, "elasticflow_conn_id='' is empty"),
+        ({**GOOD, "script_args": {"data": 3}}, "script_args={'data': 3} is a dict: give a list"),
+        ({**GOOD, "script_args": ["--n", None]}, r"script_args\[1\]=None is a NoneType"),
+        ({**GOOD, "script_args": [["--n", 3]]}, r"script_args\[0\]=\['--n', 3\] is a list"),
+        ({**GOOD, "progress_regex": "step ("}, "progress_regex='step \\(' is no regular expression"),
+        ({**GOOD, "progress_regex": "step"}, "has no group"),
+        ({**GOOD, "progress_file": 3}, "progress_file=3 is a int"),
+        ({**GOOD, "value": float("nan")}, "value=nan must be a finite number"),
+        ({**GOOD, "value": "much"}, "value='much' must be"),
+        ({**GOOD, "best_effort": "yes"}, "best_effort='yes' must be True or False"),
+        ({**GOOD, "deferrable": "yes"}, "deferrable='yes' must be True or False"),
+        ({**GOOD, "scaling_curve": {1: float("inf")}}, "finite and greater than 0"),
+        ({**GOOD, "scaling_curve": [1.0]}, "must map workers to steps/s"),
+        ({**GOOD, "min_workers": True}, "min_workers=True must be a power of two"),
+        ({**GOOD, "secret_env": ["TOKEN"]}, "secret_env must map names"),
+        ({**GOOD, "on_at_risk": "shout"}, "on_at_risk='shout' must be a callable, or where to import one from"),
+        ({**GOOD, "on_at_risk": [print, 3]}, "on_at_risk=3 must be a callable"),
+        ({**GOOD, "on_promote": "mlflow register"}, "on_promote='mlflow register' must be a callable"),
+        ({**DEADLINE, "downstream_reserve": 300}, "downstream_reserve=300 must be a timedelta"),
+        ({**GOOD, "on_reject": ["fail"]}, "on_reject="),
     ],
 )
 def test_refused_at_parse(arguments, words):

@@ -1,0 +1,83 @@
+"""Mapped training tasks: what is refused when the DAG is read, and that the DAG can be serialized all the same."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from datetime import timedelta
+
+import pytest
+from airflow.providers.standard.operators.empty import EmptyOperator
+from airflow.sdk import DAG
+
+from elasticflow_airflow.arguments import ArgumentError
+from elasticflow_airflow.notifications import ElasticFlowNotifier
+from elasticflow_airflow.operators import ElasticTrainOperator, ElasticTrainSensor, elastic_train_task
+from elasticflow_airflow.retry_policies import ElasticFlowRetryPolicy
+
+GOOD = {"task_id": "train", "script": "train.py", "global_batch_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("partial", "expand", "words"),
+    [
+        ({"best_effort": True, "min_workers": 3}, {"steps": [1]}, "^min_workers=3 must be a power of two"),
+        ({"best_effort": True, "on_miss": "shrug"}, {"steps": [1]}, "^on_miss='shrug' is none of"),
+        ({"best_effort": True}, {"steps": [10, 0]}, "^mapped task 1: steps=0 must be a whole number"),
+        ({}, {"steps": [10]}, "^mapped task 0: neither deadline=, deadline_of= nor best_effort"),
+        ({"best_effort": True, "epochs": 2}, {"steps": [10]}, "^mapped task 0: steps=10 stands beside epochs=2"),
+        ({"deadline": "07:30"}, {"script_args": ["--a"]}, "^mapped task 0: script_args='--a' is one string"),
+        ({}, {"deadline": ["07:30", "25:00"]}, "^mapped task 1: deadline='25:00' is no time of day"),
+    ],
+)
+def test_refused_when_the_dag_is_read(partial, expand, words):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with DAG("d", schedule=None), pytest.raises(ValueError, match=words):
+            ElasticTrainOperator.partial(**GOOD, **partial).expand(**expand)
+
+
+def test_refused_in_a_list_of_dicts():
+    with DAG("d", schedule=None), pytest.raises(ArgumentError, match=r"^mapped task 1: steps=10 stands beside epochs=3"):
+        ElasticTrainOperator.partial(**GOOD, best_effort=True).expand_kwargs([{"steps": 3}, {"steps": 10, "epochs": 3}])
+
+
+def test_what_others_return_and_default_args_are_taken_for_good():
+    with DAG("d", schedule=None, default_args={"best_effort": True}):
+        upstream = EmptyOperator(task_id="extract")
+        ElasticTrainOperator.partial(**GOOD).expand(steps=upstream.output)
+        ElasticTrainOperator.partial(**{**GOOD, "task_id": "kwargs"}).expand_kwargs(upstream.output)
+        mapped = ElasticTrainOperator.partial(**{**GOOD, "task_id": "curve"}).expand(scaling_curve=upstream.output)
+    assert mapped.upstream_task_ids == {"extract"}
+
+
+def test_a_dag_with_everything_is_serialized_the_same_at_each_parse():
+    def parse():
+        with DAG("d", schedule=None) as dag:
+            common = {
+                "deadline": timedelta(hours=1), "scaling_curve": {1: 2.0}, "downstream_reserve": timedelta(minutes=1),
+            }  # fmt: skip
+            called = {
+                "on_at_risk": [lambda context: None, ElasticFlowNotifier()],
+                "on_promote": lambda result: result,
+                "on_failure_callback": ElasticFlowNotifier(),
+                "retry_policy": ElasticFlowRetryPolicy(),
+            }
+            mapped = ElasticTrainOperator.partial(**GOOD, **common, **called).expand(steps=[1, 2])
+            ElasticTrainOperator(**{**GOOD, "task_id": "one"}, **common, **called, steps=3)
+            elastic_train_task(**{**GOOD, "task_id": "fn"}, **common, **called)(lambda size: [size]).expand(size=[1])
+            ElasticTrainSensor(task_id="sense", external_task_id="one")
+        return dag, mapped
+
+    from airflow.serialization.serialized_objects import DagSerialization
+
+    first, second = (json.dumps(DagSerialization.to_dict(parse()[0]), sort_keys=True, default=str) for _ in range(2))
+    assert " at 0x" not in first
+    assert first == second
+    read = DagSerialization.from_dict(json.loads(first))
+    assert set(read.task_ids) == {"train", "one", "fn", "sense"}
+    task = parse()[1].unmap({"steps": 2})
+    assert task.steps == 2
+    assert task.on_promote("x") == "x"
+    assert len(task.on_at_risk) == 2
+    assert task.scaling_curve == {1: 2.0}
