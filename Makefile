@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SLOW := slow or airflow or postgres or browser or ray
+# The fast tests run in so many processes; the slow ones one after the other, as they need the cores themselves.
+JOBS ?= 2
 
 # Byte code is cached on purpose: importing torch and Airflow without it takes three times as long.
 unexport PYTHONDONTWRITEBYTECODE
@@ -31,7 +33,7 @@ demo: $(STAMP) ## fine-tune BERT under deadlines: a DAG, two days, on this machi
 
 .PHONY: test
 test: $(STAMP) ## the fast tests
-	$(BIN)/pytest -m "not ($(SLOW) or soak or gpu)" $(PYTEST_ARGS)
+	$(BIN)/pytest -m "not ($(SLOW) or soak or gpu)" -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: system
 system: $(STAMP) ## the slow tests: PostgreSQL, real Airflow components, many kills

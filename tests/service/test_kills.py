@@ -361,8 +361,9 @@ def test_one_change_in_place_survives_a_kill_at_each_single_point(make_lives, fi
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_one_job_survives_a_kill_at_each_single_point_of_its_life(make_lives):
-    """A run for each commit and each engine call of a whole job, killed there and nowhere else."""
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.soak)])
+def test_one_job_survives_a_kill_at_each_single_point_of_its_life(make_lives, stride):
+    """A run for each (or each fourth) commit and engine call of a whole job, killed there and nowhere else."""
 
     def tasks() -> list[Task]:
         return [
@@ -374,7 +375,7 @@ def test_one_job_survives_a_kill_at_each_single_point_of_its_life(make_lives):
     crash_at = 0
     done = False
     while not done:
-        crash_at += 1
+        crash_at += stride
         lives = make_lives(tasks(), nodes=(1, 2), pace_s=1.0)
         done = lives.live(crash_at)
         if not done:
@@ -382,5 +383,6 @@ def test_one_job_survives_a_kill_at_each_single_point_of_its_life(make_lives):
         lives.check()
         points += lives.points()
         shutil.rmtree(lives.base)
-    assert sum(points.values()) == crash_at - 1 >= 200, points
-    assert set(points) == POINTS, f"never killed at {POINTS - set(points)}; unknown: {set(points) - POINTS}"
+    assert sum(points.values()) == crash_at // stride - 1 >= 200 // stride, points
+    assert set(points) <= POINTS, f"unknown: {set(points) - POINTS}"
+    assert stride > 1 or set(points) == POINTS, f"never killed at {POINTS - set(points)}"
