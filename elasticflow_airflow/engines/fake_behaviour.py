@@ -19,6 +19,8 @@ class FakeBehaviour:
     tail_s: float = 0.2
     """From the report ``finished`` to the end of the processes."""
     report_interval_s: float = 0.5
+    reports_a_jump: int | None = None
+    """So often at most it reports, and saves, when the clock jumps; None: 500 reports."""
     samples: int | None = None
     """Size of an epoch as the session finds it, when the submitter did not say."""
     reports: bool = True

@@ -183,8 +183,7 @@ class FakeGang:
 
     def advance(self, now_s: float, write: CheckpointWriter) -> None:
         """Carry the model to ``now_s``; a clock that goes backwards changes nothing."""
-        session_interval = self._save_interval_s
-        stretch = max(1.0, (now_s - self.now_s) / (MAX_REPORTS_AN_ADVANCE * self.behaviour.report_interval_s))
+        report_s, save_s = self._intervals_s(now_s - self.now_s)
         while self.phase not in ("pending", "ended"):
             at_s, what = self._next_event()
             if at_s > now_s:
@@ -198,13 +197,21 @@ class FakeGang:
                 self._phase_ended(write)
             elif what == "report":
                 self._progress()
-                self.next_report_s = self.now_s + self.behaviour.report_interval_s * stretch
+                self.next_report_s = self.now_s + report_s
             elif what == "checkpoint":
                 self._checkpoint(write)
-                self.next_checkpoint_s = self.now_s + session_interval * stretch
+                self.next_checkpoint_s = self.now_s + save_s
             else:
                 self._reached(what, write)
         self._move_to(now_s)
+
+    def _intervals_s(self, jump_s: float) -> tuple[float, float]:
+        """How far reports, and saves, are apart while the clock jumps so far."""
+        report_s, save_s, most = self.behaviour.report_interval_s, self._save_interval_s, self.behaviour.reports_a_jump
+        if most is None:
+            stretch = max(1.0, jump_s / (MAX_REPORTS_AN_ADVANCE * report_s))
+            return report_s * stretch, save_s * stretch
+        return max(report_s, jump_s / most), max(save_s, jump_s / most)
 
     def observation(self, reports: tuple[Report, ...]) -> GangObservation:
         """What an engine says of this gang."""
@@ -338,6 +345,11 @@ class FakeGang:
         self.reported_step, self.reported_s = self._shown_step(), self.now_s
         self.next_report_s = self.now_s + self.behaviour.report_interval_s
         self.next_checkpoint_s = self.now_s + self._save_interval_s
+
+    def speak(self) -> None:
+        """Say at this moment how far it is."""
+        if self.phase == "running" and self.behaviour.reports:
+            self._progress()
 
     def say_started(self, rank: int, **data: Any) -> None:
         """Report that a worker is in this generation, with what it knows of where it comes from."""

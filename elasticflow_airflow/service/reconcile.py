@@ -94,6 +94,11 @@ class Reconciler:
         return self._nodes
 
     @property
+    def wake_at(self) -> float | None:
+        """When the scheduler wants to be woken, UTC seconds; None: it does not."""
+        return self._wake_at
+
+    @property
     def problem(self) -> str:
         """Why the last pass failed; empty when it did not."""
         return self._problem

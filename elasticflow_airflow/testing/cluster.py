@@ -1,0 +1,442 @@
+"""A simulated cluster: the real service in this process, its engine modelled, its clock moved only by who waits.
+
+Scheduler, store, rules and HTTP API are those of production; tasks reach them by a Unix socket. What is modelled is
+the workers. Time stands still while Airflow works, and jumps when it has nothing to do but wait. Knows no Airflow.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import sqlalchemy as sa
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from elasticflow_airflow.client import Endpoint
+from elasticflow_airflow.engines.fake import BEHAVIOUR_ENV, FakeEngine, fake_nodes
+from elasticflow_airflow.engines.fake_behaviour import FakeBehaviour
+from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangSpec, GangState
+from elasticflow_airflow.scheduler_core.decisions import Purpose
+from elasticflow_airflow.service.api import build_app
+from elasticflow_airflow.service.lifecycle import assemble
+from elasticflow_airflow.service.models import EventRow, IncarnationRow, JobRow
+from elasticflow_airflow.service.notify import Notifier
+from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.testing.trainings import SimulatedTraining
+from elasticflow_airflow.wire import JobIdentity, JobStatus, State
+
+_DAY_S = 86_400.0
+_LONGEST_WAIT_S = 30 * _DAY_S
+_LOOKS = 4
+"""Until the next thing that is known to come, the loop looks so many times at how the trainings get on ..."""
+_SHORTEST_LOOK_S = 10.0
+"""... but not more often than this ..."""
+_MEASURING_LOOK_S = 1.0
+"""... except while a speed is measured ..."""
+_PATIENT_LOOK_S = 60.0
+"""... or workers hang, until the service notices."""
+_SOON_S = 0.25
+_GETTING_ON = frozenset({"starting", "running", "saving", "tail", "ended"})
+_RENEW_S = 20.0
+_START_LIMIT_S = 20.0
+_BLOCKED_LOOKS = 2
+
+
+class SimulationStuckError(Exception):
+    """Nothing happened for a very long simulated time."""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a task that waits for a job would react to."""
+
+    incarnation: int
+    state: State | None
+    """Once it is over."""
+    at_risk: bool
+    deadline_passed: bool
+    saved: bool = False
+    """There is a checkpoint; only for who looks at another task's job."""
+
+
+class SimulatedCluster:
+    """The service over ``nodes`` of ``slots`` each, in simulated time. Thread-safe. Close it.
+
+    ``trainings`` says, by task id (of a mapped task also ``task[index]``), how trainings behave; it may be changed
+    while the cluster runs, and holds for workers that start afterwards.
+    """
+
+    def __init__(self, folder: Path, *, nodes: int = 1, slots: int = 4, start_at: float | None = None) -> None:
+        self._now_s = time.time() if start_at is None else start_at
+        self._started_s = self._now_s
+        self._lock = threading.RLock()
+        self.trainings: dict[str, SimulatedTraining] = {}
+        self._engine = _SimulatedEngine(nodes, slots, self.clock, self._behaviour)
+        self._settings = ServiceSettings(
+            state_dir=folder,
+            engine="fake",
+            running_interval_s=_DAY_S,  # the loop is woken by what happens
+            inventory_interval_s=1e-6,  # the shape may change between two runs
+            checkpoint_interval_s=300.0,
+            log_level="error",
+        )
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._notifier = _Stepping(self._pass)
+        self._parts, self._reconciler, self._candidates = assemble(
+            self._settings,
+            self._engine,
+            self._notifier,
+            clock=self.clock,
+            monotonic=lambda: self._now_s - self._started_s,
+        )
+        self._passing = False
+        self._happened: tuple[object, ...] = ()
+        self._renewed_s = self._now_s
+        self._looks: dict[str, int] = {}
+        self._seen: dict[str, News] = {}
+        self._watched: dict[str, News] = {}
+        self.endpoint = Endpoint(socket_path=folder / "service.sock")
+        self._pass()
+        self._server = _Server(_LookCounter(build_app(self._parts, None), self._looked_at), self.endpoint)
+
+    # -- time ----------------------------------------------------------------------------------------------------
+
+    def clock(self) -> float:
+        """The simulated time, in UTC seconds."""
+        return self._now_s
+
+    def move_to(self, at: float) -> None:
+        """Let time pass until a moment, UTC seconds; one that has passed already changes nothing."""
+        with self._lock:
+            if not self._live():
+                self._now_s = max(self._now_s, at)
+            while self._now_s < at:
+                self._step(at, owned=False)
+
+    def wait(self, until: float = math.inf, *, watched: bool = False) -> None:
+        """Let time pass until something happens to a job for which its task waits, or until a moment.
+
+        ``watched``: a sensor waits as well, for which a first checkpoint is news. Raises SimulationStuckError when
+        nothing happens for 30 days.
+        """
+        with self._lock:
+            before, end_s = self._news(watched), min(until, self._now_s + _LONGEST_WAIT_S)
+            while self._news(watched) == before and self._now_s < end_s:
+                self._step(end_s, owned=True)
+            if self._now_s >= end_s and end_s < until:
+                raise SimulationStuckError(self._stuck())
+
+    def has_job(self, identity: JobIdentity) -> bool:
+        """Whether a task, of whatever namespace, has a job."""
+        return self._job_id(identity) is not None
+
+    def submitted_at(self, identity: JobIdentity) -> float | None:
+        """When the job of a task was submitted, UTC seconds."""
+        job_id = self._job_id(identity)
+        return None if job_id is None else self._parts.desk.status(job_id).submitted_at
+
+    def has_news(self, identity: JobIdentity) -> bool:
+        """Whether the task of a job has something to learn since it was asked last."""
+        with self._lock:
+            job_id = self._job_id(identity)
+            if job_id is None:
+                return False
+            news = self._news(watched=False)[job_id]
+            known, self._seen[job_id] = self._seen.get(job_id), news
+            return news.state is not None or known not in (None, news)
+
+    def has_any_news(self) -> bool:
+        """Whether a sensor has something to learn since this was asked last."""
+        with self._lock:
+            known, self._watched = self._watched, self._news(watched=True)
+            return known != self._watched
+
+    def next_turn(self) -> None:
+        """Airflow begins to run its next tasks: what looked before may look again without letting time pass."""
+        with self._lock:
+            self._looks.clear()
+
+    # -- what tests change ---------------------------------------------------------------------------------------
+
+    def resize(self, *, nodes: int, slots: int) -> None:
+        """Have other machines from now on."""
+        with self._lock:
+            self._engine.resize(nodes, slots)
+            self._pass()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(nodes, slots of each)."""
+        there = list(self._engine.world.nodes.values())
+        return len(there), there[0].slots
+
+    def statuses(self, dag_id: str | None = None) -> list[JobStatus]:
+        """Every job, in order of submission."""
+        return list(reversed(self._parts.desk.list_jobs(None, dag_id, None, 1000)))
+
+    def close(self) -> None:
+        """Stop serving; nothing is left but the folder."""
+        self._server.close()
+        self._candidates.close()
+        self._engine.close()
+        self._parts.store.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _pass(self) -> None:
+        """Let the loop look, think and act, until it has nothing more to do at this moment."""
+        with self._lock:
+            if self._passing:
+                return  # a checkpoint was looked at within a pass: that one goes on until nothing is left
+            self._passing = True
+            try:
+                self._reconciler.run_once()
+                while self._candidates.wait():
+                    self._reconciler.run_once()
+            finally:
+                self._passing = False
+
+    def _step(self, end_s: float, *, owned: bool) -> None:
+        """Jump to the next moment at which something can happen, at most to ``end_s``; one pass there."""
+        self._now_s = min(end_s, max(self._next_s(), self._now_s + 0.01))
+        if owned and self._now_s - self._renewed_s > _RENEW_S:
+            self._renew()
+        self._pass()
+
+    def _next_s(self) -> float:
+        now_s, wake_s = self._now_s, self._reconciler.wake_at
+        turn_s, phases = self._engine.outlook()
+        with self._parts.store.read() as reader:
+            deadlines_s = [row.deadline_at for _, row in reader.undrained() if row.deadline_at is not None]
+            training = [one for one in reader.open_generations() if one.state == GangState.RUNNING]
+            last_event = reader.session.scalar(sa.select(sa.func.max(EventRow.event_id)))
+        happened, self._happened = self._happened, (phases, last_event)
+        if happened != self._happened:
+            return now_s + _SOON_S  # one thing leads to another
+        # Often while somebody is new, as that tells how fast he is, and again towards the next thing to come.
+        age_s = min((now_s - one.running_at for one in training if one.running_at is not None), default=_DAY_S)
+        look_s = max(_SHORTEST_LOOK_S, min(age_s, (min(turn_s, now_s + _DAY_S) - now_s) / _LOOKS))
+        if any(one.purpose == Purpose.PROFILE and not one.notes.get("measured") for one in training):
+            look_s = _MEASURING_LOOK_S
+        elif not _GETTING_ON.issuperset(phases):
+            look_s = min(look_s, _PATIENT_LOOK_S)
+        known = (turn_s, wake_s, *(deadline_s + _SOON_S for deadline_s in deadlines_s))
+        return min(now_s + look_s, *(moment_s for moment_s in known if moment_s is not None and moment_s > now_s))
+
+    def _renew(self) -> None:
+        """What the process of ``dag.test()`` does in the background for the jobs of its tasks."""
+        with self._parts.store.write() as tx:
+            for _, row in tx.undrained():
+                row.renewals += 1
+        self._renewed_s = self._now_s
+
+    def _live(self) -> list[IncarnationRow]:
+        with self._parts.store.read() as reader:
+            return [row for _, row in reader.undrained()]
+
+    def _job_id(self, identity: JobIdentity) -> str | None:
+        for job_id, (job, _) in self._all_news(identity.dag_id).items():
+            found = JobIdentity.model_validate(job.identity)
+            if found.model_copy(update={"namespace": identity.namespace}) == identity:
+                return job_id
+        return None
+
+    def _news(self, watched: bool) -> dict[str, News]:
+        found = self._all_news(None)
+        return {job_id: replace(news, saved=watched and news.saved) for job_id, (_, news) in found.items()}
+
+    def _all_news(self, dag_id: str | None) -> dict[str, tuple[JobRow, News]]:
+        with self._parts.store.read() as reader:
+            found = reader.list_current(state=None, dag_id=dag_id, live=None, limit=1000)
+        return {
+            row.job_id: (
+                job,
+                News(
+                    row.incarnation,
+                    State(row.state) if row.terminal else None,
+                    row.at_risk,
+                    row.deadline_passed,
+                    row.promoted is not None,
+                ),
+            )
+            for job, row in found
+        }
+
+    def _looked_at(self, what: str, most: int) -> None:
+        """Somebody looks at a job by HTTP; who looks again and again in one turn does nothing but wait for it."""
+        with self._lock:
+            self._looks[what] = self._looks.get(what, 0) + 1
+            if self._looks[what] >= most:
+                self.wait()
+
+    def _stuck(self) -> str:
+        waiting = [
+            f"{job.identity.task_id} is {job.state.value} ({job.state_reason or job.verdict.reason or 'no reason'})"
+            for job in self.statuses()
+            if not job.state.terminal
+        ]
+        days = _LONGEST_WAIT_S / _DAY_S
+        return f"nothing has happened for {days:.0f} simulated days: {'; '.join(waiting) or 'no job is there'}"
+
+    def _behaviour(self, spec: GangSpec, failed_before: int) -> FakeBehaviour:
+        with self._parts.store.read() as reader:
+            job, row = reader.job(spec.job_id), reader.incarnation(spec.job_id, spec.incarnation)
+        assert job is not None  # the service starts workers of jobs that it knows
+        assert row is not None
+        task_id, index = job.identity["task_id"], job.identity["map_index"]
+        training = self.trainings.get(f"{task_id}[{index}]") or self.trainings.get(task_id) or SimulatedTraining()
+        curve = row.submission["scaling_curve"]
+        said = None if curve is None else {int(workers): float(speed) for workers, speed in curve.items()}
+        return training.behaviour(said, failed_before=failed_before)
+
+
+class _SimulatedEngine(FakeEngine):
+    """Modelled workers that never lose the service, and behave as the test says."""
+
+    def __init__(
+        self, nodes: int, slots: int, clock: Callable[[], float], behave: Callable[[GangSpec, int], FakeBehaviour]
+    ) -> None:
+        super().__init__(fake_nodes(nodes, slots), clock=clock)
+        self._behave = behave
+        self._failed: dict[str, set[int]] = {}
+
+    @property
+    def name(self) -> str:
+        """Short name for logs."""
+        return "simulated"
+
+    def outlook(self) -> tuple[float, tuple[str, ...]]:
+        """When something will next happen to workers by itself (infinity: never), and what they all do now."""
+        with self.world.lock:
+            doing = tuple(gang.phase for _, gang in sorted(self.world.gangs.items()))
+            return self.world.next_turn_s(), doing
+
+    def resize(self, nodes: int, slots: int) -> None:
+        """Replace the machines; workers on those that go are lost."""
+        with self.world.lock:
+            wanted = {node.node_id: node for node in fake_nodes(nodes, slots)}
+            for node_id, node in list(self.world.nodes.items()):
+                if wanted.get(node_id) != node:
+                    self.remove_node(node_id)
+            self.world.nodes = wanted
+
+    def apply(self, spec: GangSpec) -> None:
+        """As every engine; the lease never runs out, however far the clock jumps."""
+        super().apply(replace(spec, lease_s=math.inf))
+
+    def observe(self) -> tuple[GangObservation, ...]:
+        """As every engine; everybody says how far he is, and who failed is remembered."""
+        with self.world.lock:
+            self.world.advance()
+            for gang in self.world.gangs.values():
+                gang.speak()
+            observations = super().observe()
+        for seen in observations:
+            if seen.outcome is GangOutcome.FAILED:
+                self._failed.setdefault(seen.job_id, set()).add(seen.generation)
+        return observations
+
+    def _behaviour(self, spec: GangSpec) -> FakeBehaviour:
+        if BEHAVIOUR_ENV in spec.env:
+            return super()._behaviour(spec)
+        return self._behave(spec, len(self._failed.get(spec.job_id, ())))
+
+
+class _Stepping(Notifier):
+    """Runs the loop in the thread that would only wake it: a handler finds its answer when it looks."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        super().__init__()
+        self._step = step
+
+    def wake(self) -> None:
+        """One pass, unless it is the news that a checkpoint was looked at: the pass under way waits for that."""
+        if not threading.current_thread().name.startswith("checkpoints"):
+            self._step()
+
+
+class _LookCounter:
+    """Tells who looks at a job by HTTP, except for the thread that only keeps leases alive."""
+
+    def __init__(self, app: ASGIApp, looked_at: Callable[[str, int], None]) -> None:
+        self._app, self._looked_at = app, looked_at
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Count a look, and pass the request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        parts = str(scope["path"]).strip("/").split("/")
+        if scope["method"] == "GET" and len(parts) == 3 and parts[1] == "jobs":
+            await self._count(f"GET {parts[2]}", _BLOCKED_LOOKS + 1)
+        elif scope["method"] == "POST" and len(parts) == 4 and parts[3] == "lease":
+            body = await _read(receive)
+            if "dag.test() is alive" not in str(_json(body).get("reason", "")):
+                await self._count(f"POST {parts[2]}", _BLOCKED_LOOKS)
+            receive = _again(body)
+        await self._app(scope, receive, send)
+
+    async def _count(self, what: str, most: int) -> None:
+        from starlette.concurrency import run_in_threadpool
+
+        await run_in_threadpool(self._looked_at, what, most)
+
+
+async def _read(receive: Receive) -> bytes:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return body
+
+
+def _again(body: bytes) -> Receive:
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    return receive
+
+
+def _json(body: bytes) -> Mapping[str, object]:
+    try:
+        value = json.loads(body)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+class _Server:
+    """Serves an application on a Unix socket, from a thread."""
+
+    def __init__(self, app: ASGIApp, endpoint: Endpoint) -> None:
+        config = uvicorn.Config(
+            app,
+            uds=str(endpoint.socket_path),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            loop="asyncio",
+            log_level="warning",
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, name="elasticflow-simulated", daemon=True)
+        self._thread.start()
+        end_s = time.monotonic() + _START_LIMIT_S
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > end_s:
+                raise RuntimeError(f"the simulated service could not listen on {endpoint.socket_path}")
+            time.sleep(0.002)
+
+    def close(self) -> None:
+        """Answer what is under way, and stop."""
+        self._server.should_exit = True
+        self._thread.join(_START_LIMIT_S)

@@ -1,0 +1,74 @@
+"""The pytest side: when the private home is made, and the fixtures. Loaded by ``-p elasticflow_airflow.testing``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from elasticflow_airflow.client import Endpoint
+from elasticflow_airflow.testing.cluster import SimulatedCluster
+from elasticflow_airflow.testing.home import Home, HomeError
+from elasticflow_airflow.testing.local import start_service, stop_service
+from elasticflow_airflow.testing.running import RunDag
+
+_home: Home | None = None
+
+
+def pytest_plugin_registered() -> None:
+    """Make the private home, as early as pytest lets a plugin act: conftest files may import DAGs."""
+    global _home
+    if _home is None:
+        try:
+            _home = Home()
+        except HomeError as error:
+            raise pytest.UsageError(str(error)) from error
+
+
+@pytest.fixture(scope="session")
+def airflow_home() -> Path:
+    """The private AIRFLOW_HOME of this test process."""
+    return _the_home().path
+
+
+@pytest.fixture(scope="session")
+def _local_service(airflow_home: Path) -> Iterator[Callable[[int], Endpoint]]:
+    """A service with so many slots that really trains, started when it is first asked for."""
+    started: dict[int, Endpoint] = {}
+
+    def start(slots: int) -> Endpoint:
+        if slots not in started:
+            started[slots] = start_service(airflow_home / f"local{slots}", slots)
+        return started[slots]
+
+    yield start
+    for endpoint in started.values():
+        stop_service(endpoint)
+
+
+@pytest.fixture
+def run_dag(_local_service: Callable[[int], Endpoint], request: pytest.FixtureRequest) -> Iterator[RunDag]:
+    """Run a DAG to its end and tell what came of it: see :class:`RunDag`. Each test has a cluster of its own."""
+    clusters: list[SimulatedCluster] = []
+
+    def prepare() -> None:
+        cache = getattr(request.config, "cache", None)  # pytest can be told to have none
+        _the_home().ensure_database(None if cache is None else Path(cache.mkdir("elasticflow")))
+
+    def cluster(start_at: float | None) -> SimulatedCluster:
+        if not clusters:
+            made = SimulatedCluster(_the_home().new_folder(), start_at=start_at)
+            clusters.append(made)
+            stack.callback(made.close)
+        return clusters[0]
+
+    with ExitStack() as stack:
+        yield RunDag(prepare, cluster, _local_service)
+
+
+def _the_home() -> Home:
+    if _home is None:
+        raise HomeError("elasticflow_airflow.testing is no plugin of this pytest run: load it with -p")
+    return _home

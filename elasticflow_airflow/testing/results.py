@@ -1,0 +1,189 @@
+"""What a DAG run came to, for assertions: its state, its tasks, and the jobs that they have trained. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Generic, TypeVar
+
+from elasticflow_airflow.wire import Event, JobStatus, State
+
+T = TypeVar("T")
+
+
+class ByTask(Mapping[str, T], Generic[T]):
+    """Values by task id; one of a mapped task is under ``task[index]``. Who asks for another hears what there is."""
+
+    def __init__(self, what: str, values: Mapping[str, T]) -> None:
+        self._what, self._values = what, dict(values)
+
+    def __getitem__(self, task_id: str) -> T:
+        try:
+            return self._values[task_id]
+        except KeyError:
+            known = ", ".join(self._values) or "none"
+            raise KeyError(f"no {self._what} of task {task_id!r}; there are: {known}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        """As a dict."""
+        return repr(self._values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskOutcome:
+    """One task instance. ``returned`` is its return value (XCom), ``error`` what it raised in its last try."""
+
+    task_id: str
+    map_index: int
+    state: str | None
+    tries: int
+    returned: Any = None
+    error: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Name in ``DagResult.tasks``."""
+        return self.task_id if self.map_index < 0 else f"{self.task_id}[{self.map_index}]"
+
+
+@dataclass(frozen=True, slots=True)
+class JobOutcome:
+    """The job of an elastic task: everything that the service knows of it, and every event with its reason.
+
+    Times are of the cluster's clock: simulated ones with the simulated engine.
+    """
+
+    status: JobStatus
+    events: tuple[Event, ...] = field(repr=False)
+
+    @property
+    def state(self) -> State:
+        """Where it stands."""
+        return self.status.state
+
+    @property
+    def verdict(self) -> str:
+        """What admission control said: admitted, rejected, best_effort, renegotiated or undecided."""
+        return self.status.verdict.decision
+
+    @property
+    def reason(self) -> str:
+        """Why it said so."""
+        return self.status.verdict.reason
+
+    @property
+    def met(self) -> bool | None:
+        """Whether it ended by its deadline; None without a deadline, or when it has not succeeded."""
+        return None if self.status.result is None else self.status.result.met
+
+    @property
+    def slack_s(self) -> float | None:
+        """How long before its deadline it ended, in seconds; negative: late."""
+        return self.status.slack_s
+
+    @property
+    def deadline(self) -> datetime | None:
+        """By when it had to end."""
+        return _moment(self.status.deadline_at)
+
+    @property
+    def earliest_deadline(self) -> datetime | None:
+        """Of a rejected job: the earliest deadline that could have been promised."""
+        return _moment(self.status.verdict.earliest_deadline_at)
+
+    @property
+    def submitted(self) -> datetime:
+        """When it was submitted."""
+        return datetime.fromtimestamp(self.status.submitted_at, UTC)
+
+    @property
+    def finished(self) -> datetime | None:
+        """When it had succeeded."""
+        return None if self.status.result is None else _moment(self.status.result.finished_at)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many workers it had, one after the other."""
+        sizes: list[int] = []
+        for event in self.events:
+            if event.kind in ("started", "rescaled") and sizes[-1:] != [event.data["workers"]]:
+                sizes.append(int(event.data["workers"]))
+        return tuple(sizes)
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """What the script reported at its end."""
+        return {} if self.status.result is None else self.status.result.metrics
+
+    @property
+    def checkpoint_path(self) -> str | None:
+        """Folder of the checkpoint that counts."""
+        return None if self.status.result is None else self.status.result.checkpoint_path
+
+    def kinds(self) -> list[str]:
+        """What happened, as kinds of events, in order."""
+        return [event.kind for event in self.events]
+
+    def story(self) -> str:
+        """Every event with its reason, one a line, in seconds since the job was submitted."""
+        since = self.status.submitted_at
+        return "\n".join(f"{event.at - since:10.1f} s  {event.kind}: {event.reason}" for event in self.events)
+
+    def summary(self) -> str:
+        """What became of it, in one line."""
+        said = f"{self.verdict}, {self.state.value} at step {self.status.step}"
+        if self.status.total_steps is not None:
+            said += f" of {self.status.total_steps}"
+        if self.sizes:
+            said += f", workers {' → '.join(map(str, self.sizes))}"
+        if self.slack_s is not None and self.state is State.SUCCEEDED:
+            said += f", {abs(self.slack_s):.0f} s {'before' if self.slack_s >= 0 else 'AFTER'} its deadline"
+        return said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DagResult:
+    """What a run came to. Its text tells the whole story: write ``assert result.succeeded, result``."""
+
+    dag_id: str
+    run_id: str
+    state: str
+    tasks: ByTask[TaskOutcome]
+    jobs: ByTask[JobOutcome]
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the run is a success."""
+        return self.state == "success"
+
+    def __str__(self) -> str:
+        """A line for each task; below it what it raised, and what happened to its job unless all went well."""
+        lines = [f"{self.dag_id} · {self.run_id}: {self.state}"]
+        width = max((len(key) for key in self.tasks), default=0)
+        for key, task in self.tasks.items():
+            tries = f", {task.tries} tries" if task.tries > 1 else ""
+            lines.append(f"  {key:{width}}  {task.state or 'not run'}{tries}")
+            job = self.jobs.get(key)
+            if job is not None:
+                lines.append(f"  {'':{width}}  job: {job.summary()}")
+            if task.error and task.state != "success":
+                lines += [f"      {line}" for line in task.error.splitlines()]
+            if job is not None and (job.state is not State.SUCCEEDED or job.met is False):
+                lines += [f"      {line}" for line in job.story().splitlines()]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        """One line: pytest shows it where an assertion about a part of it fails."""
+        states = ", ".join(f"{key}: {task.state or 'not run'}" for key, task in self.tasks.items())
+        return f"<DagResult {self.dag_id}: {self.state} ({states})>"
+
+
+def _moment(at: float | None) -> datetime | None:
+    return None if at is None else datetime.fromtimestamp(at, UTC)
