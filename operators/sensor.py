@@ -97,8 +97,11 @@ class ElasticTrainSensor(BaseSensorOperator):
 
     def execute(self, context: Context) -> Any:
         """Look once; then wait by the way that fits where this runs."""
-        for name in self.template_fields:
-            present(name, getattr(self, name), self._given[name])
+        try:
+            for name in self.template_fields:
+                present(name, getattr(self, name), self._given[name])
+        except ArgumentError as error:
+            raise AirflowFailException(str(error)) from error  # the next try would end the same way
         if self.deferrable and is_dag_test(context):
             # A trigger would be waited for by the only process there is, and keep the awaited job's task from running.
             self.mode, self.poke_interval = "reschedule", min(self.poke_interval, _DAG_TEST_POKE_S)

@@ -35,7 +35,7 @@ async def test_fires_when_the_job_has_ended(service, make_status, capsys):
         make_status(step=3, last_event_id=5, loss=0.5, workers=4, steps_per_s=2.0),
         make_status(State.SUCCEEDED, step=9, last_event_id=5),
     ]
-    assert await fired(trigger()) == {"job_id": "j", "claim": 1, "outcome": "ended"}
+    assert await fired(trigger()) == {"job_id": "j", "claim": 1, "outcome": "ended", "event_id": 5}
     said = capsys.readouterr().out
     assert said.count("event 5 · resized: 2 to 4 workers: a slot came free") == 1
     assert "step 3 · loss 0.5 · 4 workers · 2 steps/s" in said

@@ -1,0 +1,173 @@
+"""The sensor in front of a scripted service: what it takes for what, and that it only looks."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from airflow.sdk import DAG
+from airflow.sdk.bases.operator import ExecutorSafeguard
+from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowSkipException, TaskDeferred
+from support.elastic_tasks import context_of, success
+
+from elasticflow_airflow.client import Unauthorized
+from elasticflow_airflow.exceptions import ServiceRefused
+from elasticflow_airflow.operators import ElasticTrainSensor
+from elasticflow_airflow.sensing import judge, newest_of
+from elasticflow_airflow.wire import Event, JobIdentity, State
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(ExecutorSafeguard, "test_mode", True)
+
+
+def make(**changes):
+    with DAG("weekly", schedule=None):
+        arguments = {"external_dag_id": "daily", "external_task_id": "train", "external_run_id": "run1", **changes}
+        return ElasticTrainSensor(task_id="wait", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"external_task_id": None}, "exactly one of external_task_id= .* and job_id="),
+        ({"job_id": "j"}, "exactly one of"),
+        ({"job_id": "j", "external_task_id": None}, "external_dag_id='daily' beside job_id='j'"),
+        ({"until": "never"}, "until='never' is none of 'succeeded', 'ended', 'checkpoint', 'at_risk'"),
+        ({"external_task_id": 3}, "external_task_id=3 must be a str"),
+        ({"external_map_index": -2}, "external_map_index=-2 must be a map index"),
+        ({"deferrable": "no"}, "deferrable='no' must be True or False"),
+        ({"poke_interval": -1}, "poke_interval"),
+    ],
+)
+def test_refused_at_parse(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        make(**arguments)
+
+
+CHECKPOINT = Event(
+    event_id=3, job_id="j", at=1.0, kind="checkpoint", reason="the checkpoint of step 4 counts",
+    data={"step": 4, "digest": "d", "checkpoint_path": "/c/4"},
+)  # fmt: skip
+
+
+def test_what_a_look_comes_to(make_status):
+    running, at_risk = make_status(), make_status(at_risk=True)
+    done, failed = success(make_status), make_status(State.FAILED, failure="ZeroDivisionError")
+    cases = [
+        ("succeeded", None, "waiting"), ("succeeded", running, "waiting"), ("succeeded", done, "there"),
+        ("succeeded", failed, "failed"), ("succeeded", make_status(State.REJECTED), "failed"),
+        ("ended", running, "waiting"), ("ended", failed, "there"), ("ended", done, "there"),
+        ("at_risk", running, "waiting"), ("at_risk", at_risk, "there"), ("at_risk", done, "over"),
+        ("at_risk", failed, "over"), ("checkpoint", running, "waiting"), ("checkpoint", done, "there"),
+        ("checkpoint", failed, "failed"),
+    ]  # fmt: skip
+    for until, status, outcome in cases:
+        assert judge(until, status).outcome == outcome, (until, status)
+    seen = judge("checkpoint", running, [CHECKPOINT])
+    assert (seen.outcome, seen.checkpoint["checkpoint_path"], seen.checkpoint["step"]) == ("there", "/c/4", 4)
+    assert "ZeroDivisionError" in judge("succeeded", failed).why
+
+
+def test_the_newest_of_a_task(make_status):
+    def job(run_id, at, **changes):
+        identity = JobIdentity(dag_id="daily", run_id=run_id, task_id="train").model_copy(update=changes)
+        return make_status(identity=identity, submitted_at=at)
+
+    found = [job("a", 1.0), job("b", 3.0), job("c", 9.0, task_id="other"), job("d", 9.0, map_index=0),
+             job("e", 9.0, namespace="elsewhere")]  # fmt: skip
+    assert newest_of(found, "train", -1, "default").identity.run_id == "b"
+    assert newest_of([], "train", -1, "default") is None
+
+
+async def test_defers_and_goes_on_from_the_event(service, make_status):
+    service.known = service.statuses[0]
+    task = make(timeout=90, poke_interval=timedelta(seconds=2))
+    context = context_of(task)
+    with pytest.raises(TaskDeferred) as deferred:
+        task.execute(context)
+    trigger = deferred.value.trigger
+    assert deferred.value.timeout == timedelta(seconds=90)
+    assert trigger.job_id == JobIdentity(dag_id="daily", run_id="run1", task_id="train").job_id
+    path, arguments = trigger.serialize()
+    assert path == "elasticflow_airflow.sensor_trigger.ElasticFlowSensorTrigger"
+    assert type(trigger)(**arguments).serialize() == trigger.serialize()
+    assert (arguments["poll_interval_s"], arguments["min_deferral_s"]) == (2.0, 15.0)
+    trigger.poll_interval_s = trigger.min_deferral_s = 0.0
+    looks = iter([0, 0, 1])
+
+    def end(verb):
+        if verb == "status" and next(looks, 1):
+            service.statuses = [success(make_status)]
+
+    service.on_call, service.away = end, 2
+    fired = await anext(trigger.run())
+    assert fired.payload["outcome"] == "there"
+    result = task.execute_complete(context, fired.payload)
+    assert (result["checkpoint_path"], result["steps"], result["state"]) == ("/c", 10, "succeeded")
+    assert {verb for _, verb, _ in service.calls} == {"status"}  # it only looks
+
+
+async def test_waits_for_a_job_that_is_not_there_yet(service, make_status, capsys):
+    task = make(until="checkpoint")
+    with pytest.raises(TaskDeferred) as deferred:
+        task.execute(context_of(task))
+    trigger = deferred.value.trigger
+    trigger.poll_interval_s = trigger.min_deferral_s = 0.0
+    looks = iter([0, 1])
+
+    def appear(verb):
+        if verb == "status" and next(looks, 1):
+            service.known, service.events = service.statuses[0], [CHECKPOINT]
+
+    service.on_call = appear
+    fired = await anext(trigger.run())
+    assert fired.payload["checkpoint"]["checkpoint_path"] == "/c/4"
+    assert task.execute_complete(context_of(task), fired.payload)["step"] == 4
+    assert "not there yet" in capsys.readouterr().out
+
+
+def test_ends_in_the_first_look_without_a_triggerer(service, make_status):
+    service.known = service.statuses[0] = success(make_status)
+    assert make().execute(context_of(make()))["met"] is True
+
+
+def test_fails_skips_and_says_why(service, make_status):
+    service.known = service.statuses[0] = make_status(State.FAILED, failure="rank 1: KeyError")
+    for changes, kind, words in (
+        ({}, AirflowFailException, "rank 1: KeyError; it was waited for until it is succeeded"),
+        ({"soft_fail": True}, AirflowSkipException, "soft_fail"),
+        ({"until": "at_risk"}, AirflowSkipException, "without being at risk"),
+    ):
+        task = make(**changes)
+        with pytest.raises(kind, match=words):
+            task.execute(context_of(task))
+
+
+async def test_a_service_that_refuses_ends_it(service, make_status, monkeypatch):
+    service.known = service.statuses[0]
+    task = make()
+    with pytest.raises(TaskDeferred) as deferred:
+        task.execute(context_of(task))
+
+    def denied(call, response, endpoint):
+        raise Unauthorized("the token is wrong")
+
+    trigger = deferred.value.trigger
+    trigger.poll_interval_s = trigger.min_deferral_s = 0.0
+    monkeypatch.setattr("elasticflow_airflow.client.aio.read_answer", denied)
+    fired = await anext(trigger.run())
+    assert fired.payload["outcome"] == "error"
+    with pytest.raises(AirflowException, match="the token is wrong"):
+        task.execute_complete(context_of(task), fired.payload)
+    monkeypatch.setattr("elasticflow_airflow.client.sync.read_answer", denied)
+    with pytest.raises(ServiceRefused, match="the token is wrong"):
+        task.execute(context_of(task))
+
+
+def test_a_template_that_renders_none_is_named():
+    task = make(external_run_id="{{ ti.xcom_pull('pick') }}")
+    task.external_run_id = "None"
+    with pytest.raises(AirflowFailException, match="external_run_id rendered to 'None': the upstream task 'pick'"):
+        task.execute(context_of(task))
