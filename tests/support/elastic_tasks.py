@@ -29,7 +29,8 @@ def context_of(
         dag_id="daily", run_id="run1", task_id=task.task_id, map_index=-1, try_number=try_number, max_tries=0
     )
     store = Store() if store is None else store
-    return {"ti": ti, "dag_run": dag_run, "dag": task.dag, "run_id": "run1", "task_state_store": store, **more}
+    found = {"ti": ti, "task": task, "dag": task.dag, "dag_run": dag_run, "run_id": "run1", "task_state_store": store}
+    return {**found, **more}
 
 
 def success(make_status: Any, **changes: Any) -> Any:
