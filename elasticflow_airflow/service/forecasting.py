@@ -171,9 +171,7 @@ class ForecastDesk:
         key = submission.identity.recurring_key
         past = reader.history(key, history.signature_of(raw, self.device_type(), shares))
         speeds = known_speeds(raw, past.speeds if past is not None and past.complete else None)
-        steps = submission.length.total_steps(submission.global_batch_size)
-        if steps is None and past is not None:
-            steps = past.total_steps
+        steps = history.length_of(submission.length, submission.global_batch_size, past)
         task = reader.recurring_task(key)
         expected = task is not None and any(due - recurring.POLICY.early_s <= now for due in task.due)
         return Job(

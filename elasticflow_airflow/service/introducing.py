@@ -52,9 +52,7 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
     if past is not None:
         row.costs = {**past.costs, **row.costs}
     length = Length.model_validate(submission["length"])
-    row.total_steps = length.total_steps(int(submission["global_batch_size"]))
-    if row.total_steps is None and past is not None:
-        row.total_steps = past.total_steps
+    row.total_steps = history.length_of(length, int(submission["global_batch_size"]), past)
     speeds = known_speeds(submission, past.speeds if past is not None and past.complete else None)
     _say_where_it_starts(books, row)
     outlook.begin(books, row, None if past is None else past.loss_curve)

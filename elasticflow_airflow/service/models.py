@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-SCHEMA_HEAD = "0006"
+SCHEMA_HEAD = "0007"
 """Newest Alembic revision: a database that is already there needs no Alembic at start."""
 
 
@@ -315,6 +315,9 @@ class HistoryRow(Base):
     """The speeds are a whole scaling curve: profiling came to its end."""
     costs: Mapped[dict[str, Any]] = mapped_column(default=dict)
     total_steps: Mapped[int | None] = mapped_column(Integer, default=None)
+    """How long the last run was that said so only when it began ..."""
+    epochs: Mapped[int | None] = mapped_column(Integer, default=None)
+    """... in so many epochs."""
     loss_curve: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     """Of the last success with a loss to train to: ``width`` and ``losses``."""
     runs: Mapped[int] = mapped_column(Integer, default=0)
