@@ -24,6 +24,7 @@ class Span(Wire):
     """
 
     job_id: str
+    namespace: str = "default"
     dag_id: str
     task_id: str
     run_id: str
@@ -45,6 +46,7 @@ class Admission(Wire):
     """One submission and what admission control said to it."""
 
     job_id: str
+    namespace: str = "default"
     dag_id: str
     task_id: str
     run_id: str

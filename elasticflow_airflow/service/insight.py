@@ -184,8 +184,9 @@ def _planned(
             reserved = foresight.planned.get(row.job_id, ())
             found += spans.planned_spans(spans.names_of(job), row.incarnation, reserved, now)
     for run, slots in foresight.expected if expected else ():
-        _, dag_id, task_id, map_index = json.loads(run.task)
-        names = {"job_id": "", "dag_id": dag_id, "task_id": task_id, "run_id": "", "map_index": map_index}
+        namespace, dag_id, task_id, map_index = json.loads(run.task)
+        names = {"dag_id": dag_id, "task_id": task_id, "map_index": map_index, "namespace": namespace}
+        names |= {"job_id": "", "run_id": ""}
         found += spans.planned_spans(names, 1, slots, now, purpose="expected")
     return sorted(found, key=lambda span: (span.from_at, span.job_id))
 

@@ -101,6 +101,7 @@ def names_of(job: JobRow) -> dict[str, object]:
         "task_id": str(identity.get("task_id", "")),
         "run_id": str(identity.get("run_id", "")),
         "map_index": int(identity.get("map_index", -1)),
+        "namespace": str(identity.get("namespace", "default")),
     }
 
 

@@ -14,11 +14,14 @@ from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessE
 from airflow.api_fastapi.core_api.security import GetUserDep, requires_access_dag
 from airflow.models.dag import DagModel
 from airflow.sdk.exceptions import AirflowNotFoundException
+from airflow.utils.session import create_session
 from fastapi import Body, Depends, FastAPI, HTTPException, Path, Query, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel
+from sqlalchemy import select
 
 from elasticflow_airflow.client import ElasticFlowError, calls
+from elasticflow_airflow.client import insight_calls as questions
 from elasticflow_airflow.client.errors import (
     InvalidSubmission,
     JobNotFound,
@@ -28,7 +31,6 @@ from elasticflow_airflow.client.errors import (
     Unauthorized,
 )
 from elasticflow_airflow.insight import StackDump, WhatIf, WhatIfRequest
-from elasticflow_airflow.ui import questions
 from elasticflow_airflow.ui.assets import CHART_LIBRARY, asset, chart_library_version
 from elasticflow_airflow.ui.guard import HeadersGuard, refuse_foreign_pages
 from elasticflow_airflow.ui.source import Source
@@ -85,15 +87,21 @@ def _readable(user: Any) -> frozenset[str]:
     return frozenset(get_auth_manager().get_authorized_dag_ids(user=user))
 
 
+def _known_dags() -> frozenset[str]:
+    with create_session() as session:
+        return frozenset(session.scalars(select(DagModel.dag_id)))
+
+
 def _editable(user: Any) -> list[str]:
     return sorted(get_auth_manager().get_authorized_dag_ids(user=user, method="PUT"))
 
 
 def _sight(source: Source, user: Any) -> Sight:
     """What the user may see, and how sentences may call the jobs of now and of late."""
-    sight = Sight(namespace=source.namespace, readable=_readable(user))
+    readable = _readable(user)
+    sight = Sight(namespace=source.namespace, readable=readable, hidden_dags=_known_dags() - readable)
     recent = source.share(calls.list_jobs(None, None, None, _RECENT), _HISTORY_S)
-    return sight.knowing(recent)
+    return sight.knowing(recent).knowing(source.share(questions.cluster(), _NOW_S).jobs)
 
 
 def _status(source: Source, dag_id: str, job_id: str) -> JobStatus:
@@ -188,7 +196,7 @@ def _add_cluster(app: FastAPI, source: Source) -> None:
     def cluster(user: GetUserDep) -> dict[str, Any]:
         now = source.share(questions.cluster(), _NOW_S)
         health = source.share(calls.health(), _FORECAST_S)
-        sight = _sight(source, user).knowing(now.jobs)
+        sight = _sight(source, user)
         seen = sight.cluster(now)
         return {
             **sight.plain(seen.model_dump(mode="json")),
@@ -231,7 +239,7 @@ def _add_cluster(app: FastAPI, source: Source) -> None:
         limit: Annotated[int, Query(ge=1, le=1000)] = 300,
     ) -> JobList:
         now = source.share(questions.cluster(), _NOW_S)
-        sight = _sight(source, user).knowing(now.jobs)
+        sight = _sight(source, user)
         found = source.share(calls.list_jobs(None, dag_id, live, limit), _NOW_S)
         wanted = [
             job

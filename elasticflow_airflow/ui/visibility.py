@@ -15,29 +15,42 @@ from elasticflow_airflow.insight import Admission, ClusterHistory, ClusterNow, S
 from elasticflow_airflow.wire import ForecastAnswer, ForecastItem, JobIdentity, JobStatus, SlotStatus
 
 SOMEBODY = "another job"
+_TASK = re.compile(r"(?<![\w./-])[\w-]+(?:\.[\w-]+)+(?:\[\d+\])?(?![\w/-])")
 _JOB_ID = re.compile(r"(?<![\w-])[a-z0-9][a-z0-9-]*-[0-9a-f]{16}(?![\w-])")
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """The DAGs that a user may read, of this Airflow's namespace. ``names``: how to call jobs, by their ids."""
+    """The DAGs that a user may read, of this Airflow's namespace.
+
+    ``names``: how to call jobs, by their ids. ``hidden_dags`` and ``hidden_tasks`` are those that no sentence may name.
+    """
 
     namespace: str
     readable: frozenset[str]
     names: Mapping[str, str] = field(default_factory=dict)
+    hidden_dags: frozenset[str] = frozenset()
+    hidden_tasks: frozenset[str] = frozenset()
 
     def sees(self, identity: JobIdentity) -> bool:
         """Whether this job may be shown at all."""
         return identity.namespace == self.namespace and identity.dag_id in self.readable
 
     def knowing(self, jobs: Iterable[JobStatus]) -> Sight:
-        """Know the names of those of the jobs that may be shown."""
-        seen = {job.job_id: f"{job.identity.dag_id}.{job.identity.task_id}" for job in jobs if self.sees(job.identity)}
-        return replace(self, names={**self.names, **seen})
+        """Know the names of those of the jobs that may be shown, and of those that may not."""
+        names, hidden = dict(self.names), set(self.hidden_tasks)
+        for job in jobs:
+            name = f"{job.identity.dag_id}.{job.identity.task_id}"
+            if self.sees(job.identity):
+                names[job.job_id] = name
+            else:
+                hidden.add(name)
+        return replace(self, names=names, hidden_tasks=frozenset(hidden - set(names.values())))
 
     def text(self, text: str) -> str:
-        """A sentence for this user. Reasons name other jobs by id: a known one gets its name, the others none."""
-        return _JOB_ID.sub(lambda found: self.names.get(found.group(), SOMEBODY), text)
+        """A sentence for this user. Reasons name other jobs by id or as dag.task: what is hidden gets no name."""
+        named = _JOB_ID.sub(lambda found: self.names.get(found.group(), SOMEBODY), text)
+        return _TASK.sub(lambda found: SOMEBODY if self._hides(found.group()) else found.group(), named)
 
     def plain(self, value: Any) -> Any:
         """A JSON value with its sentences for this user; ids that are fields of their own stay."""
@@ -81,16 +94,15 @@ class Sight:
         """Both outlooks of what may be seen. Verdicts are only on jobs that were asked for."""
         return answer.model_copy(update={"before": self.forecast(answer.before), "after": self.forecast(answer.after)})
 
-    def _mine(self, one: Span | Admission) -> bool:
-        # These values name no namespace, but the id is a digest over it: an equal id proves whose job it is.
-        identity = JobIdentity(
-            namespace=self.namespace,
-            dag_id=one.dag_id,
-            run_id=one.run_id,
-            task_id=one.task_id,
-            map_index=one.map_index,
+    def _hides(self, token: str) -> bool:
+        task = token.partition("[")[0]
+        parts = task.split(".")
+        return task in self.hidden_tasks or any(
+            ".".join(parts[:end]) in self.hidden_dags for end in range(1, len(parts))
         )
-        return one.dag_id in self.readable and identity.job_id == one.job_id
+
+    def _mine(self, one: Span | Admission) -> bool:
+        return one.namespace == self.namespace and one.dag_id in self.readable
 
     @staticmethod
     def _slot(slot: SlotStatus, seen: set[str]) -> SlotStatus:

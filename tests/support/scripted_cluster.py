@@ -227,7 +227,7 @@ class ScriptedCluster:
             identity(
                 "fraud_daily"
             ).job_id: "Holds 2 slots, then 4 once nightly_reviews has left: it has time to spare.",
-            identity("search_ranker").job_id: f"Keeps 1 slot: {HIDDEN.job_id} was promised the others.",
+            identity("search_ranker").job_id: "holds 1 slot until 03:20 UTC, as payroll.train needs the others",
             identity("vision").job_id: "Waits until nightly_reviews ends, then starts with 4: its deadline is far off.",
         }
         slots = [SlotStatus(node_id=n, index=i, job_id=holder.get((n, i))) for n, i in SLOTS]
@@ -304,6 +304,7 @@ class ScriptedCluster:
             admissions.append(
                 Admission(
                     job_id=job.job_id,
+                    namespace=job.identity.namespace,
                     dag_id=job.identity.dag_id,
                     task_id=job.identity.task_id,
                     run_id=job.identity.run_id,
@@ -330,10 +331,11 @@ class ScriptedCluster:
         ]
 
     def _planned(self) -> list[Span]:
-        made = []
-        for job in self._live():
-            if job.slots and job.projected_finish_at:
-                made.append(_span(job.identity, self.now, job.projected_finish_at, job.slots, "", 0))
+        made = [
+            _span(job.identity, self.now, job.projected_finish_at, job.slots, "", 0)
+            for job in self._live()
+            if job.slots and job.projected_finish_at
+        ]
         waiting = identity("vision")
         if waiting.job_id not in self.cancelled:
             start = self.now + 1.9 * HOUR
@@ -534,6 +536,7 @@ class ScriptedCluster:
 def _span(who: JobIdentity, a: float, b: float | None, slots: Any, reason: str, starting_s: float) -> Span:
     return Span(
         job_id=who.job_id,
+        namespace=who.namespace,
         dag_id=who.dag_id,
         task_id=who.task_id,
         run_id=who.run_id,

@@ -59,9 +59,10 @@ def test_slots_of_hidden_jobs_are_taken_but_nameless(browse: Any) -> None:
 def test_sentences_call_jobs_by_names_that_the_user_may_know(browse: Any, cluster: ScriptedCluster) -> None:
     risky = identity("search_ranker").job_id
     assert (
-        browse("viewer").get("api/cluster").json()["why"][risky] == "Keeps 1 slot: another job was promised the others."
+        browse("viewer").get("api/cluster").json()["why"][risky]
+        == "holds 1 slot until 03:20 UTC, as another job needs the others"
     )
-    assert "payroll.train was promised" in browse("admin").get("api/cluster").json()["why"][risky]
+    assert "as payroll.train needs" in browse("admin").get("api/cluster").json()["why"][risky]
     reasons = [event["reason"] for event in browse("viewer").get(f"{JOB}/events").json()]
     assert "starts with 2 workers: another job holds the others" in reasons
 

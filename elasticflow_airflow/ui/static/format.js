@@ -21,8 +21,11 @@ export const momentFine = (at) =>
     ? clockFine.format(new Date(at * 1000))
     : `${day.format(new Date(at * 1000))} ${clockFine.format(new Date(at * 1000))}`;
 
+const shortDay = new Intl.DateTimeFormat([], { weekday: 'short', day: 'numeric' });
+
 export const hour = (at) => clock.format(new Date(at * 1000));
 export const date = (at) => day.format(new Date(at * 1000));
+export const onDay = (at) => shortDay.format(new Date(at * 1000));
 export const precise = (at) => (at === null || at === undefined ? '' : full.format(new Date(at * 1000)));
 export const iso = (at) => new Date(at * 1000).toISOString();
 
@@ -72,9 +75,26 @@ export function bytes(count) {
   return `${number(left)} ${units[unit]}`;
 }
 
+/** "03:10 UTC" and "2026-11-22 03:10 UTC": without a date, the next time of day, or one of the last hours. */
+function timesOfDay(text) {
+  return text.replace(/(?:(\d{4}-\d\d-\d\d) )?(\d\d:\d\d(?::\d\d)?) UTC/g, (_, date, time) => {
+    const day = date ?? new Date().toISOString().slice(0, 10);
+    let at = Date.parse(`${day}T${time.length === 5 ? `${time}:00` : time}Z`) / 1000;
+    if (!date && at < nowS() - 4 * 3600) at += DAY_S;
+    if (!date && at > nowS() + 20 * 3600) at -= DAY_S;
+    return time.length === 8 ? momentFine(at) : moment(at);
+  });
+}
+
 /** Times inside the service's sentences are ISO in UTC: show them as the rest of the page shows times. */
 export const sentence = (text) =>
-  (text ?? '').replace(/\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|\+00:00)/g, (found) => moment(Date.parse(found) / 1000));
+  timesOfDay(text ?? '').replace(/\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|\+00:00)/g, (found) => moment(Date.parse(found) / 1000));
+
+/** The same as a sentence of its own. */
+export function whole(text) {
+  const told = sentence(text).trim();
+  return told ? `${told[0].toUpperCase()}${told.slice(1)}${/[.!?]$/.test(told) ? '' : '.'}` : '';
+}
 
 /** A value for <input type="datetime-local">, and back. */
 export const toInput = (at) => wall(Math.round(at / 60) * 60).slice(0, 16);

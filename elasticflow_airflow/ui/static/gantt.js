@@ -66,8 +66,13 @@ function blocks(span, byKey) {
 
 const shorten = (text, width) => {
   const letters = Math.floor((width - 10) / 6.6);
-  if (letters < 3) return '';
+  if (letters < 5 && letters < text.length) return '';
   return text.length <= letters ? text : `${text.slice(0, letters - 1)}…`;
+};
+
+const barName = (span, width) => {
+  const long = `${span.dag_id} · ${span.task_id}`;
+  return shorten(long, width) === long ? long : shorten(span.dag_id, width);
 };
 
 function ticks(from, until, width) {
@@ -76,7 +81,7 @@ function ticks(from, until, width) {
   midnight.setHours(0, 0, 0, 0);
   const made = [];
   for (let at = midnight.getTime() / 1000; at <= until; at += step) if (at >= from) made.push(at);
-  return made.map((at) => [at, new Date(at * 1000).getHours() === 0 && new Date(at * 1000).getMinutes() === 0 ? f.date(at) : f.hour(at)]);
+  return made.map((at) => [at, new Date(at * 1000).getHours() === 0 && new Date(at * 1000).getMinutes() === 0 ? f.onDay(at) : f.hour(at)]);
 }
 
 const hatch = (colour) =>
@@ -102,7 +107,7 @@ function describe(span, planned, now) {
 export function gantt({ history, cluster, width }) {
   const { now } = history;
   const { from_at: from, until_at: until } = history;
-  const left = width < 600 ? 64 : 118;
+  const left = width < 600 ? 74 : 118;
   const right = 10;
   const inner = Math.max(100, width - left - right);
   const x = (at) => left + (inner * (Math.min(until, Math.max(from, at)) - from)) / (until - from);
@@ -135,7 +140,7 @@ export function gantt({ history, cluster, width }) {
         s('rect', { x: a, y: first.y, width: b - a, height: tall, rx: 4, class: `block c${colour}`, style: isPlan ? `fill: url(#hatch-${colour})` : null }),
       ];
       if (started > a + 0.5) inside.push(s('rect', { x: a, y: first.y, width: started - a, height: tall, rx: 4, class: 'starting' }));
-      const text = span.job_id ? shorten(`${span.dag_id} · ${span.task_id}`, b - a) : '';
+      const text = span.job_id ? barName(span, b - a) : '';
       if (text) inside.push(s('text', { x: a + 7, y: (first.y + last.y + ROW) / 2 + 4, class: isPlan ? 'on-plan' : 'on-bar' }, text));
       const shared = { 'data-tip': lines.join('\n'), 'aria-label': lines.join(', '), 'data-key': `${isPlan ? 'p' : 'h'}${span.job_id}${span.from_at}${first.key}` };
       bars.push(span.job_id

@@ -33,7 +33,7 @@ export class LogTail {
   /** Read what is new; a log that cannot be read is no reason to show nothing else. */
   async read(status, signal) {
     if (!status.log_names.length) return;
-    if (!status.log_names.includes(this.name)) this.choose(status.log_names.at(-1));
+    if (!status.log_names.includes(this.name)) this.choose(status.log_names[0]);
     for (let pieces = 0; pieces < 8; pieces += 1) {
       let piece;
       try {

@@ -98,7 +98,7 @@ export const time = (at) =>
 /** A few numbers at the top of a view. */
 export const tiles = (...all) =>
   h('dl', { class: 'tiles' }, all.filter(Boolean).map(([label, value, note, tone]) =>
-    h('div', { class: 'tile' }, h('dt', {}, label), h('dd', { class: tone ? `value ${tone}` : 'value' }, value), h('dd', { class: 'note' }, note ?? ''))));
+    h('div', { class: 'tile' }, h('dt', {}, label), h('dd', { class: 'value' }, value), h('dd', { class: tone ? `note ${tone}` : 'note' }, note ?? ''))));
 
 export const card = (title, note, ...children) =>
   h('section', { class: 'card', 'aria-label': title, 'data-key': `card-${title}` }, h('header', {}, h('h2', {}, title), note ? h('p', { class: 'note' }, note) : null), children);

@@ -123,13 +123,12 @@ function outlook(forecast) {
         h('ul', { class: 'items' }, items.map((item) => h('li', {},
           h('div', { class: 'item-line' },
             item.job_id ? h('a', { href: jobLink({ dag_id: item.dag_id }, item.job_id) }, item.task.slice(dag.length + 1) || item.task) : h('span', {}, item.task.slice(dag.length + 1) || item.task),
-            h('span', { class: 'muted nowrap' }, item.kind === 'expected' ? ['due ', time(item.due_at)] : 'now'),
-            outcomeChip(item.outcome)),
-          h('div', { class: 'muted small' }, item.projected_at ? ['finish ', time(item.projected_at), ', '] : null, item.deadline_at ? ['deadline ', time(item.deadline_at)] : 'no deadline known',
+            item.kind === 'expected' ? null : chip('Live', 'quiet'), outcomeChip(item.outcome)),
+          h('div', { class: 'muted small' }, item.kind === 'expected' ? ['due ', time(item.due_at), ', '] : null, item.projected_at ? ['finish ', time(item.projected_at), ', '] : null, item.deadline_at ? ['deadline ', time(item.deadline_at)] : 'no deadline known',
             item.outcome === 'missed' && item.earliest_deadline_at ? ['; ', time(item.earliest_deadline_at), ' would do'] : null,
             item.outcome !== 'kept' && item.reason ? h('div', {}, f.sentence(item.reason)) : null)))))))
     : h('p', { class: 'quiet-note' }, 'Nothing with a deadline is due. Recurring tasks appear here once they have run, or when their DAG tells its next runs.');
-  return card('Next 24 hours', f.sentence(forecast.summary) + missing, inside);
+  return card('Next 24 hours', f.whole(forecast.summary) + missing, inside);
 }
 
 function group(items, by) {
@@ -176,7 +175,7 @@ function byDag(week) {
     : h('p', { class: 'quiet-note' }, 'No job has been submitted in the last seven days.'));
 }
 
-const KINDS = [['admitted', 'ok', 'Admitted'], ['renegotiated', 'warn', 'Later deadline'], ['best_effort', 'soft', 'Best effort'], ['undecided', 'faint', 'Undecided'], ['rejected', 'bad', 'Rejected']];
+const KINDS = [['admitted', 'accent', 'Admitted'], ['renegotiated', 'warn', 'Later deadline'], ['best_effort', 'faint', 'Best effort'], ['undecided', 'muted', 'Undecided'], ['rejected', 'bad', 'Rejected']];
 
 function asks(week) {
   const refused = week.admissions.filter((one) => one.decision === 'rejected').sort((a, b) => b.submitted_at - a.submitted_at).slice(0, 5);

@@ -40,7 +40,7 @@ export function open({ main, refresh }) {
         extra_nodes: wanted.extra,
         without_nodes: [...wanted.without],
       }, signal);
-      if (changed()) say(f.sentence(got.answer.after.summary));
+      if (changed()) say(f.whole(got.answer.after.summary));
     } catch (error) {
       if (error.name !== 'AbortError') got.error = error;
     }
@@ -103,11 +103,11 @@ export function open({ main, refresh }) {
     const rows = keys.map((key) => ({ key, was: before.get(key), is: after.get(key) })).sort((a, b) => Number(differs(b)) - Number(differs(a)) || ((a.is ?? a.was).deadline_at ?? Infinity) - ((b.is ?? b.was).deadline_at ?? Infinity));
     const count = rows.filter(differs).length;
     const text = changed() ? (count ? `${f.plural(count, 'outcome')} would change` : 'No outcome would change') : 'As things are';
-    return card('Outlook for 24 hours', h('span', { 'aria-busy': String(got.asking) }, `${text}. ${f.sentence(answer.after.summary)}`), rows.length
+    return card('Outlook for 24 hours', h('span', { 'aria-busy': String(got.asking) }, `${text}. ${f.whole(answer.after.summary)}`), rows.length
       ? h('div', { class: got.asking ? 'stale' : '', 'data-key': 'outcome' }, table('Outlook', [['Task', ''], ['Due', 'nowrap'], ['As things are', ''], ['Then', ''], ['Finish', 'nowrap'], ['Deadline', 'nowrap'], ['Why', 'wide']], rows.map(({ key, was, is }) => {
           const shown = is ?? was;
           return { key, attributes: differs({ was, is }) ? { class: 'changed' } : {}, cells: [
-            shown.task, shown.kind === 'expected' ? time(shown.due_at) : 'now', was ? outcomeChip(was.outcome) : '–', is ? outcomeChip(is.outcome) : '–',
+            shown.task, shown.kind === 'expected' ? time(shown.due_at) : 'live', was ? outcomeChip(was.outcome) : '–', is ? outcomeChip(is.outcome) : '–',
             h('span', {}, is?.projected_at && was?.projected_at && Math.abs(is.projected_at - was.projected_at) > 60 ? [h('s', { class: 'muted' }, f.moment(was.projected_at)), ' ', time(is.projected_at)] : time(shown.projected_at)),
             time(shown.deadline_at), f.sentence(shown.reason)] };
         })))
