@@ -27,6 +27,7 @@ from elasticflow_airflow.leases import LEASE_S, ORPHAN_S
 from elasticflow_airflow.run_deadline import ARITHMETIC_LABEL, DeadlinesOfRun, RunOfDag, due_times, run_of_dag
 from elasticflow_airflow.settings import AirflowSettings
 from elasticflow_airflow.task_memory import TaskMemory
+from elasticflow_airflow.telemetry import trace_labels
 from elasticflow_airflow.wire import JobIdentity, JobSubmission
 
 
@@ -210,7 +211,12 @@ def prepare(
         "target_loss": target(task.target_loss, given["target_loss"]),
         "lease_s": lease_s,
         "orphan_s": orphan_s,
-        "labels": {"try_number": str(facts.attempt), "dag_test": str(facts.is_dag_test).lower(), **arithmetic},
+        "labels": {
+            "try_number": str(facts.attempt),
+            "dag_test": str(facts.is_dag_test).lower(),
+            **arithmetic,
+            **trace_labels(),
+        },
         **due_times(facts.run, replays=facts.replays, now=now),
     }
     try:

@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 API_VERSION = "v1"
+TRACEPARENT = "traceparent"
+"""Label of a submission: where the job belongs in a trace (W3C Trace Context)."""
 API_HEADER = "ElasticFlow-API"
 VERSION_HEADER = "ElasticFlow-Version"
 """Every answer of a service carries the two, so that a client of another version can say so."""

@@ -65,6 +65,7 @@ from elasticflow_airflow.settings import AirflowSettings, deferrable_by_default
 from elasticflow_airflow.submission import Prepared, RunFacts, check_downstream, prepare, run_facts
 from elasticflow_airflow.submitting import InFlight, can_attach
 from elasticflow_airflow.task_memory import TaskMemory
+from elasticflow_airflow.telemetry import count_ended, count_submitted
 from elasticflow_airflow.triggers import ElasticFlowJobTrigger
 from elasticflow_airflow.waiting import JobWatch
 from elasticflow_airflow.wire import JobStatus, State
@@ -437,6 +438,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         for warning in attachment.warnings:
             self.log.warning("%s", warning)
         status = attachment.job
+        count_submitted(status)
         self.log.info(
             "%s job %s (incarnation %d) at %s: %s%s",
             "submitted" if attachment.created else "attached to",
@@ -528,6 +530,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         if self._kill.happened:
             self._stop_killed(f"when job {status.job_id} was {status.state.value}")
         remember(self._context, describe(status, timezone))
+        count_ended(status)
         if status.state is State.SUCCEEDED:
             line = success_line(status, timezone)
             missed = status.result is not None and status.result.met is False

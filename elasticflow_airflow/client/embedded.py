@@ -57,7 +57,7 @@ _PASSED_NAMES: Final = frozenset(
         "no_proxy",
     }
 )
-_PASSED_PREFIXES: Final = ("CUDA_", "ELASTICFLOW_", "LC_", "NCCL_", "NVIDIA_", "XDG_")
+_PASSED_PREFIXES: Final = ("CUDA_", "ELASTICFLOW_", "LC_", "NCCL_", "NVIDIA_", "OTEL_", "XDG_")
 # Airflow's own configuration (AIRFLOW__*, AIRFLOW_CONN_*) holds secrets and is not passed on.
 
 _started: list[subprocess.Popen[bytes]] = []
@@ -176,6 +176,7 @@ def _start(directory: Path, settings_env: Mapping[str, str]) -> subprocess.Popen
     environment = {
         name: value for name, value in os.environ.items() if name in _PASSED_NAMES or name.startswith(_PASSED_PREFIXES)
     }
+    environment.pop("OTEL_SERVICE_NAME", None)  # That is Airflow's.
     environment.update(settings_env)
     _started[:] = [process for process in _started if process.poll() is None]
     try:

@@ -114,7 +114,14 @@ class Actuator:
             self.engine.apply(self.spec_of(row, generation))
         except (EngineError, OSError) as error:
             if alive(generation):  # It runs: what cannot be told it now can be told it later.
-                log.warning("the engine refused", call="apply", job=row.job_id, error=str(error))
+                log.warning(
+                    "the engine refused",
+                    call="apply",
+                    job_id=row.job_id,
+                    incarnation=row.incarnation,
+                    generation=generation.generation,
+                    error=str(error),
+                )
             else:
                 refusals = self.refusals.setdefault(row.job_id, Refusals(self.monotonic()))
                 refusals.count += 1
@@ -139,7 +146,7 @@ class Actuator:
         try:
             call(*arguments)
         except EngineError as error:
-            log.warning("the engine refused", call=name, job=arguments[0], error=str(error))
+            log.warning("the engine refused", call=name, job_id=arguments[0], error=str(error))
         crashpoints.point(f"after {name}")
 
     def spec_of(self, row: IncarnationRow, generation: GenerationRow) -> GangSpec:

@@ -24,6 +24,7 @@ from elasticflow_airflow import __version__
 from elasticflow_airflow.engines.port import Engine
 from elasticflow_airflow.service.api import ServiceParts, Traffic, build_app
 from elasticflow_airflow.service.candidates import CandidateDesk, verify_by_manifest
+from elasticflow_airflow.service.chronicle import Chronicle, write_to_log
 from elasticflow_airflow.service.feeding import CalendarDesk
 from elasticflow_airflow.service.forecasting import ForecastDesk
 from elasticflow_airflow.service.insight import InsightDesk
@@ -35,6 +36,7 @@ from elasticflow_airflow.service.secrets import SecretBox
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import Snapshots
 from elasticflow_airflow.service.store import Store
+from elasticflow_airflow.service.traces import traces_from_environment
 from elasticflow_airflow.service.whatif import WhatIfDesk
 
 SOCKET_PATH_LIMIT = 107
@@ -96,6 +98,9 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
         )
         _write_card(settings.state_dir, where, started_at)
         log.info("service started", version=__version__, endpoint=where, engine=engine.name, pid=os.getpid())
+        traces = traces_from_environment()
+        chronicle = Chronicle(store, notifier, [write_to_log, *([] if traces is None else [traces])])
+        chronicle.start()
         loop = threading.Thread(target=reconciler.run, name="reconcile", daemon=True)
         loop.start()
         if embedded:
@@ -106,6 +111,9 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
         reconciler.stop()
         loop.join(settings.grace_s)
         candidates.close()
+        chronicle.close()
+        if traces is not None:
+            traces.close()
         engine.close()
         store.close()
         log.info("service stopped; workers go on")
