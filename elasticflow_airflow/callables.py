@@ -8,10 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, TypeAlias
-
-Given: TypeAlias = "Callable[..., Any] | str | None"
-"""A callable, or where to import one from: ``"package.module.function"``."""
+from typing import Any
 
 
 class Concealed:

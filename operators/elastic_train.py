@@ -6,7 +6,7 @@ imports torch; everything it needs to know of the service is the client.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, tzinfo
 from datetime import time as time_of_day
@@ -22,7 +22,7 @@ from airflow.sdk.exceptions import (
 
 from elasticflow_airflow.alarms import RiskAlarm, describe, remember
 from elasticflow_airflow.arguments import CHECKED, ArgumentError, check_arguments, present
-from elasticflow_airflow.callables import Given, listed, reveal
+from elasticflow_airflow.callables import listed, reveal
 from elasticflow_airflow.client import (
     PASSING,
     ElasticFlowClient,
@@ -173,8 +173,8 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         scaling_curve: Mapping[int, float] | None = None,
         progress_regex: str | None = None,
         progress_file: str | None = None,
-        on_at_risk: Given | Sequence[Given] = None,
-        on_promote: Given = None,
+        on_at_risk: Callable[..., Any] | str | Sequence[Any] | None = None,
+        on_promote: Callable[..., Any] | str | None = None,
         deferrable: bool | None = None,
         elasticflow_conn_id: str = ElasticFlowHook.default_conn_name,
         **kwargs: Any,

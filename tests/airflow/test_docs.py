@@ -9,7 +9,14 @@ import pytest
 from airflow.sdk import DAG
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ["reference/operator.md", "how-to/deadlines.md"]
+PAGES = [
+    "reference/operator.md",
+    "how-to/deadlines.md",
+    "how-to/write-dags.md",
+    "how-to/wait-for-a-training.md",
+    "how-to/alerts.md",
+    "how-to/model-registry.md",
+]
 
 
 @pytest.mark.parametrize("page", PAGES)
