@@ -38,6 +38,8 @@ class Books:
     """Generations whose end is not handled."""
     workers: dict[tuple[str, int], tuple[WorkerObservation, ...]] = field(default_factory=dict)
     """The members of each generation, as this pass observed them."""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """Columns of the samples of this pass that are not stored yet."""
     amendment: AmendmentRow | None = None
     """The one that the scheduler is asked about right now."""
     wake_at: float | None = None

@@ -76,6 +76,7 @@ def fold(books: Books, observations: Sequence[GangObservation], inbox: Inbox, se
         books.workers[key] = gang.workers
         _fold_reports(books, row, generation, inbox.waiting(*key), hidden)
         _fold_state(books, row, generation, gang, hidden)
+    samples.write(books)
 
 
 def _fold_absence(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:

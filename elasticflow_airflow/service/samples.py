@@ -14,7 +14,7 @@ from typing import Any
 
 from elasticflow_airflow.runtime.protocol import Report
 from elasticflow_airflow.service.books import Books
-from elasticflow_airflow.service.models import GenerationRow, IncarnationRow, SampleRow, WorkerTimesRow
+from elasticflow_airflow.service.models import GenerationRow, IncarnationRow, WorkerTimesRow
 
 MOST = 500
 """A job keeps at most so many samples."""
@@ -47,21 +47,29 @@ def take(
     number = 0 if before is None else (int(before) // stride + 1) * stride
     if number // stride >= MOST:
         stride *= 2
+        write(books)
         books.tx.thin_samples(row.job_id, row.incarnation, stride)
         number = -(-number // stride) * stride
-    books.tx.add(
-        SampleRow(
-            job_id=row.job_id,
-            incarnation=row.incarnation,
-            number=number,
-            at=at_s,
-            step=row.step,
-            loss=row.loss,
-            steps_per_s=speed,
-            workers=generation.workers,
-        )
+    books.samples.append(
+        {
+            "job_id": row.job_id,
+            "incarnation": row.incarnation,
+            "number": number,
+            "at": at_s,
+            "step": row.step,
+            "loss": row.loss,
+            "steps_per_s": speed,
+            "workers": generation.workers,
+        }
     )
     row.sampling = {"number": number, "at": at_s, "workers": generation.workers, "stride": stride}
+
+
+def write(books: Books) -> None:
+    """Store the samples that were taken in this pass, all at once."""
+    if books.samples:
+        books.tx.add_samples(books.samples)
+        books.samples = []
 
 
 def take_worker(books: Books, row: IncarnationRow, generation: GenerationRow, report: Report) -> None:

@@ -332,6 +332,10 @@ class Writer(Reader):
         """Add a row."""
         self.session.add(row)
 
+    def add_samples(self, columns: Sequence[dict[str, Any]]) -> None:
+        """Add samples, all at once."""
+        self.session.execute(sa.insert(SampleRow), columns)
+
     def thin_samples(self, job_id: str, incarnation: int, stride: int) -> None:
         """Delete the samples of an incarnation whose number is no multiple of ``stride``."""
         self.session.execute(
