@@ -92,6 +92,8 @@ class Stack:
     tasks: dict[tuple[str, str, str], dict[str, Any]] = field(default_factory=dict)
     """Task instances by (dag, run, task), as of the last look: one question for all tests that wait."""
     closing: bool = False
+    one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
+    """Many paths that ask at once would only keep each other from SQLite."""
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -146,7 +148,8 @@ class Stack:
     def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
         """Ask the API; a database that is locked for a moment (SQLite) is asked again."""
         for _ in range(5):
-            answer = self.http.request(method, path, **options)
+            with self.one_at_a_time:
+                answer = self.http.request(method, path, **options)
             if answer.status_code < 500:
                 break
             time.sleep(0.5)
@@ -162,7 +165,7 @@ class Stack:
         answer = self.do("POST", f"/api/v2/dags/{dag_id}/dagRuns", json={"logical_date": None})
         return Run(self, dag_id, str(answer.json()["dag_run_id"]))
 
-    def wait(self, what: str, condition: Callable[[], Any], limit_s: float = 150.0) -> Any:
+    def wait(self, what: str, condition: Callable[[], Any], limit_s: float = 240.0) -> Any:
         """Wait for a condition; on failure quote the ends of all logs."""
         end = time.monotonic() + limit_s
         while time.monotonic() < end and not self.closing:
@@ -182,11 +185,12 @@ class Stack:
         needle, found = str(self.home), []
         for process in psutil.process_iter(["cmdline"]):
             try:
-                about = " ".join([*(process.info["cmdline"] or ()), *process.environ().values()])
+                # A process that names itself, as Airflow's do, overwrites its arguments and environment.
+                about = " ".join([*(process.info["cmdline"] or ()), *process.environ().values(), process.cwd()])
+                if process.pid != os.getpid() and needle in about and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
             except psutil.Error:
                 continue
-            if process.pid != os.getpid() and needle in about and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
         return found
 
     def trainers(self) -> list[psutil.Process]:
@@ -242,7 +246,7 @@ class Run:
         assert job is not None
         return [e for e in self.stack.services[service].client.events(job.job_id) if e.kind == kind]
 
-    def reach(self, state: str, task_id: str = "train", limit_s: float = 150.0) -> None:
+    def reach(self, state: str, task_id: str = "train", limit_s: float = 240.0) -> None:
         """Wait until the task is in a state; fail at once, with its log, when it ends in another."""
 
         def there() -> bool:
@@ -279,7 +283,7 @@ class Run:
         found: JobStatus = self.stack.wait("the trigger renews", renewed)
         return found
 
-    def ended(self, state: State, task_id: str = "train", limit_s: float = 150.0) -> JobStatus:
+    def ended(self, state: State, task_id: str = "train", limit_s: float = 240.0) -> JobStatus:
         """Wait until the job has ended; fail at once when it ended otherwise."""
 
         def over() -> JobStatus | None:
@@ -387,7 +391,7 @@ def open_stack(dag_file: str, dags: int, *, database: str | None = None, service
         else {"extra": {"state_dir": str(service.state_dir)}}
         for name, service in services.items()
     }
-    database = database or f"sqlite:///{home}/airflow.db"
+    database = database or f"sqlite:///{home}/airflow.db?timeout=60"  # many write at once
     environment = {
         **clean_environment(),
         **fake,
@@ -426,7 +430,7 @@ def open_stack(dag_file: str, dags: int, *, database: str | None = None, service
     }
     if database.startswith("postgresql"):
         environment["AIRFLOW__DATABASE__SQL_ALCHEMY_CONN_ASYNC"] = database  # psycopg does both
-    stack = Stack(home, environment, httpx.Client(base_url=url, timeout=30, trust_env=False), services)
+    stack = Stack(home, environment, httpx.Client(base_url=url, timeout=90, trust_env=False), services)
     try:
         migrate = [sys.executable, "-m", "airflow", "db", "migrate"]
         done = subprocess.run(migrate, env=environment, timeout=240, capture_output=True, check=False)
