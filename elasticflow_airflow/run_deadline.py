@@ -57,10 +57,8 @@ class RunOfDag:
     dag_end: datetime | None = None
     next_dagrun: Callable[[], datetime | None] = field(default=lambda: None)
 
-    def known(self) -> KnownRun | None:
-        """The run as its timetable counts on from it; None for one without an interval."""
-        if self.interval_start is None and self.run_type not in ("scheduled", "backfill"):
-            return None
+    def known(self) -> KnownRun:
+        """The run as its timetable counts on from it."""
         return KnownRun(run_after=self.run_after, interval_start=self.interval_start, interval_end=self.interval_end)
 
     def next_due(self) -> datetime | None:

@@ -68,7 +68,7 @@ def next_runs(
         return []
     try:
         if known is not None:
-            found = _walk(core, _info(known), after, until, most, earliest, latest)
+            found = _walk(core, _info(core, known), after, until, most, earliest, latest)
             if found is not None:
                 return found
         found = _walk(core, _inferred(core, after), after, until, most, earliest, latest)
@@ -121,14 +121,13 @@ def _dues(core: Any, info: Any, earliest: datetime | None, latest: datetime | No
         yield KnownRun(run_after=info.run_after, interval_start=start, interval_end=end)
 
 
-def _info(known: KnownRun) -> Any:
+def _info(core: Any, known: KnownRun) -> Any:
     from airflow.timetables.base import DagRunInfo, DataInterval
 
-    run_after = _pendulum(known.run_after)
-    start, end = _pendulum(known.interval_start), _pendulum(known.interval_end)
-    assert run_after is not None  # given
-    interval = DataInterval.exact(run_after) if start is None or end is None else DataInterval(start, end)
-    return DagRunInfo(run_after=run_after, data_interval=interval)
+    run_after, start, end = (_pendulum(at) for at in (known.run_after, known.interval_start, known.interval_end))
+    if start is None or end is None:
+        return _inferred(core, known.run_after)
+    return DagRunInfo(run_after=run_after, data_interval=DataInterval(start, end))  # type: ignore[arg-type]  # given
 
 
 def _inferred(core: Any, at: datetime) -> Any:
