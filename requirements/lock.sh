@@ -19,7 +19,7 @@ rm requirements/lock.new
 "${PYTHON:-.venv/bin/python}" - <<'PYTHON' >requirements/service.in
 import tomllib
 for requirement in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]:
-    if not requirement.startswith(("apache-airflow", "pendulum")):
+    if not requirement.startswith(("apache-airflow", "pendulum", "plotly")):
         print(requirement)
 PYTHON
 compile --constraint requirements/lock.txt requirements/service.in >requirements/service.txt
