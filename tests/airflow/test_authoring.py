@@ -236,6 +236,8 @@ def test_a_model_goes_from_dag_to_dag_as_an_asset(run_dag, new_dag, client):
         ElasticTrainOperator(task_id="train", **COMMON, outlets=[model], on_promote=register)
     run = run_dag(producer)
     assert run.state == "success"
+    (ti,) = run.get_task_instances()
+    assert f"dag_id={producer.dag_id}&run_id=" in ti.xcom_pull(task_ids="train", key="_link_ElasticFlowJobLink")
     first = jobs(client, producer)["train", -1]
     assert promoted == [(first.result.checkpoint_path, run.run_id, first.result.checkpoint_digest)]
     with new_dag(schedule=[model]) as consumer:

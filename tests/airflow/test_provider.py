@@ -19,10 +19,13 @@ def test_provider_info_is_valid_and_names_what_exists():
     info = get_provider_info()
     schema = json.loads((Path(airflow.__file__).parent / "provider_info.schema.json").read_text())
     jsonschema.validate(info, schema)
-    for kind in ("operators", "hooks", "triggers"):
+    for kind in ("operators", "sensors", "hooks", "triggers"):
         for entry in info[kind]:
             for module in entry["python-modules"]:
                 import_module(module)
+    for path in [*(one["class-name"] for one in info["task-decorators"]), *info["notifications"], *info["extra-links"]]:
+        module, _, name = path.rpartition(".")
+        assert callable(getattr(import_module(module), name)), path
     for connection in info["connection-types"]:
         module, _, name = connection["hook-class-name"].rpartition(".")
         hook = getattr(import_module(module), name)
