@@ -385,12 +385,25 @@ def _add_events_and_logs(app: FastAPI, parts: ServiceParts) -> None:
             raise Refusal(
                 404, "log_not_found", f"job {job_id} has no log {log_name!r}", "its status lists log_names"
             ) from error
+        data = piece.data if piece.end_of_file else _whole_characters(piece.data)
         return LogPiece(
-            text=piece.data.decode(errors="replace"),
+            text=data.decode(errors="replace"),
             start_offset=piece.start_offset,
-            next_offset=piece.next_offset,
+            next_offset=piece.start_offset + len(data),
             end_of_file=piece.end_of_file,
         )
+
+
+def _whole_characters(data: bytes) -> bytes:
+    """Leave a character for the next piece whose bytes are not all there; what is no UTF-8 at all stays."""
+    for back in range(1, min(4, len(data))):
+        byte = data[-back]
+        if 0xC0 <= byte < 0xF8:  # The first of several bytes.
+            wanted = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return data[:-back] if back < wanted else data
+        if byte & 0xC0 != 0x80:
+            break
+    return data
 
 
 async def _event_stream(

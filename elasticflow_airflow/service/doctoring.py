@@ -38,7 +38,8 @@ _SHM_BYTES = _GIB // 2
 _FILES = 4096
 _SLOW_LOOKUP_S, _LOOKUP_LIMIT_S = 1.0, 12.0
 _TOKEN_CHARACTERS = 20
-_INTERPRETER_LIMIT_S = 60.0
+_INTERPRETER_LIMIT_S = 20.0
+_RECENT_JOBS, _INTERPRETERS = 100, 3
 _SHARED_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse")
 _ASK_INTERPRETER = """
 import importlib.util, json, sys
@@ -64,7 +65,8 @@ def add_doctor(app: FastAPI, parts: ServiceParts) -> None:
 
 
 def _running(parts: ServiceParts) -> list[Finding]:
-    return [_loop(parts.problem()), _slots(parts), _database(parts), _token(parts.settings)]
+    named = [look_at_interpreter(python) for python in _named_interpreters(parts)]
+    return [_loop(parts.problem()), _slots(parts), _database(parts), _token(parts.settings), *named]
 
 
 def look_at_machine(settings: ServiceSettings) -> list[Finding]:
@@ -93,8 +95,8 @@ def look_at_interpreter(python: str) -> Finding:
     if "torch" not in found:
         return warning(
             name,
-            f"the service's interpreter {python} (Python {found['python']}) has no torch",
-            f"{python} -m pip install torch, or give each task python= with an interpreter that has it",
+            f"the interpreter {python} (Python {found['python']}) has no torch",
+            f"{python} -m pip install torch, or give the tasks python= with an interpreter that has it",
         )
     return ok(name, f"torch {found['torch']} in {python} (Python {found['python']})")
 
@@ -204,6 +206,14 @@ def look_at_open_files() -> Finding:
     if soft < _FILES:
         return warning("open files", said, "ulimit -n 65536, or LimitNOFILE=65536 in the systemd unit")
     return ok("open files", said)
+
+
+def _named_interpreters(parts: ServiceParts) -> list[str]:
+    """Interpreters that recent tasks named by ``python=``, other than the service's own."""
+    with parts.store.read() as reader:
+        recent = reader.list_current(state=None, dag_id=None, live=None, limit=_RECENT_JOBS)
+    named = {row.submission["command"].get("python") for _, row in recent}
+    return sorted(python for python in named if python and python != sys.executable)[:_INTERPRETERS]
 
 
 def _loop(said: str) -> Finding:

@@ -96,6 +96,26 @@ def test_a_missing_connection_is_named(parse, capsys):
     assert "'prod' is not defined: add a connection" in error
 
 
+def test_serve_keeps_its_state_where_airflow_says(parse, monkeypatch, tmp_path):
+    from elasticflow_airflow.service import __main__ as service
+
+    for name in ("STATE_DIR", "PORT"):
+        monkeypatch.setenv(f"ELASTICFLOW_{name}", "")  # What the command sets is taken back at the end.
+    seen = {}
+
+    def run(arguments):
+        seen.update({name: os.environ[f"ELASTICFLOW_{name}"] for name in ("STATE_DIR", "PORT")})
+        return 3
+
+    monkeypatch.setattr(service, "main", run)
+    monkeypatch.setenv("AIRFLOW__ELASTICFLOW__STATE_DIR", str(tmp_path))
+    given = parse("serve", "--port", "1234")
+    with pytest.raises(SystemExit) as left:
+        given.func(given)
+    assert left.value.code == 3
+    assert seen == {"STATE_DIR": str(tmp_path), "PORT": "1234"}
+
+
 def test_bad_input_ends_it_with_status_2(service, parse, capsys):
     given = parse("amend", "some-job")
     with pytest.raises(SystemExit) as left:

@@ -501,3 +501,24 @@ async def test_what_a_page_asks_wrongly_is_named(http, method, path, body, says)
 async def test_nobody_has_no_story_no_runs_and_no_stacks(http):
     for method, path in [("GET", "story"), ("GET", "runs"), ("POST", "stacks")]:
         assert (await http.request(method, f"/v1/jobs/nobody/{path}")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("data", "whole"),
+    [
+        (b"", b""),
+        (b"plain", b"plain"),
+        ("é".encode(), "é".encode()),
+        ("aé".encode()[:-1], b"a"),
+        ("a€".encode()[:-1], b"a"),
+        ("a€".encode()[:-2], b"a"),
+        ("a😀".encode()[:-1], b"a"),
+        ("a😀".encode(), "a😀".encode()),
+        (b"a\xff", b"a\xff"),
+        (b"\x80\x80\x80\x80", b"\x80\x80\x80\x80"),
+    ],
+)
+def test_a_character_is_not_cut_in_two(data, whole):
+    from elasticflow_airflow.service.api import _whole_characters
+
+    assert _whole_characters(data) == whole

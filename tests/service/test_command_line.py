@@ -102,6 +102,16 @@ def test_doctor_of_a_running_service(command, script):
     assert found["token"]["message"].startswith("none is needed")
 
 
+def test_doctor_looks_at_the_interpreters_that_tasks_name(command, script, tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho \'{"python": "3.11.0"}\'\n')
+    python.chmod(0o755)
+    command("submit", script, "--steps", 1, "--batch", 8, "--best-effort", "--python", python)
+    found = [finding for finding in json.loads(command("doctor", "--json").stdout) if finding["name"] == "torch"]
+    assert [finding["level"] for finding in found] == ["warning", "ok"]
+    assert str(python) in found[0]["message"]
+
+
 # -- logs ------------------------------------------------------------------------------------------------------------
 
 
