@@ -83,7 +83,7 @@ def test_history_shows_what_is_planned_from_now_on(world):
 def test_history_knows_room_that_is_kept_free_for_a_run_that_is_expected(world):
     due = world.now_s + 3600.0
     first = world.submit(task="nightly", run="r1", steps=2000, within=600.0, scaling_curve=CURVE, next_run_at=due)
-    assert world.ended(first).state == "succeeded"
+    assert world.ended(first, every=5.0).state == "succeeded"
     world.step(due - 600.0 - world.now_s)
     world.submit(task="adhoc", within=7200.0, **LONG)
     expected = [s for s in desk_of(world).history(None, None, 10).planned if s.purpose == "expected"]
@@ -94,7 +94,7 @@ def test_history_knows_room_that_is_kept_free_for_a_run_that_is_expected(world):
 def test_history_is_only_of_the_time_that_was_asked_for(world):
     began = world.now_s
     job = running(world, steps=32 * 60)
-    world.ended(job)
+    world.ended(job, every=2.0)
     ended = world.now_s
     world.step(1000.0)
     assert desk_of(world).history(ended + 1, world.now_s, 4).spans == []
@@ -117,7 +117,7 @@ def test_a_change_in_place_shows_no_slot_twice(world):
     fake = {"in_place": True}
     job = world.submit(task="long", fake=fake, within=3600.0, **LONG)
     world.reach(job, "running")
-    world.run(30.0)
+    world.run(30.0, every=2.0)
     other = world.submit(task="other", within=700.0, steps=32 * 120, scaling_curve=CURVE)
     world.until(lambda: world.status(other).state == "running", "the other runs")
     world.run(20.0)
@@ -145,11 +145,11 @@ def test_why_names_who_needs_the_other_slots_and_until_when(world):
     assert why(world, first).startswith("holds 4 slots until its end at 08:1")
     assert why(world, first).endswith("before its deadline: these are all that there are")
     second = world.submit(task="second", within=900.0, steps=32 * 300, scaling_curve=CURVE)
-    world.run(30.0)
+    world.run(30.0, every=2.0)
     assert why(world, first).endswith("before its deadline: daily.second needs the others until then")
     assert "holds 2 slots until its end at " in why(world, second)
     urgent = world.submit(task="urgent", within=1400.0, steps=32 * 500, scaling_curve=CURVE)
-    world.run(30.0)
+    world.run(30.0, every=2.0)
     assert urgent.job.verdict.decision == "admitted"
     said = why(world, first)
     assert said.startswith("waits until 08:"), said
@@ -169,7 +169,7 @@ def test_why_says_that_more_would_not_help(world):
 def test_why_names_the_run_for_which_slots_are_kept_free(world):
     due = world.now_s + 3600.0
     first = world.submit(task="nightly", run="r1", steps=32 * 300, within=600.0, scaling_curve=CURVE, next_run_at=due)
-    assert world.ended(first).state == "succeeded"
+    assert world.ended(first, every=10.0).state == "succeeded"
     world.step(due - 900.0 - world.now_s)
     job = running(world, task="adhoc", within=7200.0, steps=32 * 3000)
     assert "the run of daily.nightly that is due 09:00 UTC" in why(world, job)
@@ -197,7 +197,7 @@ def test_a_story_has_everything_and_no_secret(world):
     )
     job = world.desk.submit(submission.identity.job_id, submission)
     world.reach(job, "running")
-    world.run(60.0)
+    world.run(40.0, every=1.0)
     story = desk_of(world).story(job.job.job_id, None)
     assert story.status == world.status(job)
     assert story.incarnations == 1
@@ -224,7 +224,7 @@ def test_a_story_knows_the_checkpoint_that_counts(world):
 
 def test_a_story_tells_where_the_time_of_each_worker_went(world):
     job = running(world, fake={"slow_slots": {"node0:0": 1.01}}, within=3600.0)
-    world.run(60.0)
+    world.run(40.0, every=1.0)
     story = desk_of(world).story(job.job.job_id, None)
     assert [one.rank for one in story.workers] == [0, 1, 2, 3]
     assert len({one.worker_id for one in story.workers}) == 4
@@ -259,7 +259,7 @@ def test_the_runs_of_a_task_stand_beside_each_other(world):
     for number in (1, 2, 3):
         world.step(100.0)
         jobs.append(world.submit(task="nightly", run=f"r{number}", steps=320, scaling_curve=CURVE))
-        world.ended(jobs[-1])
+        world.ended(jobs[-1], every=2.0)
     world.submit(task="other", run="r1", **LONG)
     runs = desk_of(world).runs(jobs[0].job.job_id, 10)
     assert [run.run_id for run in runs] == ["r3", "r2", "r1"]

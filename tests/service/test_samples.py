@@ -32,7 +32,7 @@ def test_a_training_leaves_samples_of_its_steps_loss_speed_and_workers(world):
 def test_a_long_training_keeps_a_bounded_number_of_samples_spread_over_its_life(world, monkeypatch):
     monkeypatch.setattr(samples, "MOST", 20)
     job = world.submit(steps=6000, scaling_curve=CURVE)
-    assert world.ended(job).state == "succeeded"
+    assert world.ended(job, every=2.0).state == "succeeded"
     found = kept(world, job)
     assert 10 <= len(found) <= 20
     assert found[0].step < 6000 * 0.1

@@ -131,7 +131,7 @@ def known_task(world, **given):
     job = world.submit(
         task="nightly", run="r1", steps=2000, within=180.0, scaling_curve=CURVE, due_at=world.now_s, **given
     )
-    assert world.ended(job).state == "succeeded"
+    assert world.ended(job, every=2.0).state == "succeeded"
     return job
 
 
