@@ -146,14 +146,19 @@ class Stack:
     # -- what users do -----------------------------------------------------------------------------------------------
 
     def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
-        """Ask the API; a database that is locked for a moment (SQLite) is asked again."""
-        for _ in range(5):
-            with self.one_at_a_time:
-                answer = self.http.request(method, path, **options)
-            if answer.status_code < 500:
-                break
+        """Ask the API; a server that is being started, or a database that is locked for a moment, is asked again."""
+        end = time.monotonic() + 90
+        while True:
+            try:
+                with self.one_at_a_time:
+                    answer = self.http.request(method, path, **options)
+            except httpx.ConnectError:
+                if time.monotonic() > end or self.closing:
+                    raise
+            else:
+                if answer.status_code < 500 or time.monotonic() > end:
+                    return answer
             time.sleep(0.5)
-        return answer
 
     def do(self, method: str, path: str, **options: Any) -> httpx.Response:
         answer = self.ask(method, path, **options)
