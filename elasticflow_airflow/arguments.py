@@ -42,68 +42,31 @@ def is_late(value: object) -> bool:
     return hasattr(value, "resolve") and hasattr(value, "iter_references")  # an XComArg
 
 
-def check_arguments(
-    *,
-    script: Any,
-    module: Any,
-    steps: Any,
-    epochs: Any,
-    samples: Any,
-    global_batch_size: Any,
-    deadline: Any,
-    deadline_of: Any,
-    downstream_reserve: Any,
-    best_effort: Any,
-    latest_deadline: Any,
-    value: Any,
-    on_reject: Any,
-    on_past_deadline: Any,
-    on_miss: Any,
-    min_workers: Any,
-    max_workers: Any,
-    consistency: Any,
-    logical_workers: Any,
-    scaling_curve: Any,
-    env: Any,
-    secret_env: Any,
-    script_args: Any,
-    target_loss: Any = None,
-    progress_regex: Any = None,
-    progress_file: Any = None,
-    **others: Any,
-) -> None:
-    """Refuse at DAG parse what can be known then. Raises ArgumentError or DeadlineError.
+def check_arguments(**given: Any) -> None:
+    """Refuse at DAG parse what can be known then: each argument by itself, and what does not go together.
 
-    ``others`` are arguments that are looked at one by one only, see ``check_each``.
+    ``given`` are all arguments of ``CHECKED``. Raises ArgumentError or DeadlineError.
     """
-    check_each(
-        {
-            "script": script,
-            "module": module,
-            "script_args": script_args,
-            "deadline_of": deadline_of,
-            "scaling_curve": scaling_curve,
-            "progress_regex": progress_regex,
-            "progress_file": progress_file,
-            **others,
-        }
-    )
+    check_each(given)
+    for name in _NEVER_NONE:
+        if given[name] is None:
+            raise ArgumentError(f"{name}=None: give a value, or leave the argument out for its default")
+    script, module = given["script"], given["module"]
     if (script is None) == (module is None):
         raise ArgumentError(f"give exactly one of script= and module= (script={script!r}, module={module!r})")
-    _check_length(steps, epochs, samples, global_batch_size)
-    _check_target(target_loss, steps, epochs, progress_regex, progress_file)
-    _check_deadlines(deadline, deadline_of, downstream_reserve, best_effort, latest_deadline, on_reject)
-    for name, given in (
-        ("on_reject", on_reject),
-        ("on_past_deadline", on_past_deadline),
-        ("on_miss", on_miss),
-        ("consistency", consistency),
-    ):
-        _check_choice(name, given)
-    _check_value(value)
-    _check_workers(min_workers, max_workers)
-    _check_shares(consistency, logical_workers, global_batch_size, min_workers, max_workers)
-    _check_env(env, secret_env)
+    steps, epochs, batch = given["steps"], given["epochs"], given["global_batch_size"]
+    _check_length(steps, epochs, given["samples"], batch)
+    _check_target(given["target_loss"], steps, epochs, given["progress_regex"], given["progress_file"])
+    _check_deadlines(
+        given["deadline"], given["deadline_of"], given["best_effort"], given["latest_deadline"], given["on_reject"]
+    )
+    least, most = given["min_workers"], given["max_workers"]
+    if most is not None and most < least:
+        raise ArgumentError(f"max_workers={most} is less than min_workers={least}")
+    _check_shares(given["consistency"], given["logical_workers"], batch, least, most)
+    twice = set(given["env"] or {}) & set(given["secret_env"] or {}) if isinstance(given["env"], Mapping) else set()
+    if twice:
+        raise ArgumentError(f"{min(twice)!r} is in env and in secret_env: say it once")
 
 
 def check_each(given: Mapping[str, Any]) -> None:
@@ -113,8 +76,15 @@ def check_each(given: Mapping[str, Any]) -> None:
     DeadlineError.
     """
     for name, value in given.items():
-        if value is not None and name in _CHECKS and not (name in MAY_BE_LATE and is_late(value)):
+        if value is None or name not in _CHECKS:
+            continue
+        if not is_late(value) or name in _TAKES_BRACES:
             _CHECKS[name](name, value)
+        elif name not in MAY_BE_LATE:
+            raise ArgumentError(
+                f"{name}={value!r} is known only at run time, and {name} is no template field: give a value, or let a"
+                " function decide it (@task.elastic_train)"
+            )
 
 
 def count(name: str, value: Any, given: Any) -> int | None:
@@ -264,10 +234,6 @@ def _check_length(steps: Any, epochs: Any, samples: Any, global_batch_size: Any)
         raise ArgumentError(
             f"steps={steps!r} stands beside epochs={epochs!r}, samples={samples!r}: give steps, or epochs and samples"
         )
-    given = {"steps": steps, "epochs": epochs, "samples": samples, "global_batch_size": global_batch_size}
-    for name, number in given.items():
-        if not is_late(number):
-            count(name, number, number)
     if global_batch_size is None:
         raise ArgumentError("global_batch_size=None: give the number of samples of one optimizer step")
 
@@ -283,10 +249,7 @@ def _check_target(target_loss: Any, steps: Any, epochs: Any, progress_regex: Any
         raise ArgumentError(problem if not is_late(target_loss) else problem.replace("target_loss=0", "target_loss="))
 
 
-def _check_deadlines(
-    deadline: Any, deadline_of: Any, reserve: Any, best_effort: Any, latest_deadline: Any, on_reject: Any
-) -> None:
-    _check_switch("best_effort", best_effort)
+def _check_deadlines(deadline: Any, deadline_of: Any, best_effort: Any, latest_deadline: Any, on_reject: Any) -> None:
     if best_effort and deadline is not None:
         raise ArgumentError(f"best_effort=True beside deadline={deadline!r}: a job has a deadline or is best effort")
     if best_effort and deadline_of is not None:
@@ -297,33 +260,17 @@ def _check_deadlines(
         raise ArgumentError(
             "neither deadline=, deadline_of= nor best_effort=True: say by when, or that it does not matter"
         )
-    if deadline is not None and not is_late(deadline):
-        check_deadline(deadline, "deadline")
     if (on_reject == "renegotiate") != (latest_deadline is not None):
         raise ArgumentError(
             f'on_reject={on_reject!r}, latest_deadline={latest_deadline!r}: on_reject="renegotiate" needs'
             " latest_deadline=, and nothing else takes it"
         )
-    if latest_deadline is not None and not is_late(latest_deadline):
-        check_deadline(latest_deadline, "latest_deadline")
-    _check_reserve(reserve)
-
-
-def _check_workers(min_workers: Any, max_workers: Any) -> None:
-    for name, number in (("min_workers", min_workers), ("max_workers", max_workers)):
-        if number is None and name == "max_workers":
-            continue
-        _check_power_of_two(name, number)
-    if max_workers is not None and max_workers < min_workers:
-        raise ArgumentError(f"max_workers={max_workers} is less than min_workers={min_workers}")
 
 
 def _check_shares(
     consistency: str, logical_workers: Any, global_batch_size: Any, min_workers: int, max_workers: int | None
 ) -> None:
     """Refuse shares that do not come out even. A global batch that is a template is looked at when it is rendered."""
-    if logical_workers is not None:
-        _check_power_of_two("logical_workers", logical_workers)
     batch = None if is_late(global_batch_size) else count("global_batch_size", global_batch_size, global_batch_size)
     if batch is not None:
         problem = share_problem(consistency, logical_workers, batch, min_workers, max_workers)
@@ -345,24 +292,20 @@ def _check_curve(curve: Any) -> None:
             raise ArgumentError(f"scaling_curve[{workers}]={speed!r} must be steps/s, finite and greater than 0")
 
 
-def _check_env(env: Any, secret_env: Any) -> None:
-    def check_name(argument: str, name: Any) -> None:
+def _check_env(argument: str, mapping: Any) -> None:
+    if not isinstance(mapping, Mapping):
+        raise ArgumentError(f"{argument} must map names to values, not be a {type(mapping).__name__}")
+    for name in mapping:
         if not isinstance(name, str) or not _ENV_NAME.fullmatch(name):
             raise ArgumentError(f"{argument} names {name!r}, which is no name of an environment variable")
         if name in _RESERVED:
             raise ArgumentError(f"{argument} names {name!r}, which the service itself sets for each worker")
 
-    for argument, mapping in (("env", env), ("secret_env", secret_env)):
-        if mapping is None or is_late(mapping):
-            continue
-        if not isinstance(mapping, Mapping):
-            raise ArgumentError(f"{argument} must map names to values, not be a {type(mapping).__name__}")
-        for name in mapping:
-            check_name(argument, name)
-    for name, reference in (secret_env or {}).items():
+
+def _check_secrets(argument: str, mapping: Any) -> None:
+    _check_env(argument, mapping)
+    for name, reference in mapping.items():
         secret_reference(name, reference)
-        if isinstance(env, Mapping) and name in env:
-            raise ArgumentError(f"{name!r} is in env and in secret_env: say it once")
 
 
 def _upstream(given: Any) -> str:
@@ -388,8 +331,8 @@ _CHECKS: Final[dict[str, Callable[[str, Any], None]]] = {
     "script": _check_path,
     "module": _check_text,
     "script_args": _check_args,
-    "env": lambda _, value: _check_env(value, None),
-    "secret_env": lambda _, value: _check_env(None, value),
+    "env": _check_env,
+    "secret_env": _check_secrets,
     "working_dir": _check_path,
     "python": _check_path,
     "steps": _check_count,
@@ -419,6 +362,12 @@ _CHECKS: Final[dict[str, Callable[[str, Any], None]]] = {
     "on_at_risk": _check_callables,
     "on_promote": _check_callables,
 }
+_NEVER_NONE: Final = (
+    "downstream_reserve", "best_effort", "value", "on_reject", "on_past_deadline", "on_miss", "min_workers",
+    "consistency",
+)  # fmt: skip
+_TAKES_BRACES: Final = frozenset({"progress_regex"})
+"""Where braces mean something else than a template."""
 CHECKED: Final = tuple(_CHECKS)
 """The arguments, as an operator has them."""
 MAY_BE_LATE: Final = frozenset(

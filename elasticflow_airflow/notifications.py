@@ -56,7 +56,7 @@ class ElasticFlowNotifier(BaseNotifier):
 
 
 def default_message(context: Mapping[str, Any]) -> str:
-    """What is known: the job's details, or, where no job came to be, the task's error; and where to look."""
+    """What is known: the job's details, or, where the task did not get to know any, its error; and where to look."""
     instance = context.get("ti")
     details = context.get(CONTEXT_KEY)
     if isinstance(details, Mapping):
@@ -64,7 +64,7 @@ def default_message(context: Mapping[str, Any]) -> str:
     else:
         who = "a training task" if instance is None else f"{instance.dag_id}.{instance.task_id} (run {instance.run_id})"
         error = context.get("exception")
-        said = f"Training {who} has no job" + (f": {error}" if error else "")
+        said = f"Training {who} failed" + (f": {error}" if error else "")
     if instance is None:
         return said
     return f"{said}\n{job_url(instance.dag_id, instance.run_id, instance.task_id, instance.map_index)}"

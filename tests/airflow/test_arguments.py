@@ -94,6 +94,10 @@ def make(**arguments):
         ({**GOOD, "on_promote": "mlflow register"}, "on_promote='mlflow register' must be a callable"),
         ({**DEADLINE, "downstream_reserve": 300}, "downstream_reserve=300 must be a timedelta"),
         ({**GOOD, "on_reject": ["fail"]}, "on_reject="),
+        ({**GOOD, "value": None}, "value=None: give a value, or leave the argument out for its default"),
+        ({**GOOD, "min_workers": None}, "min_workers=None"),
+        ({**GOOD, "value": "{{ params.value }}"}, "value is no template field: give a value, or let a function decide"),
+        ({**GOOD, "on_miss": "{{ params.miss }}"}, "on_miss is no template field"),
     ],
 )
 def test_refused_at_parse(arguments, words):
@@ -110,6 +114,9 @@ def test_accepted():
     make(**GOOD, target_loss=0.35)
     make(**{**GOOD, "steps": None}, epochs=3, target_loss="{{ params.loss }}")
     make(**{**GOOD, "global_batch_size": 7}, consistency="fast", min_workers=4)
+    make(
+        **GOOD, progress_regex=r"step (?P<step>\d{{1,9}})", on_at_risk=["my_team.alerts.tell", print], on_promote=print
+    )
     make(**{**GOOD, "global_batch_size": "{{ params.batch }}"}, logical_workers=64)
     late = make(
         task_id="t",

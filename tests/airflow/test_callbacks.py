@@ -204,11 +204,11 @@ def test_our_notifier_posts_to_a_webhook(service, make_status, make_task, webhoo
         ElasticFlowNotifier(webhook_conn_id="gone")(context)
 
 
-def test_our_notifier_says_why_there_is_no_job(make_task, capsys):
+def test_our_notifier_says_what_is_wrong_where_there_is_no_job(make_task, capsys):
     task = make_task()
     context = context_of(task, exception=AirflowException("script='gone.py' is not there"))
     ElasticFlowNotifier()(context)
-    assert "has no job: script='gone.py' is not there" in capsys.readouterr().out
+    assert "Training daily.train (run run1) failed: script='gone.py' is not there" in capsys.readouterr().out
 
 
 # --- on_promote and assets -------------------------------------------------------------------------------------------
