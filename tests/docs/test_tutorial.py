@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-BIN = Path(sys.executable).parent
+PAGE = "tutorial/first-dag.md"
+PAGE_TEXT = (ROOT / "docs" / PAGE).read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_first_dag(tmp_path: Path) -> None:
-    page = (ROOT / "docs/tutorial/first-dag.md").read_text()
-    (tmp_path / "training").mkdir()
-    shutil.copy(ROOT / "docs/examples/train_digits.py", tmp_path / "training")
-    dag = re.search(r"<!-- run: dag -->\n```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    assert dag
-    (tmp_path / "first_dag.py").write_text(dag[1])
-    shell = re.search(r"```bash\n(export AIRFLOW_HOME.*?)^```", page, re.DOTALL | re.MULTILINE)
-    assert shell
-    environment = {
-        **{k: v for k, v in os.environ.items() if not k.startswith(("AIRFLOW", "ELASTICFLOW", "PYTEST"))},
-        "PATH": f"{BIN}:{os.environ['PATH']}",
-        "ELASTICFLOW_IDLE_EXIT_S": "5",
-        "ELASTICFLOW_SLOT_LOCK_DIR": str(tmp_path / "slots"),
-    }
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", shell[1]],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
-    output = done.stdout + done.stderr
-    assert re.search(r"loss 0\.\d+, \d+ s before the deadline", output), output[-8000:]
+def test_first_dag(newcomer: Any, block: Callable[..., str]) -> None:
+    (newcomer.folder / "dags/training/train_digits.py").write_text(block(PAGE, "file: examples/train_digits.py"))
+    alone = newcomer.run("python dags/training/train_digits.py")
+    assert (newcomer.folder / "elasticflow-checkpoints").is_dir(), alone
+
+    dag = block(PAGE, "run: dag")
+    (newcomer.folder / "dags/first_dag.py").write_text(dag)
+    output = newcomer.run("python dags/first_dag.py")
+    assert re.search(r"loss \d\.\d+, \d+ s before the deadline", output), output[-8000:]
+
+    (newcomer.folder / "dags/first_dag.py").write_text(dag.replace("epochs=20,", "epochs=200000,"))
+    output = newcomer.run("python dags/first_dag.py")
+    assert "earliest feasible deadline" in output, output[-8000:]
+    assert "before the deadline" not in output
+
+    output = newcomer.run(re.findall(r"^```bash\n(elasticflow.*?)^```", PAGE_TEXT, re.DOTALL | re.MULTILINE)[0])
+    assert "admitted" in output
+    assert "no such jobs" not in output
+
+
+def test_what_was_typed_is_on_the_page(tutorial_home: str) -> None:
+    for command in (tutorial_home, "airflow db migrate", "python dags/first_dag.py"):
+        assert f"\n{command}\n" in PAGE_TEXT
+
+
+def test_the_script_on_the_page_is_the_example(block: Callable[..., str]) -> None:
+    assert block(PAGE, "file: examples/train_digits.py") == (ROOT / "docs/examples/train_digits.py").read_text()
