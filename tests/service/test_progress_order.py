@@ -16,9 +16,12 @@ def fold():
     """Fold in progress of a worker; returns the failure, if there was one."""
     ended: list[str] = []
     enough = Enough(skip_steps=2, steps=10, seconds=1.0)
-    books = SimpleNamespace(now=1e9, enough=enough, end=lambda row, state, reason, failure: ended.append(reason))
+    books = SimpleNamespace(
+        now=1e9, enough=enough, samples=[], end=lambda row, state, reason, failure: ended.append(reason)
+    )
     row = SimpleNamespace(step=0, loss=None, steps_per_s=None, ever_reported=False, last_step_at=None, target={})
-    generation = SimpleNamespace(last_step=None, last_step_at=None, first_step=None, window={}, notes={})
+    row.job_id, row.incarnation, row.sampling = "job", 1, {}
+    generation = SimpleNamespace(last_step=None, last_step_at=None, first_step=None, window={}, notes={}, workers=1)
 
     def say(worker_id: str, step: int) -> str | None:
         data = {"window_steps": 1, "window_s": 0.1, "loss": 1.0}
