@@ -161,7 +161,11 @@ class ElasticFlowHook(BaseHook):
         if "://" not in url:
             url = f"{connection.schema or 'http'}://{url}:{connection.port or _DEFAULT_PORT}"
         token, named_by = connection.password or None, f"elasticflow_conn_id={self.elasticflow_conn_id!r}"
-        return replace(Endpoint.from_url(url, token=token, verify=_verify(extra.get("verify"))), named_by=named_by)
+        try:
+            found = Endpoint.from_url(url, token=token, verify=_verify(extra.get("verify")))
+        except ElasticFlowError as error:
+            raise ElasticFlowError(f"{named_by}: {error.message}", error.hint) from error
+        return replace(found, named_by=named_by)
 
 
 def distributed_executor() -> str | None:
