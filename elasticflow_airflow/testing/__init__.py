@@ -19,7 +19,7 @@ the process ends. Importing this module outside pytest changes nothing.
 from __future__ import annotations
 
 from elasticflow_airflow.testing.cluster import SimulatedCluster, SimulationStuckError
-from elasticflow_airflow.testing.dags import DagError
+from elasticflow_airflow.testing.dags import DagError, find_dag
 from elasticflow_airflow.testing.home import HomeError
 from elasticflow_airflow.testing.results import ByTask, DagResult, JobOutcome, TaskOutcome
 from elasticflow_airflow.testing.running import RunDag
@@ -40,4 +40,5 @@ __all__ = [
     "SimulatedTraining",
     "SimulationStuckError",
     "TaskOutcome",
+    "find_dag",
 ]

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +31,7 @@ from elasticflow_airflow.service.lifecycle import assemble
 from elasticflow_airflow.service.models import EventRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.store import Store
 from elasticflow_airflow.testing.trainings import SimulatedTraining
 from elasticflow_airflow.wire import JobIdentity, JobStatus, State
 
@@ -69,10 +73,19 @@ class SimulatedCluster:
     """The service over ``nodes`` of ``slots`` each, in simulated time. Thread-safe. Close it.
 
     ``trainings`` says, by task id (of a mapped task also ``task[index]``), how trainings behave; it may be changed
-    while the cluster runs, and holds for workers that start afterwards.
+    while the cluster runs, and holds for workers that start afterwards. ``empty_store`` is a file where the empty
+    database is kept for the clusters to come: making one takes longer than copying it.
     """
 
-    def __init__(self, folder: Path, *, nodes: int = 1, slots: int = 4, start_at: float | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        nodes: int = 1,
+        slots: int = 4,
+        start_at: float | None = None,
+        empty_store: Path | None = None,
+    ) -> None:
         self._now_s = time.time() if start_at is None else start_at
         self._started_s = self._now_s
         self._lock = threading.RLock()
@@ -87,6 +100,8 @@ class SimulatedCluster:
             log_level="error",
         )
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if empty_store is not None:
+            _lay_out_store(self._settings.store_url(), folder / "elasticflow.db", empty_store)
         self._notifier = _Stepping(self._pass)
         self._parts, self._reconciler, self._candidates = assemble(
             self._settings,
@@ -99,6 +114,8 @@ class SimulatedCluster:
         self._happened: tuple[object, ...] = ()
         self._renewed_s = self._now_s
         self._looks: dict[str, int] = {}
+        self._runs = False
+        self._stuck_error: SimulationStuckError | None = None
         self._seen: dict[str, News] = {}
         self._watched: dict[str, News] = {}
         self.endpoint = Endpoint(socket_path=folder / "service.sock")
@@ -157,6 +174,20 @@ class SimulatedCluster:
             known, self._watched = self._watched, self._news(watched=True)
             return known != self._watched
 
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Airflow runs tasks: one that looks at its job again and again within a turn lets time pass.
+
+        Raises SimulationStuckError at the end when such a task was told that nothing happens any more.
+        """
+        self._runs, self._stuck_error = True, None
+        try:
+            yield
+        finally:
+            self._runs = False
+        if self._stuck_error is not None:
+            raise self._stuck_error
+
     def next_turn(self) -> None:
         """Airflow begins to run its next tasks: what looked before may look again without letting time pass."""
         with self._lock:
@@ -168,6 +199,7 @@ class SimulatedCluster:
         """Have other machines from now on."""
         with self._lock:
             self._engine.resize(nodes, slots)
+            self._now_s += _SOON_S  # the loop looks at the machines once a moment
             self._pass()
 
     @property
@@ -272,8 +304,12 @@ class SimulatedCluster:
         """Somebody looks at a job by HTTP; who looks again and again in one turn does nothing but wait for it."""
         with self._lock:
             self._looks[what] = self._looks.get(what, 0) + 1
-            if self._looks[what] >= most:
-                self.wait()
+            if self._runs and self._looks[what] >= most:
+                try:
+                    self.wait()
+                except SimulationStuckError as error:
+                    self._stuck_error = error
+                    raise
 
     def _stuck(self) -> str:
         waiting = [
@@ -294,6 +330,14 @@ class SimulatedCluster:
         curve = row.submission["scaling_curve"]
         said = None if curve is None else {int(workers): float(speed) for workers, speed in curve.items()}
         return training.behaviour(said, failed_before=failed_before)
+
+
+def _lay_out_store(url: str, database: Path, empty: Path) -> None:
+    if not empty.is_file():
+        Store(url).close()
+        with closing(sqlite3.connect(database)) as source, closing(sqlite3.connect(empty)) as target:
+            source.backup(target)
+    shutil.copyfile(empty, database)
 
 
 class _SimulatedEngine(FakeEngine):

@@ -59,7 +59,9 @@ def run_dag(_local_service: Callable[[int], Endpoint], request: pytest.FixtureRe
 
     def cluster(start_at: float | None) -> SimulatedCluster:
         if not clusters:
-            made = SimulatedCluster(_the_home().new_folder(), start_at=start_at)
+            home = _the_home()
+            empty = home.path / "empty-elasticflow.db"
+            made = SimulatedCluster(home.new_folder(), start_at=start_at, empty_store=empty)
             clusters.append(made)
             stack.callback(made.close)
         return clusters[0]

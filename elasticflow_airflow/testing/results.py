@@ -163,7 +163,7 @@ class DagResult:
         """Whether the run is a success."""
         return self.state == "success"
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """A line for each task; below it what it raised, and what happened to its job unless all went well."""
         lines = [f"{self.dag_id} · {self.run_id}: {self.state}"]
         width = max((len(key) for key in self.tasks), default=0)
@@ -178,11 +178,6 @@ class DagResult:
             if job is not None and (job.state is not State.SUCCEEDED or job.met is False):
                 lines += [f"      {line}" for line in job.story().splitlines()]
         return "\n".join(lines)
-
-    def __repr__(self) -> str:
-        """One line: pytest shows it where an assertion about a part of it fails."""
-        states = ", ".join(f"{key}: {task.state or 'not run'}" for key, task in self.tasks.items())
-        return f"<DagResult {self.dag_id}: {self.state} ({states})>"
 
 
 def _moment(at: float | None) -> datetime | None:

@@ -55,7 +55,11 @@ class Simulation:
             schedulable, callback = original(run, *args, **kwargs)
             return (self.choose(schedulable) if run.dag_id == self._dag.dag_id else schedulable), callback
 
-        with clock.using(self._cluster.clock), patch.object(DagRun, "update_state", update_state):
+        with (
+            clock.using(self._cluster.clock),
+            self._cluster.running(),
+            patch.object(DagRun, "update_state", update_state),
+        ):
             yield
 
     def choose(self, schedulable: list[Any]) -> list[Any]:
@@ -272,7 +276,7 @@ def _result(dag: DAG, run: Any, endpoint: Endpoint, errors: Mapping[tuple[str, i
         rows: Any = session.scalars(query).all()
         returned = {(row.task_id, row.map_index): XComModel.deserialize_value(row) for row in rows}
     tasks = {}
-    order = [task.task_id for task in dag.topological_sort()]
+    order = [task.task_id for task in dag.topological_sort()]  # type: ignore[no-untyped-call]  # Airflow has none
     for ti in sorted(run.get_task_instances(), key=lambda ti: (order.index(ti.task_id), ti.map_index)):
         key = (ti.task_id, ti.map_index)
         state = None if ti.state is None else str(getattr(ti.state, "value", ti.state))
