@@ -32,6 +32,7 @@ from elasticflow_airflow.service import (
     promotion,
     recurring,
     rescaling,
+    retention,
     stragglers,
     watching,
 )
@@ -79,6 +80,7 @@ class Reconciler:
         self._leases = introducing.Leases()
         self._patience = watching.Patience()
         self._almanac = recurring.Almanac()
+        self._retention = retention.Retention()
         self._thinking = threading.Lock()
         self._scheduler: ServicePolicy | None = None
         self._wake_at: float | None = None
@@ -228,6 +230,7 @@ class Reconciler:
             self._almanac.keep(books)
         promotion.ask(books, self._desk)
         record_drained(books, self._actuator)
+        self._retention.trim(books, monotonic_s)
 
     def _notice_clock(self, books: Books, monotonic_s: float) -> None:
         offset_s = books.now - monotonic_s

@@ -7,6 +7,7 @@ writes therefore holds. Knows no scheduling and no HTTP.
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
 import threading
 import time
@@ -199,6 +200,33 @@ class Reader:
         found = self.session.execute(query)
         return {(job_id, incarnation): at for job_id, incarnation, at in found if at is not None}
 
+    def incarnations_over_before(self, moment: float, limit: int) -> list[tuple[str, int]]:
+        """Incarnations that were over before a moment, and of which there are generations still, oldest first."""
+        query = (
+            sa.select(GenerationRow.job_id, GenerationRow.incarnation)
+            .join(
+                IncarnationRow,
+                sa.and_(
+                    IncarnationRow.job_id == GenerationRow.job_id,
+                    IncarnationRow.incarnation == GenerationRow.incarnation,
+                ),
+            )
+            .where(
+                GenerationRow.ended_at < moment,
+                IncarnationRow.finished_at < moment,
+                IncarnationRow.terminal.is_(True),
+                IncarnationRow.drained.is_(True),
+            )
+            .group_by(GenerationRow.job_id, GenerationRow.incarnation)
+            .order_by(sa.func.min(GenerationRow.ended_at))
+            .limit(limit)
+        )
+        return [(job_id, incarnation) for job_id, incarnation in self.session.execute(query)]
+
+    def first_event_id(self) -> int:
+        """Id of the oldest event that is kept; 0 when there is none."""
+        return self.session.scalar(sa.select(sa.func.min(EventRow.event_id))) or 0
+
     def event_times(self, event_ids: Sequence[int]) -> dict[int, float]:
         """When some events were."""
         found: dict[int, float] = {}
@@ -343,6 +371,19 @@ class Writer(Reader):
                 SampleRow.job_id == job_id, SampleRow.incarnation == incarnation, SampleRow.number % stride != 0
             )
         )
+
+    def forget_details(self, job_id: str, incarnation: int) -> None:
+        """Delete generations, samples and times of workers of an incarnation."""
+        for table in (SampleRow, WorkerTimesRow, GenerationRow):
+            self.session.execute(sa.delete(table).where(table.job_id == job_id, table.incarnation == incarnation))
+
+    def forget_events(self, moment: float, limit: int) -> int:
+        """Delete the oldest events, as far as they are older than a moment, at most ``limit``; how many it were."""
+        query = sa.select(EventRow.event_id, EventRow.at).order_by(EventRow.event_id).limit(limit)
+        old = list(itertools.takewhile(lambda one: one.at < moment, self.session.execute(query)))
+        if old:
+            self.session.execute(sa.delete(EventRow).where(EventRow.event_id <= old[-1].event_id))
+        return len(old)
 
     def forget_drain(self, node_id: str) -> None:
         """A node that was to go away has gone: if it comes back, it is there to stay."""

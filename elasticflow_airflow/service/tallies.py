@@ -74,7 +74,13 @@ class Tallies:
     _asked: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def catch_up(self, reader: Reader) -> None:
-        """Count what has happened since the last look."""
+        """Count what has happened since the last look.
+
+        Of a log whose beginning is deleted (``keep_days``) only what is new: counters that begin at zero are understood
+        by whoever reads them, counters that begin with a part are not.
+        """
+        if self.cursor == 0 and reader.first_event_id() > 1:
+            self.cursor = reader.last_event_id()
         while events := reader.events(self.cursor, None, _PIECE):
             for event in events:
                 self._count(event)

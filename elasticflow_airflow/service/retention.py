@@ -1,0 +1,37 @@
+"""Forgets the details of jobs that ended long ago: their generations, samples, times of workers, and old events.
+
+A few at a time, in the transaction of a pass. What remains is the job with its result and its checkpoints: its id stays
+taken, its numbers never start again, and the history by which its task is planned is kept elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+
+from elasticflow_airflow.service.books import Books
+
+EVERY_S = 600.0
+"""How often to look, while there is nothing to do."""
+_BUSY_EVERY_S = 5.0
+_INCARNATIONS_AT_ONCE = 20
+_EVENTS_AT_ONCE = 500
+_DAY_S = 86400.0
+
+
+class Retention:
+    """When to look next, in this process' monotonic time."""
+
+    def __init__(self) -> None:
+        self._next_s = -math.inf
+
+    def trim(self, books: Books, monotonic_s: float) -> None:
+        """Forget what is older than the setting ``keep_days``, at most one small batch."""
+        before = books.now - books.settings.keep_days * _DAY_S
+        if not math.isfinite(before) or monotonic_s < self._next_s:
+            return
+        over = books.tx.incarnations_over_before(before, _INCARNATIONS_AT_ONCE)
+        for job_id, incarnation in over:
+            books.tx.forget_details(job_id, incarnation)
+        events = books.tx.forget_events(before, _EVENTS_AT_ONCE)
+        more = len(over) == _INCARNATIONS_AT_ONCE or events == _EVENTS_AT_ONCE
+        self._next_s = monotonic_s + (_BUSY_EVERY_S if more else EVERY_S)
