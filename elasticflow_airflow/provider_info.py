@@ -117,6 +117,11 @@ def get_provider_info() -> dict[str, Any]:
                         "float",
                         default="3600",
                     ),
+                    "page_conn_id": _option(
+                        "Connection of the service that the page in Airflow's UI shows.",
+                        "string",
+                        default="elasticflow_default",
+                    ),
                     "snapshot_max_mib": _option(
                         "Largest size of the code that a job may bring, in MiB.", "float", default="64"
                     ),

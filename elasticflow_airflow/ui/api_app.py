@@ -286,7 +286,12 @@ def _add_job(app: FastAPI, source: Source) -> None:
         incarnation: Incarnation = None,
     ) -> LogPiece:
         _status(source, dag_id, job_id)
-        return source.ask(calls.read_log(job_id, log_name, offset, limit, incarnation))
+        try:
+            return source.ask(calls.read_log(job_id, log_name, offset, limit, incarnation))
+        except JobNotFound as error:
+            if error.error != "log_not_found":
+                raise
+            return LogPiece(text="", start_offset=offset, next_offset=offset, end_of_file=True)  # not yet, or no more
 
     @app.get(f"{job}/trace.json", dependencies=[_reads])
     def trace(dag_id: DagId, job_id: JobId, user: GetUserDep, incarnation: Incarnation = None) -> Response:

@@ -111,7 +111,7 @@ export function table(caption, columns, rows, options = {}) {
       h(at === 0 ? 'th' : 'td', { class: columns[at][1], role: at === 0 ? 'rowheader' : 'cell', scope: at === 0 ? 'row' : null, 'data-label': columns[at][0] }, cell))));
   return h(
     'div',
-    { class: `table-box ${options.kind ?? ''}`, tabindex: 0, role: 'region', 'aria-label': caption },
+    { class: `table-box ${options.kind ?? ''}`, tabindex: 0, role: 'group', 'aria-label': caption },
     h('table', { role: 'table' }, h('caption', { class: 'visually-hidden' }, caption), h('thead', { role: 'rowgroup' }, h('tr', { role: 'row' }, head)), h('tbody', { role: 'rowgroup' }, body)),
   );
 }
@@ -128,6 +128,9 @@ const picture = () =>
 
 /** Nothing to show: say why, and what would change that. */
 export const empty = (title, ...children) => h('div', { class: 'empty' }, picture(), h('h2', {}, title), children);
+
+/** The same where nothing else is shown: its title is the page's. */
+const nothingElse = (title, ...children) => h('div', { class: 'empty' }, picture(), h('h1', {}, title), children);
 
 export const code = (text) => h('pre', { class: 'code', tabindex: 0 }, text);
 
@@ -160,10 +163,10 @@ export function failure(error) {
     version: ['The service is of another version', [h('p', {}, error.message), h('p', { class: 'muted' }, error.hint)]],
     job_not_found: ['There is no such job', [h('p', {}, error.message), h('p', {}, h('a', { href: '#/jobs' }, 'All jobs'))]],
   }[error.code];
-  if (told) return empty(told[0], told[1]);
-  if (error.status === 401) return empty('Your session has ended', h('p', {}, h('a', { href: '', 'data-action': 'reload' }, 'Sign in again')));
-  if (error.status === 403) return empty('You may not see this', h('p', {}, 'Airflow does not let you read this DAG. Ask an administrator for the permission.'));
-  return empty('This cannot be shown now', h('p', {}, error.message), error.hint ? h('p', { class: 'muted' }, error.hint) : null);
+  if (told) return nothingElse(told[0], told[1]);
+  if (error.status === 401) return nothingElse('Your session has ended', h('p', {}, h('a', { href: '', 'data-action': 'reload' }, 'Sign in again')));
+  if (error.status === 403) return nothingElse('You may not see this', h('p', {}, 'Airflow does not let you read this DAG. Ask an administrator for the permission.'));
+  return nothingElse('This cannot be shown now', h('p', {}, error.message), error.hint ? h('p', { class: 'muted' }, error.hint) : null);
 }
 
 /** Airflow's own page of a task: our frame may not navigate the window, but a link of the outer page may. */

@@ -136,13 +136,25 @@ export function open({ main, rest: [dag, job], refresh }) {
 
 const why = (story) => story.why ? h('p', { class: 'callout', 'data-key': 'why' }, f.sentence(story.why)) : null;
 
-function numbers({ status }) {
+/** The finish at a speed that 95 % of the measurements with this many workers exceeded; null: too few of them. */
+function latest({ status, samples }) {
+  if (!isLive(status) || !status.projected_finish_at) return null;
+  const speeds = samples.filter((one) => one.workers === status.workers && one.steps_per_s > 0).map((one) => one.steps_per_s).sort((a, b) => a - b);
+  if (speeds.length < 20) return null;
+  const mean = speeds.reduce((sum, one) => sum + one, 0) / speeds.length;
+  const left = status.projected_finish_at - f.nowS();
+  return left <= 0 ? null : f.nowS() + left * Math.max(1, mean / f.quantile(speeds, 0.05));
+}
+
+function numbers(story) {
+  const { status } = story;
+  const late = latest(story);
   const live = isLive(status);
   const ended = status.result?.finished_at;
   return h('div', { 'data-key': 'numbers' }, progress(status), tiles(
     ['Workers', f.number(status.workers), status.logical_workers ? `of at most ${status.logical_workers}` : status.consistency],
     ['Steps per second', status.steps_per_s ? f.number(status.steps_per_s) : '–', status.loss !== null ? `loss ${f.number(status.loss)}` : 'no loss reported'],
-    [live ? 'Projected finish' : 'Ended', time(live ? status.projected_finish_at : ended), status.deadline_at === null ? 'best effort' : h('span', {}, 'deadline ', time(status.deadline_at))],
+    [live ? 'Projected finish' : 'Ended', [time(live ? status.projected_finish_at : ended), late ? h('small', {}, ' 95 % by ', time(late)) : null], status.deadline_at === null ? 'best effort' : h('span', {}, 'deadline ', time(status.deadline_at))],
     ['Slack', slackChip(status), live && status.deadline_at !== null ? h('span', {}, f.duration(status.deadline_at - f.nowS()), ' until the deadline') : ''],
     status.result ? ['Slot hours', f.number(status.result.gpu_seconds / 3600), f.plural(status.result.rescales, 'rescale')] : ['Submitted', time(status.submitted_at), `${f.duration(f.nowS() - status.submitted_at)} ago`],
   ));
