@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint, default_state_dir, ensure_service
+from elasticflow_airflow.client.embedded import embedded_endpoint
 from elasticflow_airflow.diagnosis import Finding
 
 URL_ENV = "ELASTICFLOW_URL"
@@ -79,7 +80,7 @@ def locate(url: str | None, state_dir: Path | None, *, start: bool = False) -> E
     if url:
         return Endpoint.from_url(url, token=os.environ.get(TOKEN_ENV))
     state_dir = state_dir or default_state_dir()
-    return ensure_service(state_dir) if start else Endpoint(socket_path=state_dir / "service.sock")
+    return ensure_service(state_dir) if start else embedded_endpoint(state_dir)
 
 
 @contextmanager
@@ -90,8 +91,24 @@ def client(
 
     ``retry_for_s``: how long a service may be away, for commands that go on for long.
     """
-    with refusals(), ElasticFlowClient(locate(url, state_dir, start=start), retry_for_s=retry_for_s) as opened:
-        yield opened
+    with refusals():
+        endpoint = locate(url, state_dir, start=start)
+        if not start and endpoint.embedded_state_dir is not None:
+            _check_used(endpoint.embedded_state_dir)
+            endpoint = locate(
+                url, state_dir, start=True
+            )  # It may have left, as it was idle: what it knows can be asked.
+        with ElasticFlowClient(endpoint, retry_for_s=retry_for_s) as opened:
+            yield opened
+
+
+def _check_used(state_dir: Path) -> None:
+    """Raise ElasticFlowError where no service has ever run: nothing can be asked of it, and a new one knows nothing."""
+    if not (state_dir / "service.json").exists():
+        raise ElasticFlowError(
+            f"no service has ever run in {state_dir}",
+            f"a training task starts it, or `{program()} submit`; or name another one",
+        )
 
 
 @contextmanager

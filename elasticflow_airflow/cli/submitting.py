@@ -125,7 +125,7 @@ def _submit(service: ElasticFlowClient, snapshot: Snapshot, submission: JobSubmi
     job = attachment.job
     for warning in attachment.warnings:
         Console(stderr=True).print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True, markup=False)
-    _say(job.job_id, job.verdict, job.projected_finish_at)
+    _say(job.job_id, job.verdict, job.projected_finish_at, job.state_reason)
     if job.state is State.REJECTED:
         raise typer.Exit(_REJECTED)
     if not wait:
@@ -142,6 +142,9 @@ def _submit(service: ElasticFlowClient, snapshot: Snapshot, submission: JobSubmi
 
 
 def _conclude(service: ElasticFlowClient, job: JobStatus, claim: int) -> None:
+    if job.state is State.REJECTED:
+        _say(job.job_id, job.verdict, None)
+        raise typer.Exit(_REJECTED)
     if job.state is not State.SUCCEEDED:
         fail(f"{job.job_id} {job.state}: {job.failure or job.state_reason}")
     if not job.acknowledged and job.claim == claim:
@@ -153,8 +156,9 @@ def _conclude(service: ElasticFlowClient, job: JobStatus, claim: int) -> None:
         _print(f"checkpoint: {result.checkpoint_path}")
 
 
-def _say(job_id: str, verdict: Verdict, projected_at: float | None) -> None:
-    _print(f"{job_id}: {verdict.decision.replace('_', ' ')}{f', {verdict.reason}' if verdict.reason else ''}")
+def _say(job_id: str, verdict: Verdict, projected_at: float | None, meanwhile: str = "") -> None:
+    reason = verdict.reason or meanwhile
+    _print(f"{job_id}: {verdict.decision.replace('_', ' ')}{f', {reason}' if reason else ''}")
     if projected_at is not None:
         _print(f"projected finish {moment(projected_at)}")
     if verdict.earliest_deadline_at is not None:

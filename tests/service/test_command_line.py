@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import time
 
 import pytest
@@ -110,6 +112,26 @@ def test_doctor_looks_at_the_interpreters_that_tasks_name(command, script, tmp_p
     found = [finding for finding in json.loads(command("doctor", "--json").stdout) if finding["name"] == "torch"]
     assert [finding["level"] for finding in found] == ["warning", "ok"]
     assert str(python) in found[0]["message"]
+
+
+def test_what_a_service_knows_can_be_asked_after_it_has_left(command, script, shared_daemons):
+    job = job_of(command("submit", script, "--steps", 1, "--batch", 8, "--best-effort").output)
+    (pid,) = shared_daemons.pids("cli")
+    os.kill(pid, signal.SIGTERM)
+    end = time.monotonic() + 60
+    while (shared_daemons.state_dir("cli") / "service.sock").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    done = command("show", job)
+    assert done.exit_code == 0, done.output
+    assert job in done.output
+
+
+def test_where_no_service_has_ever_run(command, tmp_path):
+    done = command("jobs", "--state-dir", tmp_path)
+    assert done.exit_code == 1
+    assert "no service has ever run in" in done.output
+    assert "elasticflow submit" in done.output
 
 
 # -- logs ------------------------------------------------------------------------------------------------------------

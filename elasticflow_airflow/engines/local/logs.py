@@ -39,7 +39,7 @@ def read(logs_dir: Path, name: str, offset: int, limit: int) -> LogRead:
     there = segments(logs_dir, name)
     if not there:
         return LogRead(b"", offset, True)
-    offset = max(offset, there[0][0])
+    offset = min(max(offset, there[0][0]), there[-1][0] + _size(there[-1][1]))
     pieces: list[bytes] = []
     position = offset
     for index, (start, path) in enumerate(there):
