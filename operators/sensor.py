@@ -21,8 +21,6 @@ from elasticflow_airflow.settings import AirflowSettings, deferrable_by_default
 from elasticflow_airflow.submission import is_dag_test
 from elasticflow_airflow.wire import JobIdentity, JobStatus
 
-_DAG_TEST_POKE_S = 1.0
-
 
 class ElasticTrainSensor(BaseSensorOperator):
     """Wait for the job of an elastic task: of another DAG, another task or another run.
@@ -104,7 +102,8 @@ class ElasticTrainSensor(BaseSensorOperator):
             raise AirflowFailException(str(error)) from error  # the next try would end the same way
         if self.deferrable and is_dag_test(context):
             # A trigger would be waited for by the only process there is, and keep the awaited job's task from running.
-            self.mode, self.poke_interval = "reschedule", min(self.poke_interval, _DAG_TEST_POKE_S)
+            pause_s = AirflowSettings.read().dag_test_poke_s
+            self.mode, self.poke_interval = "reschedule", min(self.poke_interval, pause_s)
             return super().execute(context)
         if not self.deferrable:
             return super().execute(context)

@@ -1,0 +1,37 @@
+"""Pytest in a process of its own, as users run it: in a folder of theirs, with the plugin, without our settings."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+_LIMIT_S = 900.0
+
+RunPytest = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run_pytest(tmp_path: Path) -> RunPytest:
+    """Run pytest in a folder; with ``succeeds`` (default) its output is the failure when it does not."""
+
+    def run(folder: Path, *arguments: str, succeeds: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("AIRFLOW", "PYTEST_"))}
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "no:asyncio", "--show-capture=no", *arguments],
+            cwd=folder,
+            env={**inherited, "TMPDIR": str(tmp_path), **env},
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+            check=False,
+        )
+        said = done.stdout[-12_000:] + done.stderr[-4_000:]
+        assert (done.returncode == 0) is succeeds, said
+        return done
+
+    return run

@@ -1,0 +1,76 @@
+"""``run_dag`` as users have it: in a pytest of its own, twice at once, and nothing is left of either."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import psutil
+import pytest
+
+HERE = Path(__file__).parent
+PROJECT = """
+[tool.pytest.ini_options]
+addopts = ["-p", "elasticflow_airflow.testing", "--strict-markers"]
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "pyproject.toml").write_text(PROJECT)
+    return folder
+
+
+@pytest.mark.airflow
+@pytest.mark.slow
+def test_the_cases_of_users_hold_in_two_workers_at_once_and_nothing_is_left(project, tmp_path, run_pytest):
+    shutil.copy(HERE / "run_dag_cases.py", project / "test_cases.py")
+    done = run_pytest(project, "-n", "2", HOMES_SEEN=str(tmp_path / "homes"))
+    assert " passed" in done.stdout
+    homes = set((tmp_path / "homes").read_text().split())
+    assert len(homes) == 2, "each worker has a home of its own"
+    assert not [home for home in homes if Path(home).exists()]
+    left = [
+        p.info for p in psutil.process_iter(["cmdline"]) if any(h in " ".join(p.info["cmdline"] or ()) for h in homes)
+    ]
+    assert not left
+    assert list((project / ".pytest_cache").rglob("airflow-*.db")), "the next session copies the migrated database"
+
+
+def test_airflow_that_is_imported_first_is_refused_and_the_message_says_where_to_load_the_plugin(project, run_pytest):
+    (project / "early.py").write_text("import sys\nsys.modules['airflow.configuration'] = sys\n")
+    (project / "test_nothing.py").write_text("def test_nothing(): ...\n")
+    done = run_pytest(project, "-p", "early", "-p", "elasticflow_airflow.testing", succeeds=False, PYTHONPATH=".")
+    (project / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    said = run_pytest(project, "-p", "early", "-p", "elasticflow_airflow.testing", succeeds=False, PYTHONPATH=".")
+    assert done.returncode != 0
+    assert "Airflow was imported before elasticflow_airflow.testing" in said.stdout + said.stderr
+    assert 'addopts = ["-p", "elasticflow_airflow.testing"]' in said.stdout + said.stderr
+
+
+def test_loading_the_plugin_imports_no_airflow_and_no_torch(project, run_pytest):
+    (project / "test_light.py").write_text(
+        "import os, sys\n"
+        "def test_light(airflow_home):\n"
+        "    assert not {'torch', 'airflow.configuration', 'airflow.sdk'} & set(sys.modules)\n"
+        "    assert os.environ['AIRFLOW_HOME'] == str(airflow_home)\n"
+        "    assert 'AIRFLOW__SECRETS__BACKEND' not in os.environ\n"
+        "    assert 'ELASTICFLOW_POLICY' not in os.environ\n"
+    )
+    run_pytest(project, AIRFLOW__SECRETS__BACKEND="somewhere.Real", ELASTICFLOW_POLICY="fifo", AIRFLOW_HOME="/nowhere")
+
+
+def test_a_home_whose_process_was_killed_is_removed_by_the_next(project, tmp_path, run_pytest):
+    import os
+
+    abandoned = tmp_path / "ef-test-abandoned"
+    abandoned.mkdir()
+    (abandoned / "in-use.lock").touch()
+    (abandoned / "airflow.db").write_text(json.dumps({}))
+    os.utime(abandoned, (1_000_000_000, 1_000_000_000))
+    (project / "test_nothing.py").write_text("def test_nothing(airflow_home): ...\n")
+    run_pytest(project)
+    assert not abandoned.exists()
