@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
+import support.authoring_paths
+import support.deadline_paths  # noqa: F401 - both register their paths
 from support.airflow_paths import PATHS
 from support.airflow_stack import Stack
 
