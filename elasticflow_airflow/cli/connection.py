@@ -27,8 +27,8 @@ Url = typer.Option(
     None,
     "--url",
     envvar=URL_ENV,
-    help=f"Address of the service: http://host:port, https://host:port or unix:///path; the token: {TOKEN_ENV}. "
-    "Without it: the embedded service of the state directory.",
+    help="Address of the service: http://host:port, https://host:port or unix:///path; the token: "
+    f"{TOKEN_ENV} or {TOKEN_ENV}_FILE. Without it: the embedded service of the state directory.",
 )
 StateDir = typer.Option(
     None, "--state-dir", envvar="ELASTICFLOW_STATE_DIR", help="State directory of the embedded service."
@@ -78,9 +78,21 @@ def locate(url: str | None, state_dir: Path | None, *, start: bool = False) -> E
     if choice is not None:
         return choice.locate(start)
     if url:
-        return Endpoint.from_url(url, token=os.environ.get(TOKEN_ENV))
+        return Endpoint.from_url(url, token=_token())
     state_dir = state_dir or default_state_dir()
     return ensure_service(state_dir) if start else embedded_endpoint(state_dir)
+
+
+def _token() -> str | None:
+    """The token, from the environment or from the file that it names, as the service itself reads it."""
+    file = os.environ.get(f"{TOKEN_ENV}_FILE")
+    if os.environ.get(TOKEN_ENV) or not file:
+        return os.environ.get(TOKEN_ENV)
+    try:
+        return Path(file).read_text().strip()
+    except OSError as error:
+        remedy = f"make it readable for you, or set {TOKEN_ENV}"
+        raise ElasticFlowError(f"the token file {file} cannot be read: {error.strerror}", remedy) from error
 
 
 @contextmanager

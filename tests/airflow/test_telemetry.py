@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from elasticflow_airflow import telemetry
@@ -45,3 +48,23 @@ def test_a_job_without_a_deadline_has_no_slack(make_status, counted):
     telemetry.count_submitted(make_status())
     telemetry.count_ended(make_status(State.FAILED))
     assert [name for _, name, *_ in counted] == ["elasticflow.submitted", "elasticflow.ended"]
+
+
+def test_airflows_own_span_of_a_task_goes_with_the_submission():
+    """In a process of its own: a provider is set once for all."""
+    program = """
+from types import SimpleNamespace
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+trace.set_tracer_provider(TracerProvider())
+from airflow.sdk.execution_time.task_runner import _make_task_span
+from elasticflow_airflow.telemetry import trace_labels
+carrier = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+ti = SimpleNamespace(context_carrier=carrier, task_id="train", dag_id="d", run_id="r", try_number=1, map_index=-1)
+with _make_task_span(SimpleNamespace(ti=ti)):
+    print(trace_labels()["traceparent"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    said = done.stdout.splitlines()[-1]
+    assert said.startswith("00-0af7651916cd43dd8448eb211c80319c-")
+    assert "b7ad6b7169203331" not in said  # The task's own span, beneath the run's.

@@ -110,6 +110,25 @@ def test_a_token_in_the_clear(examine):
     assert "secret" not in json.dumps(found)
 
 
+@pytest.mark.parametrize("name", ["ELASTICFLOW_TOKEN", "ELASTICFLOW_TOKEN_FILE"])
+def test_the_token_comes_from_the_environment_or_a_file(name, monkeypatch, tmp_path):
+    from elasticflow_airflow.cli.connection import locate
+
+    file = tmp_path / "token"
+    file.write_text("secret\n")
+    monkeypatch.delenv("ELASTICFLOW_TOKEN", raising=False)
+    monkeypatch.setenv(name, "secret" if name == "ELASTICFLOW_TOKEN" else str(file))
+    assert locate("http://gpu-host:8321", None).token == "secret"
+
+
+def test_a_token_file_that_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.delenv("ELASTICFLOW_TOKEN", raising=False)
+    monkeypatch.setenv("ELASTICFLOW_TOKEN_FILE", str(tmp_path / "none"))
+    done = CliRunner().invoke(app, ["doctor", "--url", "http://gpu-host:8321"])
+    assert done.exit_code == 1
+    assert "token file" in done.output
+
+
 def test_a_connection_that_is_not_there():
     def locate(_start):
         raise ElasticFlowError("elasticflow_conn_id='prod' is not defined", "add it")

@@ -313,3 +313,26 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     done = subprocess.run([analyze, "verify", "--man=no", str(unit)], capture_output=True, text=True, check=False)
     ours = [line for line in done.stderr.splitlines() if "elasticflow.service" in line]
     assert not ours, ours
+
+
+# -- the pages -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["deploy", "monitor"])
+def test_yaml_on_the_pages_is_yaml(name: str) -> None:
+    blocks = re.findall(r"^```yaml\n(.*?)^```", (ROOT / f"docs/how-to/{name}.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert blocks
+    for block in blocks:
+        assert isinstance(yaml.safe_load(block), dict)
+
+
+def test_files_that_the_pages_name_are_there() -> None:
+    for name in ("deploy", "monitor"):
+        for path in re.findall(r"\bdocker/[\w./-]+\w", (ROOT / f"docs/how-to/{name}.md").read_text()):
+            assert (ROOT / path).exists(), f"{name}.md names {path}"
+
+
+def test_the_page_lists_every_metric(exposed: dict[str, list[dict[str, str]]]) -> None:
+    listed = set(re.findall(r"`(elasticflow_[a-z_]+)", (ROOT / "docs/how-to/monitor.md").read_text()))
+    ours = {re.sub(r"_(bucket|count|sum|created)$", "", name) for name in exposed if name.startswith("elasticflow_")}
+    assert ours == listed
