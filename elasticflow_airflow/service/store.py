@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import Session, defer, load_only, sessionmaker
 
 from elasticflow_airflow.service import crashpoints
 from elasticflow_airflow.service.models import (
@@ -37,6 +37,16 @@ from elasticflow_airflow.service.schema import ensure_schema
 
 _BUSY_TIMEOUT_S = 30.0
 _IDS_AT_ONCE = 500
+_MEASURED = (GenerationRow.window, GenerationRow.folded, GenerationRow.log_names, GenerationRow.lost)
+_OUTLINE = (
+    IncarnationRow.submitted_at,
+    IncarnationRow.introduced,
+    IncarnationRow.terminal,
+    IncarnationRow.verdict,
+    IncarnationRow.deadline_at,
+    IncarnationRow.finished_at,
+    IncarnationRow.result,
+)
 _WRITE_LOCK_KEY = 0x456C4673  # any constant that everybody who writes agrees on
 
 
@@ -149,9 +159,13 @@ class Reader:
         return found
 
     def generations_between(self, from_at: float, until_at: float, limit: int) -> list[tuple[JobRow, GenerationRow]]:
-        """The newest generations that held slots between two moments, with their jobs, oldest first."""
+        """The newest generations that held slots between two moments, with their jobs, oldest first.
+
+        Without what was measured in them: there may be thousands.
+        """
         query = (
             sa.select(JobRow, GenerationRow)
+            .options(*(defer(column, raiseload=True) for column in _MEASURED))
             .join(JobRow, JobRow.job_id == GenerationRow.job_id)
             .where(
                 GenerationRow.holding_at < until_at,
@@ -166,9 +180,13 @@ class Reader:
         return [(job, row) for job, row in self.session.execute(query)][::-1]
 
     def incarnations_between(self, from_at: float, until_at: float, limit: int) -> list[tuple[JobRow, IncarnationRow]]:
-        """The newest incarnations that were submitted and not over between two moments, oldest first."""
+        """The newest incarnations that were submitted and not over between two moments, oldest first.
+
+        Of each only when, what was said of it, and how it ended: there may be thousands.
+        """
         query = (
             sa.select(JobRow, IncarnationRow)
+            .options(load_only(*_OUTLINE, raiseload=True))
             .join(JobRow, JobRow.job_id == IncarnationRow.job_id)
             .where(
                 IncarnationRow.submitted_at < until_at,
