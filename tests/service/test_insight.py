@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES
 from elasticflow_airflow.service.insight import InsightDesk
 from elasticflow_airflow.service.refusal import Refusal
 
@@ -266,3 +267,19 @@ def test_the_runs_of_a_task_stand_beside_each_other(world):
     assert all(run.samples and run.samples[0].at < 60.0 for run in runs)
     assert runs[0].slot_s == pytest.approx(world.status(jobs[2]).result.gpu_seconds)
     assert [run.run_id for run in desk_of(world).runs(jobs[0].job.job_id, 2)] == ["r3", "r1"]
+
+
+# -- other policies ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICY_NAMES if name != "elasticflow"])
+def test_with_any_policy_the_pages_have_something_to_show(make_world, policy):
+    world = make_world(policy=policy)
+    jobs = [world.submit(task=f"t{number}", within=3600.0, **LONG) for number in range(3)]
+    world.run(10.0, every=1.0)
+    desk = desk_of(world)
+    assert all(desk.cluster().why.values())
+    history = desk.history(None, None, 4)
+    assert all(span.until_at is None or span.until_at > world.now_s for span in history.planned)
+    for job in jobs:
+        assert desk.story(job.job.job_id, None).why
