@@ -6,13 +6,13 @@ import json
 from datetime import timedelta
 from pathlib import Path
 
-import pendulum
 import pytest
 from airflow.sdk import DAG, Asset, setup, task, task_group, teardown
 
 from elasticflow_airflow.client import ElasticFlowClient
 from elasticflow_airflow.leases import keeper
-from elasticflow_airflow.operators import ElasticTrainOperator, ElasticTrainSensor, elastic_train_task
+from elasticflow_airflow.operators import ElasticTrainOperator, ElasticTrainSensor
+from elasticflow_airflow.retry_policies import ElasticFlowRetryPolicy
 from elasticflow_airflow.wire import State
 
 CURVE = {1: 20.0, 2: 36.0, 4: 64.0}
@@ -294,6 +294,21 @@ def test_a_sensor_fails_with_what_it_waits_for(run_dag, new_dag, capsys):
     assert "KeyError: 3" in capsys.readouterr().out
 
 
+def test_the_same_failure_twice_ends_the_retries(run_dag, new_dag, client):
+    broken = {"ELASTICFLOW_FAKE": json.dumps({"steps_per_s": CURVE, "fail_at_step": 5, "failure": "KeyError: 3"})}
+    with new_dag() as dag:
+        ElasticTrainOperator(
+            task_id="train",
+            **{**COMMON, "env": broken},
+            retries=9,
+            retry_delay=timedelta(hours=1),
+            retry_policy=ElasticFlowRetryPolicy(failed_delay=timedelta(0)),
+        )
+    run = run_dag(dag)
+    assert [ti.try_number for ti in run.get_task_instances()] == [2]
+    assert jobs(client, dag)["train", -1].incarnation == 2
+
+
 def test_a_teardown_runs_whatever_becomes_of_the_training(run_dag, new_dag, tmp_path):
     scratch = tmp_path / "scratch"
     with new_dag() as dag:
@@ -315,8 +330,3 @@ def test_a_teardown_runs_whatever_becomes_of_the_training(run_dag, new_dag, tmp_
     }  # fmt: skip
     assert not scratch.exists()
     assert keeper().kept() == []
-
-
-def test_the_decorator_is_the_one_of_the_provider():
-    assert elastic_train_task.__module__.endswith("operators.decorators")
-    assert pendulum  # the deadline of a template is read by it

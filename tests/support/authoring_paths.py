@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elasticflow_airflow.wire import State
+from elasticflow_airflow.wire import JobStatus, State
 from support.airflow_paths import PATHS
-from support.airflow_stack import Stack
+from support.airflow_stack import Run, Stack
 
 _FLAKY = "lambda result, ti: {'tried': ti.try_number} if ti.try_number > 1 else 1 / 0"
 
@@ -70,3 +70,30 @@ def pool_of_one_slot(stack: Stack, dag_id: str) -> None:
     for task_id in ("train", "other"):
         run.mark("failed", task_id)
         run.ended(State.CANCELLED, task_id)
+
+
+@PATHS.add(
+    "model = train(task_id='model')",
+    "common = {name: getattr(model, name) for name in ('script', 'env', 'scaling_curve')}",
+    "ElasticTrainOperator.partial(task_id='fold', global_batch_size=8, deadline=timedelta(hours=1), max_workers=1,"
+    " **common).expand(steps=[120, 130])",
+    "from airflow.sdk import task",
+    "@task.elastic_train(global_batch_size=8, best_effort=True, max_workers=1, **common)",
+    "def sized(size):",
+    "    return {'steps': size, 'script_args': ['--size', size]}",
+    "sized.expand(size=[125])",
+)
+def mapped(stack: Stack, dag_id: str) -> None:
+    """Mapped tasks defer and resume each for itself, with a job of its own; so do functions that decide."""
+    run = stack.run(dag_id)
+    stack.wait("all are trained", lambda: len([job for job in found(stack, run) if job.acknowledged]) == 3)
+    steps = {(job.identity.task_id, job.identity.map_index): job.step for job in found(stack, run)}
+    assert steps.items() >= {("fold", 0): 120, ("fold", 1): 130, ("sized", 0): 125}.items()
+    run.mark("failed", "model")
+    run.ended(State.CANCELLED, "model")
+
+
+def found(stack: Stack, run: Run) -> list[JobStatus]:
+    """The jobs of a run."""
+    jobs = (job for service in stack.services.values() for job in service.jobs)
+    return [job for job in jobs if (job.identity.dag_id, job.identity.run_id) == (run.dag_id, run.run_id)]
