@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -74,6 +75,13 @@ def shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.2f}" if 0 < value < 1 and len(f"{value:g}") < 4 else f"{value:g}"
     return str(value)
+
+
+def test_every_extra_is_described() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    page = (ROOT / "docs/how-to/install.md").read_text()
+    rows = "".join(re.findall(r"^\| (`\[.*?) \|", page, re.MULTILINE))
+    assert set(re.findall(r"`\[(\w+)\]`", rows)) == set(extras)
 
 
 def test_every_variable_that_the_code_names_is_described() -> None:
