@@ -114,6 +114,19 @@ async def test_a_late_job_counts_as_late(world):
     assert seen["elasticflow_lateness_seconds_sum",] == pytest.approx(-world.status(job).result.slack_s)
 
 
+@pytest.mark.postgres
+async def test_the_same_on_postgresql(make_world, postgres_url):
+    world = make_world(url=postgres_url)
+    world.ended(world.submit(steps=50, within=600.0, scaling_curve=CURVE))
+    seen = await scrape(world)
+    assert seen["elasticflow_deadlines_total", "met"] == 1
+    world.restart()
+    world.step()
+    assert (await scrape(world))["elasticflow_deadlines_total", "met"] == 1
+    world.step()
+    assert (await scrape(world))["elasticflow_store_statement_seconds_count", "lock"] > 0
+
+
 async def test_the_metrics_token_opens_the_metrics_and_nothing_else(world):
     world.step()
     app = build_app(parts_of(world), "owner", "prometheus")
