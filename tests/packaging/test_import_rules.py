@@ -14,7 +14,7 @@ PACKAGE = "elasticflow_airflow"
 FOLDERS = {
     "scheduler_core": ROOT / "scheduler_core",
     "operators": ROOT / "operators",
-    **{name: ROOT / PACKAGE / name for name in ("client", "cli", "service", "engines", "runtime")},
+    **{name: ROOT / PACKAGE / name for name in ("client", "cli", "service", "engines", "runtime", "testing")},
 }
 FORBIDDEN = {
     "scheduler_core": {
@@ -32,6 +32,7 @@ FORBIDDEN = {
     "cli": {"airflow", "torch"},
     "service": {"airflow", "torch"},
     "engines": {"airflow", "torch", "sqlalchemy", f"{PACKAGE}.service"},
+    "testing": {"torch"},
     "runtime": {"airflow", "sqlalchemy", "pydantic", "structlog", "httpx", f"{PACKAGE}.service", f"{PACKAGE}.client"},
 }
 STANDARD_AND = {"scheduler_core": {"numpy", PACKAGE}, "runtime": {"numpy", "torch", PACKAGE}}
