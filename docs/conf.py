@@ -110,12 +110,19 @@ def pages_of(kind: str) -> list[str]:
     return pages
 
 
+def short_title(page: str) -> str:
+    """Return the title of a page, without the words that all how-to guides begin with."""
+    title = (DOCS / f"{page}.md").read_text().split("\n", 1)[0].removeprefix("# ")
+    short = title.removeprefix("How to ")
+    return short[0].upper() + short[1:]
+
+
 def add_navigation(_app: Sphinx, name: str, source: list[str]) -> None:
     """Add to the first page the lists from which Sphinx makes the navigation."""
     if name != "index":
         return
     for kind in NAVIGATION:
-        pages = "\n".join(pages_of(kind))
+        pages = "\n".join(f"{short_title(page)} <{page}>" for page in pages_of(kind))
         source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {kind}\n\n{pages}\n```\n"
 
 
