@@ -315,6 +315,32 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     assert not ours, ours
 
 
+# -- Kubernetes ------------------------------------------------------------------------------------------------------
+
+
+def test_the_kubernetes_manifest_fits_the_image_and_the_page() -> None:
+    service, workload = yaml.safe_load_all((DOCKER / "kubernetes/elasticflow.yaml").read_text())
+    pod = workload["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert workload["kind"] == "StatefulSet"
+    assert workload["spec"]["replicas"] == 1
+    assert service["spec"]["selector"] == workload["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["ports"][0]["port"] == container["ports"][0]["containerPort"] == 8321
+    dockerfile = (DOCKER / "Dockerfile").read_text()
+    assert json.dumps(container["args"]) in dockerfile
+    assert f"--uid {pod['securityContext']['runAsUser']} " in dockerfile
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    claims = {claim["metadata"]["name"] for claim in workload["spec"]["volumeClaimTemplates"]}
+    assert set(mounts.values()) == claims | {volume["name"] for volume in pod["volumes"]}
+    assert re.search(r"ENV ELASTICFLOW_STATE_DIR=(\S+)", dockerfile)[1] in mounts
+    keys = {item["key"] for volume in pod["volumes"] for item in volume.get("secret", {}).get("items", ())}
+    page = (ROOT / "docs/how-to/deploy.md").read_text()
+    assert keys <= set(re.findall(r"--from-literal=([\w-]+)=", page))
+    files = {env["value"] for env in container["env"]}
+    tokens = next(path for path, name in mounts.items() if name == "tokens")
+    assert files == {f"{tokens}/{key}" for key in keys}
+
+
 # -- the pages -------------------------------------------------------------------------------------------------------
 
 
