@@ -53,6 +53,12 @@ HIDDEN = JobIdentity(dag_id="payroll", run_id="scheduled__today", task_id="train
 FOREIGN = JobIdentity(namespace="elsewhere", dag_id="fraud_daily", run_id="scheduled__today", task_id="finetune")
 
 
+_ARITHMETIC = """Deadline:
+  task 'publish' must end by  Sat 2026-11-21 07:30 UTC  (deadline='07:30')
+  minus what comes after      18 min                    (p95 of the last 14 runs (12 min to 19 min))
+  the training must end by    Sat 2026-11-21 07:12 UTC"""
+
+
 def identity(dag_id: str, run_id: str = "scheduled__today") -> JobIdentity:
     return JobIdentity(dag_id=dag_id, run_id=run_id, task_id=TASKS.get(dag_id, "train"))
 
@@ -421,7 +427,13 @@ class ScriptedCluster:
             status=job,
             incarnations=1,
             why=why,
-            submission={"script": "train.py", "args": ["--lr", "3e-4"], "steps": 24000, "global_batch_size": 256},
+            submission={
+                "script": "train.py",
+                "args": ["--lr", "3e-4"],
+                "steps": 24000,
+                "global_batch_size": 256,
+                "labels": {"deadline_arithmetic": _ARITHMETIC, "try_number": "1"},
+            },
             generations=began,
             planned=[span for span in self._planned() if span.job_id == job.job_id],
             samples=self._samples(job, began[0].from_at if began else None),

@@ -84,6 +84,10 @@ class Site:
             scaling_curve=CURVE,
             max_workers=given.pop("max_workers", 2),
             lease_s=3600,
+            labels={
+                "deadline_arithmetic": "Deadline:\n  task 'publish' must end by  Sat 2026-11-21 07:30 UTC",
+                "try": "1",
+            },
             **given,
         )
         self.jobs[dag_id] = self.service.submit(submission).job
@@ -263,7 +267,10 @@ def test_each_view_shows_its_matter_and_everybody_can_use_it(look: Any, site: Si
     views = {
         "elasticflow/#/cluster": ["Jobs on slots", "Next 24 hours", "Last 7 days", "Submissions and waiting"],
         "elasticflow/#/jobs": ["nightly", "fraud", "Running", "spare"],
-        site.job("nightly"): ["Course", "Scaling", "Decisions", "Checkpoints", "Log", "What was asked for"],
+        site.job("nightly"): [
+            *("Course", "Scaling", "Decisions", "Checkpoints", "Log", "What was asked for"),
+            "task 'publish' must end by",
+        ],
         "elasticflow/#/what-if": ["Deadlines", "Capacity", "Outlook for 24 hours"],
     }
     for path, words in views.items():

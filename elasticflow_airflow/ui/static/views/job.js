@@ -134,7 +134,7 @@ export function open({ main, rest: [dag, job], refresh }) {
   return view;
 }
 
-const why = (story) => story.why ? h('p', { class: 'callout', 'data-key': 'why' }, f.sentence(story.why)) : null;
+const why = (story) => story.why ? h('p', { class: 'callout', 'data-key': 'why' }, f.whole(story.why)) : null;
 
 /** The finish at a speed that 95 % of the measurements with this many workers exceeded; null: too few of them. */
 function latest({ status, samples }) {
@@ -193,7 +193,7 @@ function decisions(events, incarnation) {
   return card('Decisions', mine.length > 1 ? `${f.plural(mine.length, 'entry', 'entries')}, newest first` : null, mine.length
     ? h('ol', { class: 'events', tabindex: 0, 'aria-label': 'Decisions' }, mine.slice(0, 300).map((event) => h('li', { 'data-key': `e${event.event_id}`, class: KINDS[event.kind] ?? 'quiet' },
         h('div', { class: 'item-line' }, h('strong', {}, event.kind.replaceAll('_', ' ')), h('time', { class: 'muted small nowrap', datetime: f.iso(event.at), title: f.precise(event.at) }, f.momentFine(event.at))),
-        event.reason ? h('div', { class: 'small' }, f.sentence(event.reason)) : null)))
+        event.reason ? h('div', { class: 'small' }, f.whole(event.reason)) : null)))
     : h('p', { class: 'quiet-note' }, 'Nothing has been decided yet.'));
 }
 
@@ -210,7 +210,9 @@ const checkpoints = (story) => card('Checkpoints', null, story.checkpoints.lengt
   : h('p', { class: 'quiet-note' }, 'No checkpoint has been written yet.'));
 
 function asked(story) {
-  const flat = (value) => (value !== null && typeof value === 'object' ? JSON.stringify(value) : String(value));
-  const entries = Object.entries(story.submission).filter(([, value]) => value !== null && value !== '' && !(typeof value === 'object' && !Object.keys(value).length));
-  return card('What was asked for', null, h('dl', { class: 'asked' }, entries.map(([name, value]) => [h('dt', {}, name), h('dd', {}, h('code', {}, /_at$/.test(name) && typeof value === 'number' ? f.precise(value) : flat(value)))])));
+  const flat = (value) => (value !== null && typeof value === 'object' ? (Array.isArray(value) ? value.map(flat).join(' ') : JSON.stringify(value)) : String(value));
+  const { identity: _, command = {}, length = {}, labels: told = {}, ...others } = story.submission; // The title says the identity.
+  const { deadline_arithmetic: arithmetic, ...labels } = told;
+  const entries = Object.entries({ ...command, ...length, ...others, labels }).filter(([, value]) => value !== null && value !== '' && !(typeof value === 'object' && !Object.keys(value).length));
+  return card('What was asked for', null, arithmetic ? h('pre', { class: 'code', tabindex: 0, 'data-key': 'arithmetic', 'aria-label': 'How the deadline came about' }, arithmetic) : null, h('dl', { class: 'asked' }, entries.map(([name, value]) => [h('dt', {}, name), h('dd', {}, h('code', {}, /_at$/.test(name) && typeof value === 'number' ? f.precise(value) : flat(value)))])));
 }
