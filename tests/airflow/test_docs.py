@@ -13,6 +13,7 @@ PAGES = [
     "reference/operator.md",
     "how-to/deadlines.md",
     "how-to/write-dags.md",
+    "how-to/retrain-from-yesterday.md",
     "how-to/wait-for-a-training.md",
     "how-to/alerts.md",
     "how-to/model-registry.md",
