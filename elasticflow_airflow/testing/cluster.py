@@ -6,25 +6,21 @@ the workers. Time stands still while Airflow works, and jumps when it has nothin
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import sqlalchemy as sa
-import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from elasticflow_airflow.client import Endpoint
-from elasticflow_airflow.engines.fake import BEHAVIOUR_ENV, FakeEngine, fake_nodes
 from elasticflow_airflow.engines.fake_behaviour import FakeBehaviour
-from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangSpec, GangState
+from elasticflow_airflow.engines.port import GangSpec, GangState
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.service.api import build_app
 from elasticflow_airflow.service.lifecycle import assemble
@@ -32,6 +28,8 @@ from elasticflow_airflow.service.models import EventRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store import Store
+from elasticflow_airflow.testing.serving import LookCounter, Server
+from elasticflow_airflow.testing.simulated_engine import SimulatedEngine
 from elasticflow_airflow.testing.trainings import SimulatedTraining
 from elasticflow_airflow.wire import JobIdentity, JobStatus, State
 
@@ -48,8 +46,8 @@ _PATIENT_LOOK_S = 60.0
 _SOON_S = 0.25
 _GETTING_ON = frozenset({"starting", "running", "saving", "tail", "ended"})
 _RENEW_S = 20.0
-_START_LIMIT_S = 20.0
-_BLOCKED_LOOKS = 2
+_ANSWER_WITHIN_S = 3.0
+"""Clients give up an exchange after ten."""
 
 
 class SimulationStuckError(Exception):
@@ -90,7 +88,7 @@ class SimulatedCluster:
         self._started_s = self._now_s
         self._lock = threading.RLock()
         self.trainings: dict[str, SimulatedTraining] = {}
-        self._engine = _SimulatedEngine(nodes, slots, self.clock, self._behaviour)
+        self._engine = SimulatedEngine(nodes, slots, self.clock, self._behaviour)
         self._settings = ServiceSettings(
             state_dir=folder,
             engine="fake",
@@ -113,14 +111,14 @@ class SimulatedCluster:
         self._passing = False
         self._happened: tuple[object, ...] = ()
         self._renewed_s = self._now_s
-        self._looks: dict[str, int] = {}
+        self._looks: dict[tuple[str, str], int] = {}
         self._runs = False
         self._stuck_error: SimulationStuckError | None = None
         self._seen: dict[str, News] = {}
         self._watched: dict[str, News] = {}
         self.endpoint = Endpoint(socket_path=folder / "service.sock")
         self._pass()
-        self._server = _Server(_LookCounter(build_app(self._parts, None), self._looked_at), self.endpoint)
+        self._server = Server(LookCounter(build_app(self._parts, None), self._looked_at), self.endpoint)
 
     # -- time ----------------------------------------------------------------------------------------------------
 
@@ -136,18 +134,26 @@ class SimulatedCluster:
             while self._now_s < at:
                 self._step(at, owned=False)
 
-    def wait(self, until: float = math.inf, *, watched: bool = False) -> None:
+    def wait(self, until: float = math.inf, *, watched: bool = False, answer_within_s: float = math.inf) -> None:
         """Let time pass until something happens to a job for which its task waits, or until a moment.
 
-        ``watched``: a sensor waits as well, for which a first checkpoint is news. Raises SimulationStuckError when
-        nothing happens for 30 days.
+        ``watched``: a sensor waits as well, for which a first checkpoint is news. ``answer_within_s``: in our own
+        time, after which whoever asks may ask again. Raises SimulationStuckError when nothing happens for 30 days.
         """
         with self._lock:
             before, end_s = self._news(watched), min(until, self._now_s + _LONGEST_WAIT_S)
+            return_at_s = time.monotonic() + answer_within_s
             while self._news(watched) == before and self._now_s < end_s:
+                if time.monotonic() > return_at_s:
+                    return
                 self._step(end_s, owned=True)
             if self._now_s >= end_s and end_s < until:
                 raise SimulationStuckError(self._stuck())
+
+    @property
+    def live(self) -> bool:
+        """Whether there is a job that is not over."""
+        return bool(self._live())
 
     def has_job(self, identity: JobIdentity) -> bool:
         """Whether a task, of whatever namespace, has a job."""
@@ -300,16 +306,20 @@ class SimulatedCluster:
             for job, row in found
         }
 
-    def _looked_at(self, what: str, most: int) -> None:
+    def _looked_at(self, verb: str, job_id: str, most: int) -> None:
         """Somebody looks at a job by HTTP; who looks again and again in one turn does nothing but wait for it."""
         with self._lock:
-            self._looks[what] = self._looks.get(what, 0) + 1
-            if self._runs and self._looks[what] >= most:
-                try:
-                    self.wait()
-                except SimulationStuckError as error:
-                    self._stuck_error = error
-                    raise
+            self._looks[verb, job_id] = self._looks.get((verb, job_id), 0) + 1
+            if not self._runs or self._looks[verb, job_id] < most:
+                return
+            news = self._news(watched=False).get(job_id)
+            if news is None or news.state is not None:
+                return
+            try:
+                self.wait(answer_within_s=_ANSWER_WITHIN_S)
+            except SimulationStuckError as error:
+                self._stuck_error = error
+                raise
 
     def _stuck(self) -> str:
         waiting = [
@@ -340,58 +350,6 @@ def _lay_out_store(url: str, database: Path, empty: Path) -> None:
     shutil.copyfile(empty, database)
 
 
-class _SimulatedEngine(FakeEngine):
-    """Modelled workers that never lose the service, and behave as the test says."""
-
-    def __init__(
-        self, nodes: int, slots: int, clock: Callable[[], float], behave: Callable[[GangSpec, int], FakeBehaviour]
-    ) -> None:
-        super().__init__(fake_nodes(nodes, slots), clock=clock)
-        self._behave = behave
-        self._failed: dict[str, set[int]] = {}
-
-    @property
-    def name(self) -> str:
-        """Short name for logs."""
-        return "simulated"
-
-    def outlook(self) -> tuple[float, tuple[str, ...]]:
-        """When something will next happen to workers by itself (infinity: never), and what they all do now."""
-        with self.world.lock:
-            doing = tuple(gang.phase for _, gang in sorted(self.world.gangs.items()))
-            return self.world.next_turn_s(), doing
-
-    def resize(self, nodes: int, slots: int) -> None:
-        """Replace the machines; workers on those that go are lost."""
-        with self.world.lock:
-            wanted = {node.node_id: node for node in fake_nodes(nodes, slots)}
-            for node_id, node in list(self.world.nodes.items()):
-                if wanted.get(node_id) != node:
-                    self.remove_node(node_id)
-            self.world.nodes = wanted
-
-    def apply(self, spec: GangSpec) -> None:
-        """As every engine; the lease never runs out, however far the clock jumps."""
-        super().apply(replace(spec, lease_s=math.inf))
-
-    def observe(self) -> tuple[GangObservation, ...]:
-        """As every engine; everybody says how far he is, and who failed is remembered."""
-        with self.world.lock:
-            self.world.advance()
-            for gang in self.world.gangs.values():
-                gang.speak()
-            observations = super().observe()
-        for seen in observations:
-            if seen.outcome is GangOutcome.FAILED:
-                self._failed.setdefault(seen.job_id, set()).add(seen.generation)
-        return observations
-
-    def _behaviour(self, spec: GangSpec) -> FakeBehaviour:
-        if BEHAVIOUR_ENV in spec.env:
-            return super()._behaviour(spec)
-        return self._behave(spec, len(self._failed.get(spec.job_id, ())))
-
-
 class _Stepping(Notifier):
     """Runs the loop in the thread that would only wake it: a handler finds its answer when it looks."""
 
@@ -403,84 +361,3 @@ class _Stepping(Notifier):
         """One pass, unless it is the news that a checkpoint was looked at: the pass under way waits for that."""
         if not threading.current_thread().name.startswith("checkpoints"):
             self._step()
-
-
-class _LookCounter:
-    """Tells who looks at a job by HTTP, except for the thread that only keeps leases alive."""
-
-    def __init__(self, app: ASGIApp, looked_at: Callable[[str, int], None]) -> None:
-        self._app, self._looked_at = app, looked_at
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count a look, and pass the request on."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        parts = str(scope["path"]).strip("/").split("/")
-        if scope["method"] == "GET" and len(parts) == 3 and parts[1] == "jobs":
-            await self._count(f"GET {parts[2]}", _BLOCKED_LOOKS + 1)
-        elif scope["method"] == "POST" and len(parts) == 4 and parts[3] == "lease":
-            body = await _read(receive)
-            if "dag.test() is alive" not in str(_json(body).get("reason", "")):
-                await self._count(f"POST {parts[2]}", _BLOCKED_LOOKS)
-            receive = _again(body)
-        await self._app(scope, receive, send)
-
-    async def _count(self, what: str, most: int) -> None:
-        from starlette.concurrency import run_in_threadpool
-
-        await run_in_threadpool(self._looked_at, what, most)
-
-
-async def _read(receive: Receive) -> bytes:
-    body, more = b"", True
-    while more:
-        message = await receive()
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-    return body
-
-
-def _again(body: bytes) -> Receive:
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Message:
-        return messages.pop() if messages else {"type": "http.disconnect"}
-
-    return receive
-
-
-def _json(body: bytes) -> Mapping[str, object]:
-    try:
-        value = json.loads(body)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-class _Server:
-    """Serves an application on a Unix socket, from a thread."""
-
-    def __init__(self, app: ASGIApp, endpoint: Endpoint) -> None:
-        config = uvicorn.Config(
-            app,
-            uds=str(endpoint.socket_path),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            loop="asyncio",
-            log_level="warning",
-        )
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, name="elasticflow-simulated", daemon=True)
-        self._thread.start()
-        end_s = time.monotonic() + _START_LIMIT_S
-        while not self._server.started:
-            if not self._thread.is_alive() or time.monotonic() > end_s:
-                raise RuntimeError(f"the simulated service could not listen on {endpoint.socket_path}")
-            time.sleep(0.002)
-
-    def close(self) -> None:
-        """Answer what is under way, and stop."""
-        self._server.should_exit = True
-        self._thread.join(_START_LIMIT_S)

@@ -53,7 +53,9 @@ class Simulation:
 
         def update_state(run: Any, *args: Any, **kwargs: Any) -> Any:
             schedulable, callback = original(run, *args, **kwargs)
-            return (self.choose(schedulable) if run.dag_id == self._dag.dag_id else schedulable), callback
+            if run.dag_id == self._dag.dag_id:
+                schedulable = self.choose(schedulable, run.get_task_instances)
+            return schedulable, callback
 
         with (
             clock.using(self._cluster.clock),
@@ -62,7 +64,7 @@ class Simulation:
         ):
             yield
 
-    def choose(self, schedulable: list[Any]) -> list[Any]:
+    def choose(self, schedulable: list[Any], everybody: Callable[[], list[Any]]) -> list[Any]:
         """Of the task instances that may go on, those that have something to do; time passes until there are some."""
         self._cluster.next_turn()
         looks = [ti for ti in schedulable if self._only_looks(ti)]
@@ -71,10 +73,19 @@ class Simulation:
             busy += [ti for ti in looks if self._has_news(ti)]
             if busy:
                 break
+            if not self._cluster.live and self._somebody_waits(everybody(), looks):
+                return looks  # sensors of trainings that are yet to come, behind a task that waits in real time
             self._cluster.wait(self._patience(looks), watched=any(self._is_sensor(ti) for ti in looks))
             if self._is_over(looks):
                 return looks
         return busy
+
+    def _somebody_waits(self, everybody: list[Any], looks: list[Any]) -> bool:
+        from airflow.sdk import TaskInstanceState
+
+        waits = (TaskInstanceState.UP_FOR_RESCHEDULE, TaskInstanceState.UP_FOR_RETRY, TaskInstanceState.DEFERRED)
+        looking = {(ti.task_id, ti.map_index) for ti in looks}
+        return any(ti.state in waits and (ti.task_id, ti.map_index) not in looking for ti in everybody)
 
     def _only_looks(self, ti: Any) -> bool:
         from airflow.sdk import TaskInstanceState
