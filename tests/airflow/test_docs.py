@@ -43,3 +43,16 @@ def test_reference_names_every_argument():
     assert [n for n in ElasticTrainOperator.template_fields if not re.search(rf"`{n}` \*\*T\*\*", text)] == []
     settings = [name.replace("_max_bytes", "_max_mib") for name in AirflowSettings.__dataclass_fields__]
     assert [name for name in settings if f"`{name}`" not in text] == []
+
+
+def test_every_command_of_airflow_is_named():
+    from elasticflow_airflow.airflow_cli import get_commands
+
+    page = (DOCS / "reference/cli.md").read_text()
+    section = re.search(r"^## Under Airflow\n(.*?)^## ", page, re.DOTALL | re.MULTILINE)
+    assert section
+    (group,) = get_commands()
+    assert [command.name for command in group.subcommands if f"`{command.name}" not in section[1]] == []
+    of_airflow_alone = [command for command in group.subcommands if command.name in ("forecast", "feed")]
+    flags = {flag for command in of_airflow_alone for arg in command.args for flag in arg.flags if flag[:2] == "--"}
+    assert {flag for flag in flags if flag not in page} == set()
