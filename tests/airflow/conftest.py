@@ -160,16 +160,9 @@ def run_dag(airflow_db):
     """Run a DAG object by ``dag.test()``; returns its DagRun."""
 
     def run(dag: Any, **options: Any) -> Any:
-        from airflow.dag_processing.collection import update_dag_parsing_results_in_db
-        from airflow.models.dagbundle import DagBundleModel
-        from airflow.serialization.serialized_objects import LazyDeserializedDAG
-        from airflow.utils.session import create_session
+        from elasticflow_airflow.testing.dags import store_dag
 
-        with create_session() as session:
-            session.merge(DagBundleModel(name="dags-folder"))
-            session.flush()
-            parsed = [LazyDeserializedDAG.from_dag(dag)]
-            update_dag_parsing_results_in_db("dags-folder", None, parsed, {}, None, set(), session)
+        store_dag(dag)
         return dag.test(**options)
 
     return run
