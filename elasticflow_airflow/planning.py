@@ -25,6 +25,7 @@ from elasticflow_airflow.arguments import ArgumentError
 from elasticflow_airflow.client import SnapshotError
 from elasticflow_airflow.dag_deadline import alerts_of
 from elasticflow_airflow.deadlines import DeadlineError
+from elasticflow_airflow.operators.decorators import ElasticTrainDecoratedOperator
 from elasticflow_airflow.operators.elastic_train import ElasticTrainOperator
 from elasticflow_airflow.run_deadline import RunOfDag
 from elasticflow_airflow.settings import AirflowSettings
@@ -109,10 +110,13 @@ def plan(dags: Sequence[DAG], *, namespaces: Mapping[str, str], now: datetime, w
 
 def _operators_of(task: Any) -> list[tuple[int, ElasticTrainOperator]] | str | None:
     """The elastic tasks that a task stands for, by map index; or why that cannot be said; None: not elastic."""
-    if isinstance(task, ElasticTrainOperator):
-        return [(-1, task)]
-    if not isinstance(task, MappedOperator) or not issubclass(task.operator_class, ElasticTrainOperator):
+    kind = task.operator_class if isinstance(task, MappedOperator) else type(task)
+    if not issubclass(kind, ElasticTrainOperator):
         return None
+    if issubclass(kind, ElasticTrainDecoratedOperator):
+        return "its function decides in a run what is trained"
+    if not isinstance(task, MappedOperator):
+        return [(-1, task)]
     try:
         return [(i, task.unmap(given)) for i, given in enumerate(itertools.islice(_expanded(task), _MOST_MAPPED))]  # type: ignore[misc]  # unmap() of a subclass of ours makes ours
     except NeedsARunError as error:

@@ -51,6 +51,10 @@ class ElasticTrainDecoratedOperator(DecoratedOperator, ElasticTrainOperator):
         else:
             check_each({name: getattr(self, name) for name in CHECKED})
 
+    def _takes_time_from_dag(self) -> bool:
+        """Known once the function has run: it may decide the deadline."""
+        return self._is_decided and super()._takes_time_from_dag()
+
     def _prepare(self, facts: RunFacts, memory: TaskMemory, settings: AirflowSettings) -> Prepared:
         """Ask the function, once per attempt, then go on with what it said. Raises ArgumentError."""
         if not self._is_decided:

@@ -226,7 +226,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         self._kill = Kill()
         self._check()
 
-        if deadline is None and deadline_of is not None and dag_of(self) is not None:
+        if deadline_of is not None and self._takes_time_from_dag() and dag_of(self) is not None:
             check_time_from_dag(self.dag, self._dag_alerts, deadline_of)
 
     @classmethod
@@ -241,7 +241,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         super().resolve_template_files()
         if self.deadline_of not in (None, DAG_RUN, self.task_id):
             check_downstream(self.deadline_of, set(self.get_flat_relative_ids(upstream=False)), self.task_id)
-        if self.deadline is None and self.deadline_of is not None:
+        if self.deadline_of is not None and self._takes_time_from_dag():
             check_time_from_dag(self.dag, self._dag_alerts or alerts_of(self.dag), self.deadline_of)
 
     def execute(self, context: Context) -> dict[str, Any]:
@@ -400,6 +400,10 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
     def _check(self) -> None:
         """Refuse arguments that cannot be right. Raises ArgumentError or DeadlineError."""
         check_arguments(**{name: getattr(self, name) for name in CHECKED})
+
+    def _takes_time_from_dag(self) -> bool:
+        """Whether ``deadline_of`` stands alone, as far as that is known."""
+        return self.deadline is None and self.deadline_of is not None
 
     def _prepare(self, facts: RunFacts, memory: TaskMemory, settings: AirflowSettings) -> Prepared:
         """Make the submission; once per attempt. Raises ArgumentError, DeadlineError or SnapshotError."""

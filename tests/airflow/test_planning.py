@@ -129,6 +129,22 @@ def test_mapped_tasks(made):
     assert (unknown.task, unknown.reason) == ("nightly.unknown", "it is mapped over what only a run knows")
 
 
+def test_what_a_function_decides_is_unknown(made):
+    found = made(
+        "with daily('nightly'):\n"
+        "    @task.elastic_train(script='train.py', steps=5, global_batch_size=8, deadline='07:30')\n"
+        "    def decided(): return ['--n', '3']\n"
+        "    decided()\n"
+        "    @task.elastic_train(script='train.py', steps=5, global_batch_size=8, deadline_of='dag_run')\n"
+        "    def by_hand(): return {'deadline': '08:00'}\n"
+        "    with DAG('alone', schedule=None):\n        by_hand()\n"
+    )
+    assert [(one.task, one.reason) for one in found.unknown] == [
+        ("alone.by_hand", "its function decides in a run what is trained"),
+        ("nightly.decided", "its function decides in a run what is trained"),
+    ]
+
+
 def test_what_has_no_deadline_or_no_timetable(made):
     found = made(
         "with daily('free'):\n    train(deadline=None, best_effort=True)\n"
