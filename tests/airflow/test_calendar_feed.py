@@ -40,13 +40,19 @@ def test_elastic_tasks_are_found_in_a_serialized_dag():
         def extract():
             return [1]
 
+        @task.elastic_train(script="train.py", steps=5, global_batch_size=8, deadline="07:30")
+        def decided():
+            return ["--n", "3"]
+
         train()
+        decided()
         train("ours", kind=OurOwnTrain, elasticflow_conn_id="gpus")
         ElasticTrainOperator.partial(
             task_id="many", script="t.py", global_batch_size=8, deadline="07:30", elasticflow_conn_id="gpus"
         ).expand(steps=extract())
     assert elastic_tasks(serialized(dag)) == [
         ElasticTaskOfDag(task_id="train", conn_id="elasticflow_default", mapped=False),
+        ElasticTaskOfDag(task_id="decided", conn_id="elasticflow_default", mapped=False),
         ElasticTaskOfDag(task_id="ours", conn_id="gpus", mapped=False),
         ElasticTaskOfDag(task_id="many", conn_id="gpus", mapped=True),
     ]
