@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from elasticflow_airflow.insight import CalendarRequest, DueRuns
 from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES
+from elasticflow_airflow.service.feeding import CalendarDesk
 from elasticflow_airflow.service.insight import InsightDesk
 from elasticflow_airflow.service.refusal import Refusal
 
@@ -267,6 +269,31 @@ def test_the_runs_of_a_task_stand_beside_each_other(world):
     assert all(run.samples and run.samples[0].at < 60.0 for run in runs)
     assert runs[0].slot_s == pytest.approx(world.status(jobs[2]).result.gpu_seconds)
     assert [run.run_id for run in desk_of(world).runs(jobs[0].job.job_id, 2)] == ["r3", "r1"]
+
+
+# -- both databases ----------------------------------------------------------------------------------------------
+
+
+def test_both_databases_answer_alike(make_world, database_url):
+    world = make_world(url=database_url)
+    job = world.submit(task="nightly", steps=320, within=600.0, scaling_curve=CURVE)
+    world.ended(job, every=2.0)
+    world.submit(task="adhoc", **LONG)
+    world.run(5.0, every=1.0)
+    desk = desk_of(world)
+    assert len(desk.cluster().jobs) == 1
+    history = desk.history(None, None, 4)
+    assert len({span.job_id for span in history.spans}) == len(history.admissions) == 2
+    assert all(one.decided_at and one.started_at for one in history.admissions)
+    assert desk.story(job.job.job_id, None).samples
+    assert [run.met for run in desk.runs(job.job.job_id, 5)] == [True]
+    calendar = CalendarDesk(world.store, world.settings, world.reconciler.hear_of_runs, clock=world.clock)
+    due = DueRuns(dag_id="daily", task_id="nightly", due_at=[world.now_s + 3600.0])
+    assert calendar.feed(CalendarRequest(tasks=[due])).taken == 1
+    world.until(lambda: world.row(job).drained, "the engine has forgotten it")
+    world.step(91 * 86400.0)
+    assert world.generations(job) == []
+    assert desk.story(job.job.job_id, None).samples == []
 
 
 # -- other policies ----------------------------------------------------------------------------------------------
