@@ -31,7 +31,7 @@ class Kill:
 
     def __init__(self) -> None:
         self.happened = False
-        self._still_wanted = False
+        self._still_wanted = True  # until Airflow says otherwise
         self._settled: threading.Event | None = None  # made when needed: Airflow copies operators
 
     def strike(
@@ -41,7 +41,9 @@ class Kill:
         log: Any,
         execution_timeout: timedelta | None,
     ) -> None:
-        """Cancel the job unless only this worker is shut down. Where Airflow cannot be asked, the lease decides.
+        """Cancel the job unless only this worker is shut down. Where Airflow cannot be asked, the job is left alone.
+
+        It cannot when its API server is restarted: the supervisor ends a task whose heartbeat nobody takes.
 
         Settled in a thread: this is called by a signal handler, and what it interrupted may hold the lock of the line
         to Airflow.
@@ -53,7 +55,7 @@ class Kill:
         def settle() -> None:
             try:
                 wanted = False if timed_out else still_wanted(task_instance, log)
-                self._still_wanted = wanted is True
+                self._still_wanted = wanted is not False
                 job = find_job() if wanted is False else None
                 if job is not None:
                     over = f"execution_timeout ({execution_timeout}) is over"
@@ -67,9 +69,10 @@ class Kill:
         thread.join(KILL_WITHIN_S)
 
     def end(self, what: str, pause_s: float, log: Any) -> NoReturn:
-        """End this process' part: never as a success, and without spending a retry where only the worker ends.
+        """End this process' part: never as a success, and without spending a retry unless a user ended the task.
 
-        Raises AirflowRescheduleException, ``pause_s`` from now, or AirflowException.
+        Who asks for another worker wakes no task that Airflow has recorded as ended. Raises AirflowRescheduleException,
+        ``pause_s`` from now, or AirflowException.
         """
         if self._settled is not None:
             self._settled.wait(KILL_WITHIN_S)

@@ -119,12 +119,13 @@ def test_a_worker_that_is_shut_down_leaves_the_job_and_no_retry(service, make_st
     assert not service.did("cancel")
 
 
-def test_where_airflow_cannot_be_asked_the_lease_decides(service, make_status, make_task):
+def test_where_airflow_cannot_be_asked_the_job_and_the_retry_are_kept(service, make_status, make_task):
+    """Its API server restarts, and the supervisor ends the task. A user's wish, if it was one, stands recorded."""
     service.statuses = [make_status(), make_status()]
     task = make_task(deferrable=False)
     service.on_call = lambda verb: strike(task) if verb == "lease" else None
-    with pytest.raises(AirflowException, match="killed"):
-        task.execute(context_of(task, state=RuntimeError("the supervisor is gone")))
+    with pytest.raises(AirflowRescheduleException):
+        task.execute(context_of(task, state=RuntimeError("the API server does not answer")))
     assert not service.did("cancel")
 
 

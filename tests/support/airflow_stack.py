@@ -28,7 +28,7 @@ from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endp
 from elasticflow_airflow.wire import Event, JobStatus, State
 
 COMPONENTS = ("api-server", "scheduler", "triggerer", "dag-processor")
-LEASE_S, ORPHAN_S = 12.0, 50.0
+LEASE_S, ORPHAN_S = 20.0, 45.0
 _LOOK_EVERY_S = 0.7
 
 
@@ -422,10 +422,11 @@ def open_stack(dag_file: str, dags: int, *, database: str | None = None, service
         "AIRFLOW__LOGGING__TRIGGER_LOG_SERVER_PORT": str(trigger_port),
         "AIRFLOW__SCHEDULER__ORPHANED_TASKS_CHECK_INTERVAL": "10",
         "AIRFLOW__SCHEDULER__SCHEDULER_HEALTH_CHECK_THRESHOLD": "20",
-        "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "30",
+        "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "45",
         "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT_DETECTION_INTERVAL": "5",
         "AIRFLOW__SCHEDULER__TRIGGER_TIMEOUT_CHECK_INTERVAL": "3",
         "AIRFLOW__TRIGGERER__JOB_HEARTBEAT_SEC": "2",
+        "AIRFLOW__WORKERS__MAX_FAILED_HEARTBEATS": "100",
         "AIRFLOW__WORKERS__MIN_HEARTBEAT_INTERVAL": "1",
         "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
         "AIRFLOW__ELASTICFLOW__POLL_INTERVAL_S": "1",

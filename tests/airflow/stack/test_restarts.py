@@ -96,29 +96,32 @@ def test_the_service_restarts(stack: Stack, journey: Journey, number: signal.Sig
 def test_the_service_is_away_for_longer_than_a_lease(stack: Stack, journey: Journey) -> None:
     """Nobody's lease runs out for want of a service that could renew it; a task that starts meanwhile waits for it."""
     service = stack.services["elasticflow_default"]
+    before = {task_id: len(journey.run.events("parked", task_id)) for task_id in TASKS}
     service.kill()
     waits = stack.run(STARTS)
     waits.reach("running")
     gone_at = time.monotonic()
-    stack.wait("a lease has passed", lambda: time.monotonic() - gone_at > 1.5 * LEASE_S)
+    stack.wait("a lease has passed", lambda: time.monotonic() - gone_at > 1.2 * LEASE_S)
     service.start()
     journey.goes_on()
     for task_id in TASKS:
-        assert not journey.run.events("parked", task_id)
+        assert len(journey.run.events("parked", task_id)) == before[task_id]
     waits.reach("success")
     assert waits.task_now()["try_number"] == 1
 
 
 def test_the_api_server_restarts(stack: Stack, journey: Journey) -> None:
-    """Tasks and triggers cannot say that they live for a while, nor read a connection."""
+    """Tasks and triggers cannot say that they live for a while, nor read a connection.
+
+    (For how long is Airflow's setting: after ``[workers] max_failed_heartbeats`` a task's supervisor ends it.)
+    """
     stack.kill("api-server")
     stack.start("api-server")
     healthy(stack, "scheduler")
+    stack.wait("the task runs", lambda: journey.run.task_now("blocks")["state"] == "running")
     journey.goes_on()
-    assert {task_id: journey.run.task_now(task_id)["state"] for task_id in TASKS} == {
-        "waits": "deferred",
-        "blocks": "running",
-    }
+    assert journey.run.task_now("waits")["state"] == "deferred"
+    assert {journey.run.task_now(task_id)["try_number"] for task_id in TASKS} == {1}
 
 
 def test_the_scheduler_restarts(stack: Stack, journey: Journey) -> None:
