@@ -123,6 +123,27 @@ def deadline_from_alert_and_history(stack: Stack, dag_id: str) -> None:
     assert "from the end of training to the end of task 'publish', queueing included" in said
     assert "minus a margin" in said
 
+    deadline_at = last.acknowledged().deadline_at
+    last.clear(("train",))
+    stack.wait("it trains anew", lambda: (job := last.job()) and job.incarnation == 2)
+    last.reach("success")
+    stack.wait("acknowledged again", lambda: (job := last.job()) and job.incarnation == 2 and job.acknowledged)
+    again = last.job()
+    assert again is not None
+    assert again.deadline_at == deadline_at  # a clear does not move it, though more runs are known by now
+    assert "p95 of the last 3 runs" in last.log(2)
+
+
+@PATHS.add("train(20, deadline=timedelta(hours=1), deadline_of='dag_run', downstream_reserve=timedelta(0))")
+def history_without_dates(stack: Stack, dag_id: str) -> None:
+    """Runs without a logical date, as of assets: the service knows which of them trained, Airflow when they ended."""
+    for words in ("no earlier run shows how long it takes", "p95 of the last 1 run", "p95 of the last 2 runs"):
+        run = stack.run(dag_id)
+        run.reach("success")
+        run.acknowledged()
+        assert words in run.log(1)
+        stack.wait("the run has ended", lambda run=run: run_state(run) == "success")
+
 
 def run_state(run: Run) -> str:
     return str(run.stack.do("GET", f"/api/v2/dags/{run.dag_id}/dagRuns/{run.run_id}").json()["state"])
