@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pendulum
 import pytest
-from airflow.sdk import DAG, task
+from airflow.sdk import DAG, AsyncCallback, DeadlineAlert, DeadlineReference, task
+from airflow.sdk.definitions.deadline import VariableInterval
 
 from elasticflow_airflow.client import ElasticFlowClient
 from elasticflow_airflow.leases import keeper
@@ -136,6 +137,34 @@ def test_a_retry_attaches_to_the_live_job(run_dag, new_dag, client, monkeypatch,
     job = jobs(client, dag)["train"]
     assert (job.incarnation, job.claim) == (1, 2)
     assert f"attached to job {job.job_id}" in capsys.readouterr().out
+
+
+async def tell() -> None:
+    """A deadline alert's callback."""
+
+
+def test_a_deadline_from_an_alert_whose_interval_is_a_variable(run_dag, new_dag, client, monkeypatch, capsys):
+    """dag.test() ends with an error when the DAG has an alert (seen in 3.3.2): it is taken off, and still counts."""
+    alert = DeadlineAlert(
+        reference=DeadlineReference.DAGRUN_QUEUED_AT,
+        interval=VariableInterval("slo_s"),
+        callback=AsyncCallback(tell),
+        name="slo",
+    )
+    for value in ("1200", None):
+        with new_dag(deadline=alert) as dag:
+            train(deadline=None, deadline_of="train")
+        dag.deadline = None
+        monkeypatch.delenv("AIRFLOW_VAR_SLO_S", raising=False)
+        if value is not None:
+            monkeypatch.setenv("AIRFLOW_VAR_SLO_S", value)
+        assert run_dag(dag).state == ("failed" if value is None else "success")
+        said = capsys.readouterr().out
+        if value is None:
+            assert "takes its interval from the Variable 'slo_s', which is not defined" in said
+        else:
+            assert "'slo': when the run was due, as queued + 20 min" in said
+            assert jobs(client, dag)["train"].verdict.decision == "admitted"
 
 
 def test_a_missing_xcom_is_named_before_anything_is_submitted(run_dag, new_dag, client, capsys):
