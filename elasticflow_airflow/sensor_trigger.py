@@ -10,7 +10,7 @@ from typing import Any
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
-from elasticflow_airflow.client import AsyncElasticFlowClient, ElasticFlowError, JobNotFound, ServiceUnavailable
+from elasticflow_airflow.client import PASSING, AsyncElasticFlowClient, ElasticFlowError, JobNotFound
 from elasticflow_airflow.client.embedded import embedded_endpoint
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.sensing import Seen, asks_for_events, judge, newest_of
@@ -21,7 +21,8 @@ class ElasticFlowSensorTrigger(BaseTrigger):
     """Fires once a job is where a sensor wants it: ``{"job_id", "outcome", "why", "checkpoint"}``.
 
     ``job_id``, or ``dag_id``, ``task_id`` and ``map_index`` of whichever run submitted last. ``outcome`` as of
-    ``sensing.Seen``, or ``"error"``. Nothing is claimed and no lease renewed. Times in seconds.
+    ``sensing.Seen``, or ``"error"``, or ``"away"`` (nobody answered for ``service_away_s``). Nothing is claimed and no
+    lease renewed. Times in seconds.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class ElasticFlowSensorTrigger(BaseTrigger):
         state_dir: str | None = None,
         poll_interval_s: float = 5.0,
         min_deferral_s: float = 15.0,
+        service_away_s: float = 3600.0,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # Airflow has no types here
         self.until = until
@@ -48,12 +50,13 @@ class ElasticFlowSensorTrigger(BaseTrigger):
         self.state_dir = state_dir
         self.poll_interval_s = poll_interval_s
         self.min_deferral_s = min_deferral_s
+        self.service_away_s = service_away_s
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         """Name this class and its arguments, all plain JSON."""
         names = (
             "until", "job_id", "dag_id", "task_id", "map_index", "namespace", "elasticflow_conn_id", "state_dir",
-            "poll_interval_s", "min_deferral_s",
+            "poll_interval_s", "min_deferral_s", "service_away_s",
         )  # fmt: skip
         return (
             "elasticflow_airflow.sensor_trigger.ElasticFlowSensorTrigger",
@@ -75,15 +78,20 @@ class ElasticFlowSensorTrigger(BaseTrigger):
         yield TriggerEvent(event)  # type: ignore[no-untyped-call]  # Airflow has no types here
 
     async def _wait(self, client: AsyncElasticFlowClient) -> dict[str, Any]:
-        said = ""
+        said, last_answer = "", time.monotonic()
         while True:
             try:
                 status, seen = await self._look(client)
-            except ServiceUnavailable as error:
-                self.log.warning("%s; waiting for it to come back", error)  # the sensor's own timeout ends this
+            except PASSING as error:
+                away_s = time.monotonic() - last_answer
+                if away_s > self.service_away_s:
+                    why = f"{error}; it has been away for {away_s:.0f} s"
+                    return {"job_id": self.job_id, "outcome": "away", "why": why, "checkpoint": None}
+                self.log.warning("%s; waiting for it to come back", error)
             except ElasticFlowError as error:
                 return {"job_id": self.job_id, "outcome": "error", "why": str(error), "checkpoint": None}
             else:
+                last_answer = time.monotonic()
                 if seen.outcome != "waiting":
                     job_id = self.job_id if status is None else status.job_id
                     return {"job_id": job_id, "outcome": seen.outcome, "why": seen.why, "checkpoint": seen.checkpoint}

@@ -12,7 +12,7 @@ from airflow.sdk.exceptions import AirflowException, AirflowFailException, Airfl
 from elasticflow_airflow.alarms import describe
 from elasticflow_airflow.arguments import ArgumentError, is_late, present
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, JobNotFound
-from elasticflow_airflow.exceptions import as_task_error
+from elasticflow_airflow.exceptions import ServiceAway, as_task_error
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.links import job_url
 from elasticflow_airflow.sensing import LATEST, SUCCEEDED, UNTIL, Seen, asks_for_events, judge, newest_of
@@ -107,7 +107,11 @@ class ElasticTrainSensor(BaseSensorOperator):
             return super().execute(context)
         if not self.deferrable:
             return super().execute(context)
-        found = self.poke(context)
+        try:
+            found = self.poke(context)
+        except ServiceAway as error:
+            self.log.warning("%s; waiting for it to come back", error)
+            self._defer(context)
         if not found.is_done:
             self._defer(context)
         return found.xcom_value
@@ -129,6 +133,8 @@ class ElasticTrainSensor(BaseSensorOperator):
         """Go on when the trigger has fired."""
         if event["outcome"] == "error":
             raise AirflowException(str(event["why"]))
+        if event["outcome"] == "away":
+            raise ServiceAway(str(event["why"]))
         seen = Seen(outcome=str(event["outcome"]), why=str(event["why"]), checkpoint=event["checkpoint"])
         hook = ElasticFlowHook(self.elasticflow_conn_id)
         try:
@@ -194,6 +200,7 @@ class ElasticTrainSensor(BaseSensorOperator):
                 state_dir=None if state_dir is None else str(state_dir),
                 poll_interval_s=self.poke_interval,
                 min_deferral_s=settings.min_deferral_s,
+                service_away_s=settings.service_away_s,
             ),
             method_name="execute_complete",
             timeout=timedelta(seconds=self.timeout),

@@ -10,8 +10,8 @@ from airflow.sdk.bases.operator import ExecutorSafeguard
 from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowSkipException, TaskDeferred
 from support.elastic_tasks import context_of, success
 
-from elasticflow_airflow.client import Unauthorized
-from elasticflow_airflow.exceptions import ServiceRefused
+from elasticflow_airflow.client import AsyncElasticFlowClient, ElasticFlowClient, Endpoint, RequestRefused, Unauthorized
+from elasticflow_airflow.exceptions import ServiceAway, ServiceRefused
 from elasticflow_airflow.operators import ElasticTrainSensor
 from elasticflow_airflow.sensing import judge, newest_of
 from elasticflow_airflow.wire import Event, JobIdentity, State
@@ -154,16 +154,45 @@ async def test_a_service_that_refuses_ends_it(service, make_status, monkeypatch)
     def denied(call, response, endpoint):
         raise Unauthorized("the token is wrong")
 
+    def refused(call, response, endpoint):
+        raise RequestRefused("no such question")
+
     trigger = deferred.value.trigger
     trigger.poll_interval_s = trigger.min_deferral_s = 0.0
-    monkeypatch.setattr("elasticflow_airflow.client.aio.read_answer", denied)
+    monkeypatch.setattr("elasticflow_airflow.client.aio.read_answer", refused)
     fired = await anext(trigger.run())
     assert fired.payload["outcome"] == "error"
-    with pytest.raises(AirflowException, match="the token is wrong"):
+    with pytest.raises(AirflowException, match="no such question"):
         task.execute_complete(context_of(task), fired.payload)
     monkeypatch.setattr("elasticflow_airflow.client.sync.read_answer", denied)
     with pytest.raises(ServiceRefused, match="the token is wrong"):
         task.execute(context_of(task))
+
+
+async def test_a_service_that_is_away_is_waited_for_and_not_for_ever(service, make_status, monkeypatch):
+    monkeypatch.setattr("elasticflow_airflow.hooks.ElasticFlowHook.client", impatient)
+    service.away = 10**6
+    task = make()
+    with pytest.raises(TaskDeferred) as deferred:
+        task.execute(context_of(task))
+    trigger = deferred.value.trigger
+    assert trigger.service_away_s == 3600.0
+    trigger.poll_interval_s = trigger.min_deferral_s = trigger.service_away_s = 0.0
+    monkeypatch.setattr("elasticflow_airflow.hooks.ElasticFlowHook.async_client", impatient_async)
+    fired = await anext(trigger.run())
+    assert fired.payload["outcome"] == "away"
+    with pytest.raises(ServiceAway, match="it has been away for"):
+        task.execute_complete(context_of(task), fired.payload)
+    with pytest.raises(ServiceAway):
+        make(deferrable=False).execute(context_of(task))
+
+
+def impatient(self, **_):
+    return ElasticFlowClient(Endpoint(base_url="http://127.0.0.1:1"), retry_for_s=0.0)
+
+
+async def impatient_async(self, **_):
+    return AsyncElasticFlowClient(Endpoint(base_url="http://127.0.0.1:1"), retry_for_s=0.0)
 
 
 def test_a_template_that_renders_none_is_named():
