@@ -35,9 +35,9 @@ from elasticflow_airflow.wire import JobIdentity, JobStatus, State
 
 _DAY_S = 86_400.0
 _LONGEST_WAIT_S = 30 * _DAY_S
-_LOOKS = 4
+_LOOKS = 2
 """Until the next thing that is known to come, the loop looks so many times at how the trainings get on ..."""
-_SHORTEST_LOOK_S = 10.0
+_SHORTEST_LOOK_S = 15.0
 """... but not more often than this ..."""
 _MEASURING_LOOK_S = 1.0
 """... except while a speed is measured ..."""
@@ -94,7 +94,7 @@ class SimulatedCluster:
             engine="fake",
             running_interval_s=_DAY_S,  # the loop is woken by what happens
             inventory_interval_s=1e-6,  # the shape may change between two runs
-            checkpoint_interval_s=300.0,
+            checkpoint_interval_s=600.0,
             log_level="error",
         )
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -253,7 +253,8 @@ class SimulatedCluster:
         with self._parts.store.read() as reader:
             deadlines_s = [row.deadline_at for _, row in reader.undrained() if row.deadline_at is not None]
             training = [one for one in reader.open_generations() if one.state == GangState.RUNNING]
-            last_event = reader.session.scalar(sa.select(sa.func.max(EventRow.event_id)))
+            decisive = sa.select(sa.func.max(EventRow.event_id)).where(EventRow.kind != "checkpoint")
+            last_event = reader.session.scalar(decisive)
         happened, self._happened = self._happened, (phases, last_event)
         if happened != self._happened:
             return now_s + _SOON_S  # one thing leads to another
