@@ -9,6 +9,7 @@ from airflow.plugins_manager import AirflowPlugin
 from elasticflow_airflow import listeners
 
 _RUN = "elasticflow/?dag_id={DAG_ID}&run_id={RUN_ID}"
+_ICONS = {"icon": "elasticflow/static/icon.svg", "icon_dark_mode": "elasticflow/static/icon-dark.svg"}
 _TASK = f"{_RUN}&task_id={{TASK_ID}}&map_index={{MAP_INDEX}}"
 
 
@@ -25,9 +26,16 @@ class ElasticFlowPlugin(AirflowPlugin):
             "destination": "nav",
             "category": "browse",
             "url_route": "elasticflow",
+            **_ICONS,
         },
-        {"name": "ElasticFlow", "href": _RUN, "destination": "dag_run", "url_route": "elasticflow-run"},
-        {"name": "ElasticFlow", "href": _TASK, "destination": "task_instance", "url_route": "elasticflow-task"},
+        {"name": "ElasticFlow", "href": _RUN, "destination": "dag_run", "url_route": "elasticflow-run", **_ICONS},
+        {
+            "name": "ElasticFlow",
+            "href": _TASK,
+            "destination": "task_instance",
+            "url_route": "elasticflow-task",
+            **_ICONS,
+        },
     ]
 
     @property

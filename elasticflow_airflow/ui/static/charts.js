@@ -6,6 +6,7 @@ import { onChange, token } from './theme.js';
 let address = null;
 let loading = null;
 const drawn = new Map();
+const stamps = new WeakMap();
 
 export const useLibrary = (from) => {
   address = from;
@@ -54,13 +55,14 @@ function layoutFor(wanted) {
 export const place = (id, label, height = 240) =>
   h('div', { id, class: 'chart', 'data-keep': '', 'data-key': id, role: 'img', 'aria-label': label, style: { 'min-height': `${height}px` } });
 
-/** Draw in the place of that id, or draw anew. `make(colours)` returns {data, layout}. */
-export async function draw(id, make) {
+/** Draw in the place of that id, or draw anew. `make(colours)` returns {data, layout}; an equal stamp means no news. */
+export async function draw(id, make, stamp = null) {
   const into = document.getElementById(id);
-  if (!into) return;
+  if (!into || (stamp !== null && into.data && stamps.get(into) === stamp)) return;
   drawn.set(id, make);
   const plotly = await library();
   if (!into.isConnected) return;
+  stamps.set(into, stamp);
   const { data, layout } = make(colours());
   await plotly.react(into, data, { ...layoutFor(layout), height: into.clientHeight || undefined, uirevision: id }, { displayModeBar: false, responsive: true, doubleClick: 'reset', locale: 'en' });
 }

@@ -93,7 +93,9 @@ export const sentence = (text) =>
 /** The same as a sentence of its own. */
 export function whole(text) {
   const told = sentence(text).trim();
-  return told ? `${told[0].toUpperCase()}${told.slice(1)}${/[.!?]$/.test(told) ? '' : '.'}` : '';
+  if (!told) return '';
+  const name = /^[^\s]*[._]/.test(told); // A task's or an argument's name stays as it is written.
+  return `${name ? told[0] : told[0].toUpperCase()}${told.slice(1)}${/[.!?]$/.test(told) ? '' : '.'}`;
 }
 
 /** A value for <input type="datetime-local">, and back. */

@@ -52,7 +52,7 @@ export class LogTail {
 
   draw() {
     const into = document.getElementById('log');
-    const text = this.text.replace(CODES, '') || '(nothing yet)';
+    const text = this.text.replace(CODES, '') || '(nothing written)';
     if (!into || into.textContent === text) return;
     const atEnd = into.scrollHeight - into.scrollTop - into.clientHeight < 40 || !into.textContent;
     into.textContent = text;

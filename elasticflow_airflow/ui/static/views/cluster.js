@@ -8,7 +8,7 @@ import { gantt, legend, walk } from '../gantt.js';
 import { colourOf } from '../palette.js';
 import { card, chip, decisionChip, empty, firstJob, fold, isLive, jobLink, outcomeChip, table, tiles, time } from '../parts.js';
 
-const RANGES = { '6h': [6, 3, '6 hours'], '24h': [24, 12, '24 hours'], '7d': [168, 24, '7 days'] };
+const RANGES = { '1h': [1, 0.5, '1 hour'], '6h': [6, 3, '6 hours'], '24h': [24, 12, '24 hours'], '7d': [168, 24, '7 days'] };
 const WEEK_S = 7 * 86400;
 const HISTORY_MS = 8000;
 const WEEK_MS = 60000;
@@ -16,7 +16,8 @@ const FORECAST_MS = 30000;
 
 export function open({ main, refresh }) {
   let range = sessionStorage.getItem('elasticflow.range');
-  if (!RANGES[range]) range = '24h';
+  let chosen = Boolean(RANGES[range]);
+  if (!chosen) range = '24h';
   const got = { history: null, week: null, forecast: null, cluster: null };
   const asked = { history: 0, week: 0, forecast: 0 };
 
@@ -29,10 +30,17 @@ export function open({ main, refresh }) {
   async function look(signal) {
     got.cluster = await api.cluster(signal);
     const now = got.cluster.at;
+    await fresh('week', WEEK_MS, () => api.history(now - WEEK_S, now, 168, signal));
+    if (!chosen) {
+      // A young cluster would be a stripe at the edge of a day.
+      const oldest = Math.min(now, ...got.week.spans.map((span) => span.from_at), ...got.week.admissions.map((one) => one.submitted_at));
+      range = Object.keys(RANGES).slice(0, 3).find((key) => RANGES[key][0] * 3600 > now - oldest) ?? '24h';
+      if (!got.week.admissions.length && !got.week.spans.length) range = '24h';
+      chosen = true;
+    }
     const [past, ahead] = RANGES[range];
     await Promise.all([
       fresh('history', HISTORY_MS, () => api.history(now - past * 3600, now + ahead * 3600, 120, signal)),
-      fresh('week', WEEK_MS, () => api.history(now - WEEK_S, now, 168, signal)),
       fresh('forecast', FORECAST_MS, () => api.forecast(24, signal).catch((error) => {
         if (error.name === 'AbortError') throw error;
         return { items: [], summary: error.message, kept: 0, not_kept: 0, missing_slots: 0 };
@@ -126,7 +134,7 @@ function outlook(forecast) {
             item.kind === 'expected' ? null : chip('Live', 'quiet'), outcomeChip(item.outcome)),
           h('div', { class: 'muted small' }, item.kind === 'expected' ? ['due ', time(item.due_at), ', '] : null, item.projected_at ? ['finish ', time(item.projected_at), ', '] : null, item.deadline_at ? ['deadline ', time(item.deadline_at)] : 'no deadline known',
             item.outcome === 'missed' && item.earliest_deadline_at ? ['; ', time(item.earliest_deadline_at), ' would do'] : null,
-            item.outcome !== 'kept' && item.reason ? h('div', {}, f.sentence(item.reason)) : null)))))))
+            item.outcome !== 'kept' && item.reason ? h('div', {}, f.whole(item.reason)) : null)))))))
     : h('p', { class: 'quiet-note' }, 'Nothing with a deadline is due. Recurring tasks appear here once they have run, or when their DAG tells its next runs.');
   return card('Next 24 hours', f.whole(forecast.summary) + missing, inside);
 }
@@ -175,6 +183,7 @@ function byDag(week) {
     : h('p', { class: 'quiet-note' }, 'No job has been submitted in the last seven days.'));
 }
 
+const WAITS = [1, 3, 10, 60, 600, 3600, 36000, 360000];
 const KINDS = [['admitted', 'accent', 'Admitted'], ['renegotiated', 'warn', 'Later deadline'], ['best_effort', 'faint', 'Best effort'], ['undecided', 'muted', 'Undecided'], ['rejected', 'bad', 'Rejected']];
 
 function asks(week) {
@@ -185,7 +194,7 @@ function asks(week) {
       h('figure', {}, h('figcaption', {}, 'From submission to the first step'), place('chart-waits', 'Box plot: waiting time by DAG; the median is in the table by DAG', 200))),
     refused.length ? h('div', { class: 'refused', 'data-key': 'refused' }, h('h3', {}, 'Last rejections'), h('ul', { class: 'items' }, refused.map((one) => h('li', {},
       h('div', { class: 'item-line' }, h('a', { href: jobLink(one, one.job_id) }, `${one.dag_id} · ${one.task_id}`), h('span', { class: 'muted nowrap' }, time(one.submitted_at)), chip('Rejected', 'bad', '✕')),
-      h('div', { class: 'muted small' }, f.sentence(one.reason)))))) : null,
+      h('div', { class: 'muted small' }, f.whole(one.reason)))))) : null,
     fold('submissions', 'As a table', table('Submissions', [['Job', ''], ['Submitted', 'nowrap'], ['Verdict', ''], ['Waited', 'number'], ['Deadline', 'nowrap'], ['Finished', 'nowrap'], ['Reason', 'wide']],
       week.admissions.slice().sort((a, b) => b.submitted_at - a.submitted_at).slice(0, 100).map((one, at) => ({ key: `a${at}`, cells: [
         h('a', { href: jobLink(one, one.job_id) }, `${one.dag_id} · ${one.task_id}`), time(one.submitted_at), decisionChip(one.decision),
@@ -205,12 +214,15 @@ function charts(week) {
     }),
     layout: { barmode: 'stack', bargap: 0.45, showlegend: true, margin: { l: 30, r: 6, t: 28, b: 24 }, xaxis: { type: 'category' }, yaxis: { rangemode: 'tozero', tickformat: ',d', nticks: 4 } },
   })).catch((error) => console.warn(error.message));
+  const all = week.admissions.filter((one) => one.started_at !== null).map((one) => Math.max(0.5, one.started_at - one.submitted_at));
+  const least = Math.min(1, ...all);
+  const most = Math.max(10, ...all);
   const waits = group(week.admissions.filter((one) => one.started_at !== null), (one) => one.dag_id);
   draw('chart-waits', (c) => ({
     data: [...waits].slice(0, 8).map(([dag, all]) => ({
       type: 'box', orientation: 'h', name: dag, x: all.map((one) => Math.max(0.5, one.started_at - one.submitted_at)), y: all.map(() => dag), boxpoints: 'all', jitter: 0.5, pointpos: 0,
       marker: { size: 3.5, color: c.muted, opacity: 0.7 }, line: { width: 1.4, color: c.accent }, fillcolor: c.soft, hovertemplate: '%{x:.0f} s<extra></extra>',
     })),
-    layout: { hovermode: 'closest', margin: { l: 30, r: 10, t: 28, b: 24 }, xaxis: { type: 'log', tickvals: [1, 10, 60, 600, 3600, 36000], ticktext: ['1 s', '10 s', '1 min', '10 min', '1 h', '10 h'] }, yaxis: { type: 'category' } },
+    layout: { hovermode: 'closest', margin: { l: 30, r: 10, t: 28, b: 24 }, xaxis: { type: 'log', range: [Math.log10(least / 1.6), Math.log10(most * 1.6)], tickvals: WAITS, ticktext: WAITS.map(f.duration) }, yaxis: { type: 'category' } },
   })).catch((error) => console.warn(error.message));
 }

@@ -24,6 +24,7 @@ function steps(spans, now) {
 
 export function drawStory({ status, generations, planned, samples }) {
   const now = nowS();
+  const stamp = JSON.stringify([generations, planned, samples.length, samples.at(-1), status.deadline_at, Math.floor(now / 20)]);
   draw('chart-story', (c) => {
     const losses = samples.filter((one) => one.loss !== null);
     const times = [...generations.map((one) => one.from_at), ...samples.map((one) => one.at)];
@@ -50,12 +51,12 @@ export function drawStory({ status, generations, planned, samples }) {
       layout: {
         margin: { l: 52, r: 14, t: 22, b: 30 }, shapes, annotations,
         xaxis: { type: 'date', range: [wall(first - span), wall(last + span)], anchor: 'y3', domain: [0, 1] },
-        yaxis: { domain: [0.7, 1], title: 'workers', rangemode: 'tozero', nticks: 4, tickformat: ',d' },
+        yaxis: { domain: [0.7, 1], title: 'workers', rangemode: 'tozero', dtick: Math.max(1, Math.ceil(Math.max(1, ...[...generations, ...planned].map((one) => one.workers)) / 3)) },
         yaxis2: { domain: [0.36, 0.63], title: 'loss', nticks: 4 },
         yaxis3: { domain: [0, 0.28], title: 'steps/s', rangemode: 'tozero', nticks: 4 },
       },
     };
-  }).catch(tell);
+  }, stamp).catch(tell);
 }
 
 export function drawCurve({ curve, status }) {
@@ -75,7 +76,7 @@ export function drawCurve({ curve, status }) {
       ],
       layout: { showlegend: true, margin: { l: 48, r: 12, t: 28, b: 38 }, xaxis: { type: 'log', tickvals: x, ticktext: x.map(String), title: 'workers' }, yaxis: { title: 'steps/s', rangemode: 'tozero', nticks: 5 } },
     };
-  }).catch(tell);
+  }, JSON.stringify([curve, status.workers])).catch(tell);
 }
 
 export function drawRuns(runs, status) {
@@ -87,5 +88,5 @@ export function drawRuns(runs, status) {
       return { x: known.map((one) => one.at / 60), y: known.map((one) => one.loss), name: isThis(run) ? 'this run' : run.run_id, mode: 'lines', line: isThis(run) ? { color: c.accent, width: 2.4 } : { color: c.muted, width: 1 }, opacity: isThis(run) ? 1 : 0.5, hovertemplate: '%{y:.4g}' };
     }),
     layout: { hovermode: 'closest', margin: { l: 48, r: 12, t: 10, b: 38 }, xaxis: { title: 'minutes since the start', rangemode: 'tozero' }, yaxis: { title: 'loss', nticks: 5 } },
-  })).catch(tell);
+  }), JSON.stringify(runs.map((run) => [run.job_id, run.samples.length]))).catch(tell);
 }

@@ -52,7 +52,7 @@ export function open({ main, context, refresh }) {
         live && job.steps_per_s ? f.number(job.steps_per_s) : '–',
         h('div', { class: 'two' }, h('span', {}, time(live ? job.projected_finish_at : job.result?.finished_at)), h('span', { class: 'muted small' }, job.deadline_at === null ? 'best effort' : ['by ', time(job.deadline_at)])),
         slackChip(job),
-        h('span', { class: 'why' }, f.sentence(why)),
+        h('span', { class: 'why' }, f.whole(why)),
       ],
     };
   }

@@ -72,7 +72,7 @@ export function open({ main, refresh }) {
           h('div', { class: 'move' }, h('label', { class: 'visually-hidden', for: id }, `Deadline of ${jobName(job.identity)}`),
             button(-30, '−30 min'), h('input', { type: 'datetime-local', id, class: 'input', value: at === null ? '' : f.toInput(at), 'data-change': 'deadline', 'data-job': job.job_id, 'data-key': id }), button(30, '+30 min'),
             moved ? h('button', { type: 'button', class: 'button small-button', 'data-action': 'undo', 'data-job': job.job_id }, 'Undo') : null),
-          verdict ? h('div', { class: 'verdict' }, decisionChip(verdict.decision), h('span', { class: 'small' }, f.sentence(verdict.reason)),
+          verdict ? h('div', { class: 'verdict' }, decisionChip(verdict.decision), h('span', { class: 'small' }, f.whole(verdict.reason)),
             verdict.decision === 'rejected' && verdict.earliest_deadline_at ? h('button', { type: 'button', class: 'button small-button', 'data-action': 'earliest', 'data-job': job.job_id, value: verdict.earliest_deadline_at }, `Try ${f.moment(verdict.earliest_deadline_at)}`) : null,
             verdict.decision !== 'rejected' && cluster.may_edit.includes(job.identity.dag_id) ? h('button', { type: 'button', class: 'button small-button primary', 'data-action': 'apply', 'data-job': job.job_id }, 'Apply') : null) : null);
       }))
@@ -109,7 +109,7 @@ export function open({ main, refresh }) {
           return { key, attributes: differs({ was, is }) ? { class: 'changed' } : {}, cells: [
             shown.task, shown.kind === 'expected' ? time(shown.due_at) : 'live', was ? outcomeChip(was.outcome) : '–', is ? outcomeChip(is.outcome) : '–',
             h('span', {}, is?.projected_at && was?.projected_at && Math.abs(is.projected_at - was.projected_at) > 60 ? [h('s', { class: 'muted' }, f.moment(was.projected_at)), ' ', time(is.projected_at)] : time(shown.projected_at)),
-            time(shown.deadline_at), f.sentence(shown.reason)] };
+            time(shown.deadline_at), f.whole(shown.reason)] };
         })))
       : h('p', { class: 'quiet-note' }, 'Nothing with a deadline is due in the next 24 hours.'));
   }
