@@ -27,7 +27,8 @@ _FIELDS = frozenset({"global_batch_size", "latest_deadline", "elasticflow_conn_i
 """Template fields by which an elastic task is known: subclasses and decorated functions have names of their own."""
 _DEFAULT_CONN_ID = "elasticflow_default"
 _DAGS_AT_ONCE = 100
-_TASKS_AT_ONCE = 1000
+_TASKS_AT_ONCE = 250
+"""With all their runs, this is what the service takes in at once."""
 _MOST_INDEXES = 1000
 
 
@@ -49,6 +50,11 @@ class TaskDue:
     conn_id: str
     map_indexes: tuple[int, ...]
     due: tuple[datetime, ...]
+
+    def names(self) -> set[str]:
+        """Its instances as the service names them."""
+        name = f"{self.dag_id}.{self.task_id}"
+        return {name if index < 0 else f"{name}[{index}]" for index in self.map_indexes}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -46,10 +46,11 @@ def feed(args: Any) -> None:
     except (ElasticFlowError, AirflowException) as error:
         console.print(f"the service was not told: {error}", style="red", markup=False)
         sys.exit(AWAY)
+    due = {name for task in found.tasks if task.due for name in task.names()}
     for conn_id, answer in answers.items():
         line = f"{conn_id}: {answer.taken} tasks told"
-        if answer.unknown:
-            line += f"; nothing can be kept free yet for {', '.join(answer.unknown)}: they have not run there"
+        if unknown := [name for name in answer.unknown if name in due]:
+            line += f"; nothing can be kept free yet for {', '.join(unknown)}: they have not run there"
         console.print(line, markup=False)
 
 

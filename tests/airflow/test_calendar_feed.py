@@ -74,9 +74,9 @@ def test_each_service_is_told_of_its_own_tasks_in_pieces():
         return CalendarAnswer(taken=len(request.tasks), unknown=[request.tasks[-1].task_id])
 
     answers = feed_services([one("a", "x"), one("b", "y", tuple(range(1500))), one("c", "x")], post)
-    assert sent == [("x", 2), ("y", 1000), ("y", 500)]
+    assert sent == [("x", 2), *[("y", 250)] * 6]
     assert (answers["x"].taken, answers["x"].unknown) == (2, ["c"])
-    assert (answers["y"].taken, answers["y"].unknown) == (1500, ["b", "b"])
+    assert (answers["y"].taken, answers["y"].unknown) == (1500, ["b"] * 6)
 
 
 @pytest.fixture
