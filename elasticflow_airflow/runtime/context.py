@@ -96,10 +96,10 @@ def detect(checkpoint_dir: Path | str | None = None) -> Context:
 
 
 def _try_to_write(folder: Path, named: str) -> None:
-    """Make the folder for checkpoints, and a file there. Raises CheckpointError, with what chose the folder."""
+    """Make a file where checkpoints will be, or where their folder will. Raises CheckpointError, with what chose it."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
         raise CheckpointError(
             f"{named}={str(folder)!r} cannot be written by uid {os.getuid()}: {error.strerror or error}. Choose another"
