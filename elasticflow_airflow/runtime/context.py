@@ -97,8 +97,8 @@ def detect(checkpoint_dir: Path | str | None = None) -> Context:
 
 def _try_to_write(folder: Path, named: str) -> None:
     """Make a file where checkpoints will be, or where their folder will. Raises CheckpointError, with what chose it."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
     try:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
         raise CheckpointError(
