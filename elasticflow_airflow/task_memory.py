@@ -5,10 +5,15 @@ Kept in Airflow's task state store, which survives all of these (XComs do not). 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from airflow.sdk.exceptions import AirflowRuntimeError
+
 from elasticflow_airflow.progress import ProgressMark
+
+log = logging.getLogger(__name__)
 
 _KEY = "elasticflow"
 
@@ -60,5 +65,8 @@ class TaskMemory:
             return cls()
 
     def save(self, store: StateStore) -> None:
-        """Write it down."""
-        store.set(_KEY, asdict(self))
+        """Write it down if Airflow takes it: without it a retry still finds its job, whose id is the task's."""
+        try:
+            store.set(_KEY, asdict(self))
+        except AirflowRuntimeError as error:
+            log.warning("Airflow did not keep what this task remembers: %s", error)

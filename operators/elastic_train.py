@@ -368,7 +368,8 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
                     self._reschedule(memory)
             if not ended:
                 status = watch.wait(settings.inline_wait_s if self.deferrable else None, lambda: self._kill.happened)
-                memory.save(store)
+                if not self._kill.happened:
+                    memory.save(store)
         if status is not None and status.orphaned:
             self.log.warning("%s while nobody could ask for it: submitting it again", status.state_reason)
             return self._train_again(context, memory)

@@ -188,6 +188,20 @@ def test_the_same_try_run_twice_gets_a_claim_of_its_own(service, make_task):
     assert [body["claim"] for body in service.did("lease")] == [1, 2]
 
 
+def test_an_airflow_that_remembers_nothing_now_costs_no_training(service, make_status, make_task):
+    """Its API server restarts, or a new attempt has replaced this one: the job's id follows from the task."""
+    from airflow.sdk.exceptions import AirflowRuntimeError, ErrorType
+    from airflow.sdk.execution_time.comms import ErrorResponse
+
+    class Refusing(Store):
+        def set(self, key, value):
+            raise AirflowRuntimeError(ErrorResponse(error=ErrorType.API_SERVER_ERROR, detail={"status_code": 404}))
+
+    service.statuses = [make_status(), success(make_status)]
+    task = make_task(deferrable=False)
+    assert task.execute(context_of(task, Refusing()))["steps"] == 10
+
+
 def test_a_retry_that_finds_its_job_finished_returns_it_without_deferring(service, make_status, make_task):
     """The job ended while nobody looked (58490): look before deferring."""
     service.statuses = [success(make_status)]
