@@ -242,6 +242,8 @@ def test_cancelled_from_outside_fails_for_good(service, make_status, make_task):
         ("scheduled", 0, "best_effort", True),
         ("scheduled", 0, "auto", False),
         ("backfill", 0, "fail", False),
+        ("manual", 0, "auto", False),  # by hand, for a time long past
+        ("manual", 0, "best_effort", True),
     ],
 )
 def test_a_deadline_that_has_passed(service, make_status, make_task, run_type, max_tries, policy, best_effort):
