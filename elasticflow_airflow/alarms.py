@@ -8,8 +8,11 @@ text. It runs in a worker: a deferred task is resumed for it, and waits on.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from copy import copy
 from datetime import tzinfo
 from typing import Any, Protocol, cast
+
+from airflow.sdk import BaseNotifier
 
 from elasticflow_airflow.callables import loaded
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError
@@ -69,7 +72,9 @@ class RiskAlarm:
         self._log.warning("%s", details["message"])
         for callback in self._callbacks:
             try:
-                loaded(callback)(self._context)
+                function = loaded(callback)
+                # A notifier keeps what it has rendered: the next time it would say the same again.
+                (copy(function) if isinstance(function, BaseNotifier) else function)(self._context)
             except Exception:  # noqa: BLE001 - said in full; the training must not end for a chat that is down
                 self._log.exception("on_at_risk: %s failed; the training goes on", callback)
 

@@ -151,11 +151,12 @@ class Chat(BaseNotifier):
 
 
 def test_any_notifier_can_render_what_is_known(service, make_status, make_task):
-    service.statuses = [make_status(), make_status(at_risk=True, step=4), success(make_status)]
+    first, second = make_status(at_risk=True, step=4), make_status(at_risk=True, step=7)
+    service.statuses = [make_status(), first, make_status(), second, success(make_status)]
     Chat.said.clear()
     task = make_task(on_at_risk=Chat("step {{ elasticflow.step }} of {{ ti.task_id }}"))
     task.execute(context_of(task))
-    assert Chat.said == ["step 4 of train"]
+    assert Chat.said == ["step 4 of train", "step 7 of train"]
 
 
 @pytest.fixture
