@@ -133,12 +133,17 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").strip()
 
 
-def with_arguments(text: str) -> str:
-    """Fill in, in the operator's tables, what the signature says of each argument: type, default, template or not.
+def with_arguments(text: str, page: str) -> str:
+    """Fill in, in a page's tables of arguments, what signatures say of each: type, default, template or not.
 
     Reads the source: Airflow is not needed. A default of None keeps what the page says that it means.
     """
-    arguments, templates = operator_arguments()
+    arguments: dict[str, tuple[str, str]] = {}
+    templates: set[str] = set()
+    for file, name in CLASSES[page]:
+        found, fields = arguments_of(file, name)
+        arguments |= found
+        templates |= set(fields)
 
     def fill(row: re.Match[str]) -> str:
         name, cells = row["name"], [cell.strip() for cell in re.split(r"(?<!\\)\|", row["rest"])[:-1]]
@@ -154,24 +159,21 @@ def with_arguments(text: str) -> str:
     return _ROW.sub(fill, text)
 
 
-def operator_arguments() -> tuple[dict[str, tuple[str, str]], tuple[str, ...]]:
-    """Return the operator's arguments, with annotation and default as written, and its template fields."""
-    source = (REFERENCE.parents[1] / "operators/elastic_train.py").read_text()
-    (operator,) = (
-        n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "ElasticTrainOperator"
-    )
-    (init,) = (n for n in operator.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
+def arguments_of(file: str, name: str) -> tuple[dict[str, tuple[str, str]], tuple[str, ...]]:
+    """Return a class's keyword arguments, with annotation and default as written, and its template fields."""
+    source = (REFERENCE.parents[1] / file).read_text()
+    (found,) = (n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name)
+    (init,) = (n for n in found.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
     arguments = {
         argument.arg: (ast.unparse(argument.annotation or ast.Constant("Any")), ast.unparse(default) if default else "")
         for argument, default in zip(init.args.kwonlyargs, init.args.kw_defaults, strict=True)
     }
-    (fields,) = (
-        n.value
-        for n in operator.body
-        if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name) and n.target.id == "template_fields"
-    )
-    assert fields is not None
-    return arguments, tuple(ast.literal_eval(fields))
+    fields: tuple[str, ...] = ()
+    for node in found.body:
+        is_fields = isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "template_fields"
+        if is_fields and node.value is not None:
+            fields = tuple(ast.literal_eval(node.value))
+    return arguments, fields
 
 
 def _python_type(annotation: str, is_template: bool) -> str:
@@ -184,11 +186,23 @@ def _python_type(annotation: str, is_template: bool) -> str:
     return " or ".join(f"`{kind}`" for kind in kinds)
 
 
+CLASSES = {
+    "operator.md": (("operators/elastic_train.py", "ElasticTrainOperator"),),
+    "authoring.md": (
+        ("operators/sensor.py", "ElasticTrainSensor"),
+        ("elasticflow_airflow/retry_policies.py", "ElasticFlowRetryPolicy"),
+    ),
+}
+"""Whose arguments a page has tables of."""
+
 _ROW = re.compile(r"^\| `?(?P<name>\w+)`?(?: \*\*T\*\*)? \|(?P<rest>.*\|)\n(?:\|---.*\n)?", re.MULTILINE)
 _CONCRETE = {"Sequence[Any]": "list", "Mapping[": "dict[", "time_of_day": "time"}
 _DEFAULTS = {
     "": "required",
     "timedelta(minutes=5)": "5 min",
+    "timedelta(seconds=30)": "30 s",
+    "5.0": "5 s",
+    "SUCCEEDED": '`"succeeded"`',
     "ElasticFlowHook.default_conn_name": '`"elasticflow_default"`',
 }
 
@@ -204,8 +218,8 @@ def files() -> dict[Path, str]:
         text = page.read_text()
         if _PART.search(text):
             text = made[page] = _PART.sub(lambda part: f"{part[1]}\n{PARTS[part['name']]()}\n\n{part[3]}", text)
-        if page.name == "operator.md":
-            made[page] = with_arguments(text)
+        if page.name in CLASSES:
+            made[page] = with_arguments(text, page.name)
     return made
 
 

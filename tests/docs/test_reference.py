@@ -36,17 +36,17 @@ def test_generated_parts_are_current(generate: ModuleType) -> None:
     assert generate.outdated() == [], "write them anew with `make reference`"
 
 
-def test_every_argument_of_the_operator_has_its_row(generate: ModuleType) -> None:
-    arguments, templates = generate.operator_arguments()
-    rows = re.findall(r"^\| `(\w+)`( \*\*T\*\*)? \| (`[^|]+`) \|([^|]*)\| (.+) \|$", operator_page(), re.MULTILINE)
-    described = {name: bool(mark) for name, mark, *_ in rows}
-    missing = [name for name in arguments if name not in described]
-    assert missing == [], f"docs/reference/operator.md lacks: {missing}; write | `name` | | default | meaning |"
-    assert [name for name in arguments if described[name] != (name in templates)] == []
-
-
-def operator_page() -> str:
-    return (REFERENCE / "operator.md").read_text()
+def test_every_argument_has_its_row(generate: ModuleType) -> None:
+    for page, classes in generate.CLASSES.items():
+        text = (REFERENCE / page).read_text()
+        rows = re.findall(r"^\| `(\w+)`( \*\*T\*\*)? \| (`[^|]+`) \|([^|]*)\| (.+) \|$", text, re.MULTILINE)
+        described = {name: bool(mark) for name, mark, *_ in rows}
+        for file, name in classes:
+            arguments, templates = generate.arguments_of(file, name)
+            assert arguments
+            missing = [argument for argument in arguments if argument not in described]
+            assert missing == [], f"docs/reference/{page} lacks: {missing}; write | `name` | | default | meaning |"
+            assert [argument for argument in arguments if described[argument] != (argument in templates)] == []
 
 
 def test_every_setting_of_the_service_has_its_default() -> None:
