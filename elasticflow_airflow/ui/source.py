@@ -1,7 +1,8 @@
 """Asks the service on behalf of the page: by Airflow's connection, whose token stays on this side.
 
 Many browsers poll the same few answers, so an answer may be shared for a moment; what each user may see of it is
-decided elsewhere (``visibility``). Knows nothing of users.
+decided elsewhere (``visibility``). The threads that wait here are Airflow's, and a service that hangs must not take
+them all: only a few questions are under way at once, the others are told so. Knows nothing of users.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ T = TypeVar("T")
 
 _LOOKUP_S = 20.0
 """How long a looked-up connection is used: a changed one takes effect within this time."""
-_TIMEOUT_S = 20.0
+_CONNECT_S, _TIMEOUT_S = 3.0, 20.0
+_AT_ONCE = 8
+_QUEUE_S = 2.0
+_AWAY_S = 2.0
+"""So long nobody is sent to a service that did not answer somebody else."""
 _SHARED_AT_MOST = 200
 
 
@@ -43,6 +48,7 @@ class Address:
 class _Shared:
     lock: threading.Lock = field(default_factory=threading.Lock)
     answer: Any = None
+    failure: ServiceUnavailable | None = None
     until: float = -1.0
 
 
@@ -61,6 +67,7 @@ class Source:
     ) -> None:
         self._look_up, self._clock, self._transport = look_up, clock, transport
         self._lock = threading.Lock()
+        self._room = threading.BoundedSemaphore(_AT_ONCE)
         self._address: Address | None = None
         self._http: httpx.Client | None = None
         self._looked_up = 0.0
@@ -71,9 +78,12 @@ class Source:
         """Which namespace's jobs are this Airflow's."""
         return self._connect()[0].namespace
 
-    def ask(self, call: Call[T], *, timeout_s: float | None = None) -> T:
+    def ask(self, call: Call[T]) -> T:
         """Run a call once; nothing is tried again: the page asks again by itself."""
         address, http = self._connect()
+        limit_s = max(_TIMEOUT_S, call.timeout_s or 0.0)
+        if not self._room.acquire(timeout=_QUEUE_S):
+            raise _busy()
         try:
             response = http.request(
                 call.method,
@@ -81,10 +91,12 @@ class Source:
                 params=dict(call.params),
                 content=call.body,
                 headers={} if call.body is None else {"Content-Type": call.content_type},
-                timeout=max(_TIMEOUT_S, call.timeout_s or 0.0, timeout_s or 0.0),
+                timeout=httpx.Timeout(limit_s, connect=_CONNECT_S),
             )
         except httpx.TransportError as error:
             raise _away(error, address.endpoint) from error
+        finally:
+            self._room.release()
         if response.status_code in (404, 405) and call.missing is None and not _is_problem(response):
             raise IncompatibleService(
                 f"{address.endpoint} does not know {call.method} {call.path}",
@@ -95,18 +107,28 @@ class Source:
 
     def share(self, call: Call[T], for_s: float) -> T:
         """As ``ask``, but an answer not older than ``for_s`` that somebody else got will do."""
+        self._connect()  # A changed connection forgets what is shared.
         key = (call.method, call.path, tuple(call.params.items()), call.body)
         with self._lock:
             if len(self._shared) > _SHARED_AT_MOST:
                 now = self._clock()
                 self._shared = {k: one for k, one in self._shared.items() if one.until > now}
             shared = self._shared.setdefault(key, _Shared())
-        with shared.lock:  # One asks, the others wait for its answer.
+        if not shared.lock.acquire(timeout=_QUEUE_S + _CONNECT_S):  # One asks, the others wait for its answer.
+            raise _busy()
+        try:
             if self._clock() >= shared.until:
-                shared.answer = self.ask(call)
-                shared.until = self._clock() + for_s
+                try:
+                    shared.answer, shared.failure = self.ask(call), None
+                    shared.until = self._clock() + for_s
+                except ServiceUnavailable as error:
+                    shared.failure, shared.until = error, self._clock() + _AWAY_S
+            if shared.failure is not None:
+                raise shared.failure
             answer: T = shared.answer
             return answer
+        finally:
+            shared.lock.release()
 
     def forget(self) -> None:
         """Something was changed: shared answers are out of date."""
@@ -125,6 +147,10 @@ class Source:
                 self._shared.clear()
             self._address, self._looked_up = address, now
             return address, self._http
+
+
+def _busy() -> ServiceUnavailable:
+    return ServiceUnavailable("the service takes long to answer", "it is asked again by itself", "away")
 
 
 def _is_problem(response: httpx.Response) -> bool:

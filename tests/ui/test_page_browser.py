@@ -387,6 +387,16 @@ def test_an_administrator_moves_a_deadline_by_what_if(look: Any, site: Site) -> 
     assert site.status("nightly").deadline_at == pytest.approx(before + 1800, abs=60)
 
 
+def test_the_log_goes_on_and_the_workers_say_what_they_do(look: Any, site: Site) -> None:
+    page = look("viewer", site.job("nightly"))
+    log = page.locator("#log")
+    wait("the end of the log", lambda: "step" in log.inner_text())
+    before = log.inner_text()
+    wait("more of it", lambda: log.inner_text() != before)
+    page.get_by_role("button", name="Dump stacks").click()
+    page.get_by_text("The stacks are below the log.").first.wait_for()
+
+
 def test_a_job_is_saved_as_one_file_and_as_a_trace(look: Any, site: Site, tmp_path: Path) -> None:
     page = look("viewer", site.job("nightly"))
     page.locator("#chart-story .main-svg").first.wait_for()
