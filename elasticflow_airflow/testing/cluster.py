@@ -46,6 +46,7 @@ _PATIENT_LOOK_S = 60.0
 _SOON_S = 0.25
 _GETTING_ON = frozenset({"starting", "running", "saving", "tail", "ended"})
 _RENEW_S = 20.0
+_SETTLE_S = 120.0
 _ANSWER_WITHIN_S = 3.0
 """Clients give up an exchange after ten."""
 
@@ -134,6 +135,13 @@ class SimulatedCluster:
             while self._now_s < at:
                 self._step(at, owned=False)
 
+    def settle(self, limit_s: float = _SETTLE_S) -> None:
+        """Let jobs that are being cancelled come to their end: their workers save and leave."""
+        with self._lock:
+            end_s = self._now_s + limit_s
+            while self.live and self._now_s < end_s:
+                self._step(end_s, owned=True)
+
     def wait(self, until: float = math.inf, *, watched: bool = False, answer_within_s: float = math.inf) -> None:
         """Let time pass until something happens to a job for which its task waits, or until a moment.
 
@@ -153,7 +161,7 @@ class SimulatedCluster:
     @property
     def live(self) -> bool:
         """Whether there is a job that is not over."""
-        return bool(self._live())
+        return any(not row.terminal for row in self._live())
 
     def has_job(self, identity: JobIdentity) -> bool:
         """Whether a task, of whatever namespace, has a job."""

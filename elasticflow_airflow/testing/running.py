@@ -202,6 +202,8 @@ class RunDag:
             shadow = without_deadline_alerts(found)
             store_dag(shadow)
             run = shadow.test(run_conf=conf, **given, **options)
+            if engine == "simulated":
+                self.cluster.settle()
             return _result(found, run, endpoint, errors)
 
 
