@@ -33,6 +33,7 @@ from elasticflow_airflow.client.errors import (
 from elasticflow_airflow.insight import StackDump, WhatIf, WhatIfRequest
 from elasticflow_airflow.ui.assets import CHART_LIBRARY, asset, chart_library_version
 from elasticflow_airflow.ui.guard import HeadersGuard, refuse_foreign_pages
+from elasticflow_airflow.ui.lateness import latest_finish_at
 from elasticflow_airflow.ui.source import Source
 from elasticflow_airflow.ui.trace import chrome_trace
 from elasticflow_airflow.ui.visibility import Sight
@@ -40,6 +41,7 @@ from elasticflow_airflow.wire import AmendAnswer, AmendRequest, Event, JobStatus
 
 _NOW_S, _HISTORY_S, _FORECAST_S = 1.0, 5.0, 20.0
 _RECENT = 300
+_LOOKED_INTO, _LATEST_S = 20, 30.0
 _EVENTS_AT_MOST = 5000
 _EVENT_PAGE = 1000
 _LONGEST_S = 31 * 86400.0
@@ -68,6 +70,8 @@ class JobList(BaseModel):
     at: float
     jobs: list[JobStatus]
     why: dict[str, str]
+    latest: dict[str, float]
+    """By job id, when it will have finished with 95 %, where that can be said."""
     may_edit: list[str]
 
 
@@ -249,8 +253,29 @@ def _add_cluster(app: FastAPI, source: Source) -> None:
             and task_id in (None, job.identity.task_id)
             and map_index in (None, job.identity.map_index)
         ]
-        answer = JobList(at=now.at, jobs=wanted, why=sight.cluster(now).why, may_edit=_editable(user))
+        answer = JobList(
+            at=now.at,
+            jobs=wanted,
+            why=sight.cluster(now).why,
+            latest=_latest(source, wanted),
+            may_edit=_editable(user),
+        )
         return JobList.model_validate(sight.plain(answer.model_dump(mode="json")))
+
+
+def _latest(source: Source, jobs: list[JobStatus]) -> dict[str, float]:
+    """When the running ones among the jobs end at the latest; of many, those that are due first."""
+    running = [job for job in jobs if job.workers and job.projected_finish_at is not None]
+    running.sort(key=lambda job: job.deadline_at or float("inf"))
+    found: dict[str, float] = {}
+    for job in running[:_LOOKED_INTO]:
+        try:
+            story = source.share(questions.story(job.job_id), _LATEST_S)
+        except JobNotFound:
+            continue  # it went while we looked
+        if (at := latest_finish_at(story, time.time())) is not None:
+            found[job.job_id] = at
+    return found
 
 
 def _add_job(app: FastAPI, source: Source) -> None:
@@ -261,7 +286,7 @@ def _add_job(app: FastAPI, source: Source) -> None:
         _status(source, dag_id, job_id)
         found = source.ask(questions.story(job_id, incarnation))
         plain: dict[str, Any] = _sight(source, user).knowing([found.status]).plain(found.model_dump(mode="json"))
-        return {**plain, "may_edit": _may_edit(user, dag_id)}
+        return {**plain, "latest_at": latest_finish_at(found, time.time()), "may_edit": _may_edit(user, dag_id)}
 
     @app.get(f"{job}/events", dependencies=[_reads])
     def events(

@@ -153,6 +153,17 @@ def test_a_service_that_is_away_is_said_to_be_away(browse: Any, cluster: Scripte
     assert "elasticflow serve" in answer.json()["hint"]
 
 
+def test_running_jobs_say_when_they_end_at_the_latest(browse: Any, cluster: ScriptedCluster) -> None:
+    browser = browse("viewer")
+    latest = browser.get("api/jobs").json()["latest"]
+    assert MINE.job_id in latest
+    assert HIDDEN.job_id not in latest
+    projected = next(job for job in cluster.jobs() if job.job_id == MINE.job_id).projected_finish_at or 0.0
+    assert projected < latest[MINE.job_id] < projected + 3600
+    assert browser.get(f"{JOB}/story").json()["latest_at"] == pytest.approx(latest[MINE.job_id], abs=5)
+    assert identity("vision").job_id not in latest
+
+
 def test_one_task_instance_finds_its_job(browse: Any) -> None:
     query = {"dag_id": "vision", "run_id": "scheduled__today", "task_id": "backbone", "map_index": -1}
     jobs = browse("viewer").get("api/jobs", params=query).json()["jobs"]

@@ -136,19 +136,9 @@ export function open({ main, rest: [dag, job], refresh }) {
 
 const why = (story) => story.why ? h('p', { class: 'callout', 'data-key': 'why' }, f.whole(story.why)) : null;
 
-/** The finish at a speed that 95 % of the measurements with this many workers exceeded; null: too few of them. */
-function latest({ status, samples }) {
-  if (!isLive(status) || !status.projected_finish_at) return null;
-  const speeds = samples.filter((one) => one.workers === status.workers && one.steps_per_s > 0).map((one) => one.steps_per_s).sort((a, b) => a - b);
-  if (speeds.length < 20) return null;
-  const mean = speeds.reduce((sum, one) => sum + one, 0) / speeds.length;
-  const left = status.projected_finish_at - f.nowS();
-  return left <= 0 ? null : f.nowS() + left * Math.max(1, mean / f.quantile(speeds, 0.05));
-}
-
 function numbers(story) {
   const { status } = story;
-  const late = latest(story);
+  const late = isLive(status) ? story.latest_at : null;
   const live = isLive(status);
   const ended = status.result?.finished_at;
   return h('div', { 'data-key': 'numbers' }, progress(status), tiles(

@@ -50,7 +50,7 @@ export function open({ main, context, refresh }) {
         progress(job),
         live ? h('span', {}, f.number(job.workers)) : '–',
         live && job.steps_per_s ? f.number(job.steps_per_s) : '–',
-        h('div', { class: 'two' }, h('span', {}, time(live ? job.projected_finish_at : job.result?.finished_at)), h('span', { class: 'muted small' }, job.deadline_at === null ? 'best effort' : ['by ', time(job.deadline_at)])),
+        h('div', { class: 'two' }, h('span', {}, time(live ? job.projected_finish_at : job.result?.finished_at), live && answer.latest[job.job_id] ? h('span', { class: 'muted small' }, ' 95 % by ', time(answer.latest[job.job_id])) : null), h('span', { class: 'muted small' }, job.deadline_at === null ? 'best effort' : ['by ', time(job.deadline_at)])),
         slackChip(job),
         h('span', { class: 'why' }, f.whole(why)),
       ],
