@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -203,22 +204,18 @@ class Stack:
         return [p for p in self.family() if any("elasticflow_airflow.runtime" in w for w in command_line(p))]
 
     def close(self) -> None:
-        """End everything that was started, and everything that those started."""
+        """End everything that was started, and everything that those started: nobody needs their last words."""
         self.closing = True
-        for process in self.processes.values():
-            process.send_signal(signal.SIGINT)
-        for process in self.processes.values():
-            try:
-                process.wait(15)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(10)
-        for process in self.family():
-            try:
-                process.kill()
-                process.wait(10)
-            except psutil.NoSuchProcess:
-                continue
+        for _ in range(5):  # who is killed in the middle of a start may have left a child behind
+            family = self.family()
+            for process in family:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(family, timeout=5)
+            if not family:
+                break
+        for component in self.processes.values():
+            component.wait(10)
         for service in self.services.values():
             service.client.close()
 
