@@ -29,7 +29,7 @@ from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endp
 from elasticflow_airflow.wire import Event, JobStatus, State
 
 COMPONENTS = ("api-server", "scheduler", "triggerer", "dag-processor")
-LEASE_S, ORPHAN_S = 20.0, 45.0
+LEASE_S, ORPHAN_S = 20.0, 70.0
 _LOOK_EVERY_S = 0.7
 
 

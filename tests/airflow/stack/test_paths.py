@@ -107,7 +107,7 @@ def clear_while_deferred(stack: Stack, dag_id: str) -> None:
     run.waits_in_triggerer()
     run.clear()
     stack.wait("a second claim", lambda: (job := run.job()) and job.claim >= 2)
-    run.reach("success", limit_s=240)
+    run.reach("success")
     job = run.acknowledged()
     assert (job.state, job.step) == (State.SUCCEEDED, 300)
     assert job.incarnation <= 2
@@ -280,22 +280,30 @@ def machine_of_the_worker_lost(stack: Stack, dag_id: str) -> None:
     run.trains()
     for process in run.processes():
         process.kill()
-    run.reach("success", limit_s=240)
+    run.reach("success")
     job = run.acknowledged()
     assert (job.incarnation, job.step) == (1, 400)
     assert run.task_now()["try_number"] == 2
 
 
-@PATHS.add('train(250, elasticflow_conn_id="embedded", retries=1)')
+@PATHS.add(
+    'train(300, task_id="waits", elasticflow_conn_id="embedded")',
+    'blocking(300, task_id="blocks", elasticflow_conn_id="embedded", retries=1)',
+)
 def embedded_service_killed(stack: Stack, dag_id: str) -> None:
-    """The embedded service is started again by whoever needs it first, and finds its job training."""
-    run = stack.run(dag_id)
-    run.waits_in_triggerer()
+    """With a task's process, even: it is started again by whoever needs it first, and finds its jobs training.
+
+    It was started by a task, whose process group Airflow kills; it lives in a session of its own.
+    """
+    run = both_train(stack, dag_id)
+    runner, _ = run.processes("blocks")
     stack.services["embedded"].kill()
-    run.reach("success")
-    job = run.acknowledged()
-    assert (job.incarnation, job.step, job.claim) == (1, 250, 1)
-    assert run.task_now()["try_number"] == 1
+    runner.kill()
+    for task_id, claims in (("waits", 1), ("blocks", 2)):
+        run.reach("success", task_id)
+        job = run.acknowledged(task_id)
+        assert (job.incarnation, job.step, job.claim) == (1, 300, claims)
+        assert run.task_now(task_id)["try_number"] == claims
 
 
 @PATHS.add('train(400, elasticflow_conn_id="local", scaling_curve={1: 15.0}, env={})')
@@ -307,7 +315,7 @@ def node_lost(stack: Stack, dag_id: str) -> None:
     assert victims
     for process in victims:
         process.kill()
-    run.reach("success", limit_s=240)
+    run.reach("success")
     job = run.acknowledged()
     assert (job.incarnation, job.step, job.claim) == (1, 400, 1)
     assert job.generation >= 2
