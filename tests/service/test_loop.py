@@ -247,6 +247,13 @@ def test_a_job_whose_owner_stays_away_is_cancelled(world):
     assert "nobody has asked for the job for" in done.state_reason
     assert 60 <= world.elapsed_s < 70
     assert world.row(job).promoted["step"] > 0
+    assert done.orphaned, "by nobody's wish: who comes back submits it again"
+    again = world.submit(within=3600, steps=9000, scaling_curve=CURVE, lease_s=20, orphan_s=400)
+    assert (again.created, again.job.incarnation) == (True, 2)
+    world.reach(again, "suspended")
+    world.desk.cancel(again.job.job_id, again.claim, "its owner wants that")
+    cancelled = world.ended(again)
+    assert (cancelled.state, cancelled.orphaned) == ("cancelled", False)
 
 
 def test_a_service_that_was_away_gives_owners_a_new_first_limit(world):
