@@ -48,9 +48,8 @@ export function open({ main, context, refresh }) {
             h('div', { class: 'muted small run' }, job.identity.run_id, job.incarnation > 1 ? ` (attempt ${job.incarnation})` : ''))),
         stateChip(job.state),
         progress(job),
-        live ? h('span', {}, f.number(job.workers)) : '–',
-        live && job.steps_per_s ? f.number(job.steps_per_s) : '–',
-        h('div', { class: 'two' }, h('span', {}, time(live ? job.projected_finish_at : job.result?.finished_at), live && answer.latest[job.job_id] ? h('span', { class: 'muted small' }, ' 95 % by ', time(answer.latest[job.job_id])) : null), h('span', { class: 'muted small' }, job.deadline_at === null ? 'best effort' : ['by ', time(job.deadline_at)])),
+        live ? h('div', { class: 'two' }, h('span', {}, f.number(job.workers)), job.steps_per_s ? h('span', { class: 'muted small' }, `${f.number(job.steps_per_s)} steps/s`) : null) : '–',
+        h('div', { class: 'two' }, h('span', {}, time(live ? job.projected_finish_at : job.result?.finished_at)), live && answer.latest[job.job_id] ? h('span', { class: 'muted small' }, '95 %: ', time(answer.latest[job.job_id])) : null, h('span', { class: 'muted small' }, job.deadline_at === null ? 'best effort' : ['due ', time(job.deadline_at)])),
         slackChip(job),
         h('span', { class: 'why' }, f.whole(why)),
       ],
@@ -74,7 +73,7 @@ export function open({ main, context, refresh }) {
                 Object.entries(KINDS).map(([key, text]) => h('button', { type: 'button', 'data-action': 'kind', value: key, 'aria-pressed': String(key === state.kind), 'data-key': key }, text, h('span', { class: 'count' }, ` ${counts[key]}`)))),
               h('input', { type: 'search', class: 'input', placeholder: 'Filter by DAG, task, run or state', 'aria-label': 'Filter jobs', 'data-input': 'text', 'data-key': 'text' })),
             rows.length
-              ? h('div', { class: 'card flush', 'data-key': 'table' }, table('Jobs', [['Job', 'job'], ['State', ''], ['Progress', ''], ['Workers', 'number'], ['Steps/s', 'number'], ['Finish, deadline', 'nowrap'], ['Slack', 'nowrap'], ['Why', 'wide']], rows.map(row), { kind: 'jobs' }))
+              ? h('div', { class: 'card flush', 'data-key': 'table' }, table('Jobs', [['Job', 'job'], ['State', ''], ['Progress', ''], ['Workers', 'nowrap'], ['Finish, deadline', 'nowrap'], ['Slack', 'nowrap'], ['Why', 'wide']], rows.map(row), { kind: 'jobs' }))
               : h('p', { class: 'quiet-note', 'data-key': 'none' }, state.kind === 'live' && !state.text ? 'No job is live now. Those that ended are under “Ended”.' : 'No job matches.'),
           ]
         : where
