@@ -19,8 +19,10 @@ SOON = "deadline='{{ (ti.start_date + macros.timedelta(seconds=75)).isoformat() 
 def airflow(stack: Stack, *words: str, status: int = 0) -> str:
     """Run an ``airflow`` command beside the stack; what it printed."""
     command = [sys.executable, "-m", "airflow", *words]
-    done = subprocess.run(command, env=stack.environment, timeout=240, capture_output=True, text=True, check=False)
-    said = done.stdout + done.stderr
+    said = "database is locked"
+    while "database is locked" in said and not stack.closing:  # a busy SQLite, which no timeout of its own waits for
+        done = subprocess.run(command, env=stack.environment, timeout=240, capture_output=True, text=True, check=False)
+        said = done.stdout + done.stderr
     assert done.returncode == status, f"{words}: status {done.returncode}\n{said[-4000:]}"
     return said
 
