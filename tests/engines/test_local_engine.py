@@ -295,7 +295,12 @@ def test_a_warm_up_that_is_killed_is_made_up_for(local_bench: LocalBench, victim
     bench.engine.apply(first)
     second = bench.spec(2, session={"steps": 5})
     bench.engine.apply(second)
-    (supervisor,) = [child for child in children_of(os.getpid()) if b"g000002" in _command(child)]
+
+    def supervisors() -> list[ProcessId]:
+        return [child for child in children_of(os.getpid()) if b"g000002" in _command(child)]
+
+    bench.wait(lambda _: supervisors(), "its supervisor")
+    (supervisor,) = supervisors()
     servers = bench.wait(lambda _: children_of(supervisor.pid), "the server") and children_of(supervisor.pid)
     (servers[0] if victim == "fork server" else supervisor).kill()
 
