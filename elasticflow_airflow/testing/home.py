@@ -37,6 +37,16 @@ _FOREIGN = (
 """Beginnings of the variables that would lead a test to somebody's real Airflow, secrets or service."""
 
 
+_LONGEST_ROOM = 60
+"""Bytes. A Unix socket's path takes 107; the service's in a home adds up to 40 to the folder that homes are in."""
+
+
+def _room() -> Path:
+    """Where homes are made: the folder for temporary files, or, where that has too long a name for sockets, /tmp."""
+    usual = Path(tempfile.gettempdir())
+    return usual if len(os.fsencode(usual)) <= _LONGEST_ROOM else Path("/tmp")  # noqa: S108 - a folder of 0700 in it
+
+
 class HomeError(Exception):
     """The private home cannot be made; the message says what to do."""
 
@@ -46,8 +56,9 @@ class Home:
 
     def __init__(self) -> None:
         refuse_imported_airflow()
-        _remove_abandoned(Path(tempfile.gettempdir()))
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        room = _room()
+        _remove_abandoned(room)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=room))
         self._lock = (self.path / _LOCK).open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         atexit.register(self.remove)

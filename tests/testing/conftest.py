@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,14 @@ RunPytest = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def run_pytest(tmp_path: Path) -> RunPytest:
+def temporary() -> Iterator[Path]:
+    """Where those processes keep temporary files, homes among them; short, as sockets lie there."""
+    with tempfile.TemporaryDirectory(prefix="ef-t-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def run_pytest(temporary: Path) -> RunPytest:
     """Run pytest in a folder; with ``succeeds`` (default) its output is the failure when it does not."""
 
     def run(folder: Path, *arguments: str, succeeds: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
@@ -24,7 +32,7 @@ def run_pytest(tmp_path: Path) -> RunPytest:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-p", "no:asyncio", "--show-capture=no", *arguments],
             cwd=folder,
-            env={**inherited, "TMPDIR": str(tmp_path), **env},
+            env={**inherited, "TMPDIR": str(temporary), **env},
             capture_output=True,
             text=True,
             timeout=_LIMIT_S,

@@ -50,6 +50,18 @@ def test_airflow_that_is_imported_first_is_refused_and_the_message_says_where_to
     assert 'addopts = ["-p", "elasticflow_airflow.testing"]' in said
 
 
+def test_homes_are_where_a_socket_finds_room_however_long_the_folder_for_temporary_files_is(
+    project, temporary, run_pytest
+):
+    (project / "test_short.py").write_text(
+        "def test_short(airflow_home):\n    assert len(str(airflow_home / 'local16' / 'service.sock')) <= 107\n"
+    )
+    long = temporary / ("long" * 25)
+    long.mkdir()
+    run_pytest(project, TMPDIR=str(long))
+    assert not list(long.glob("ef-test-*"))
+
+
 def test_loading_the_plugin_imports_no_airflow_and_no_torch(project, run_pytest):
     (project / "test_light.py").write_text(
         "import os, sys\n"
@@ -62,8 +74,8 @@ def test_loading_the_plugin_imports_no_airflow_and_no_torch(project, run_pytest)
     run_pytest(project, AIRFLOW__SECRETS__BACKEND="somewhere.Real", ELASTICFLOW_POLICY="fifo", AIRFLOW_HOME="/nowhere")
 
 
-def test_a_home_whose_process_was_killed_is_removed_by_the_next(project, tmp_path, run_pytest):
-    abandoned = tmp_path / "ef-test-abandoned"
+def test_a_home_whose_process_was_killed_is_removed_by_the_next(project, temporary, run_pytest):
+    abandoned = temporary / "ef-test-abandoned"
     abandoned.mkdir()
     (abandoned / "in-use.lock").touch()
     (abandoned / "airflow.db").write_text("{}")
