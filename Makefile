@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SLOW := slow or airflow or postgres or browser or ray
-# The fast tests run in so many processes; the slow ones one after the other, as they need the cores themselves.
+# The fast tests run in so many processes. The slow ones in two: what trains needs the cores, the rest mostly waits.
 JOBS ?= 2
 
 # Byte code is cached on purpose: importing torch and Airflow without it takes three times as long.
@@ -37,7 +37,7 @@ test: $(STAMP) ## the fast tests
 
 .PHONY: system
 system: $(STAMP) ## the slow tests: PostgreSQL, real Airflow components, many kills
-	$(BIN)/pytest -m "($(SLOW)) and not soak and not gpu" --timeout=1200 $(PYTEST_ARGS)
+	$(BIN)/pytest -m "($(SLOW)) and not soak and not gpu" -n 2 --dist loadscope --timeout=1200 $(PYTEST_ARGS)
 
 .PHONY: soak
 soak: $(STAMP) ## the tests that take many minutes

@@ -1,8 +1,11 @@
 """What holds for all tests."""
 
 import signal
+from typing import Any
 
+import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 # The same examples for the same code: a new one is found by `make soak`, not by whoever changes something else.
 settings.register_profile("repeatable", derandomize=True)
@@ -12,3 +15,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell without job control starts what runs in the background so, and every process below inherits it: none of
     # those that the tests interrupt would notice.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+TRAINING = ("demo", "engines", "runtime", "service")
+"""Folders whose slow tests train for real, with workers that need the cores."""
+
+
+class Rooms(LoadScopeScheduling):
+    """One process runs what trains, another one what mostly waits, each one test at a time."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "trains" if nodeid.split("/")[1] in TRAINING else "waits"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """``--dist loadscope`` goes by :class:`Rooms`."""
+    return Rooms(config, log) if config.getvalue("dist") == "loadscope" else None

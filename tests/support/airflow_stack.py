@@ -99,16 +99,26 @@ class Stack:
     # -- life --------------------------------------------------------------------------------------------------------
 
     def start(self, component: str) -> None:
+        environment = self.environment if component != "api-server" else self.environment | self.impatient()
         with (self.home / f"{component}.out").open("ab") as output:
             self.processes[component] = subprocess.Popen(
                 [sys.executable, "-m", "airflow", component],
-                env=self.environment,
+                env=environment,
                 stdout=output,
                 stderr=output,
                 stdin=subprocess.DEVNULL,
                 cwd=self.home,
                 start_new_session=True,
             )
+
+    def impatient(self) -> dict[str, str]:
+        """Settings to give up sooner on a locked SQLite than the others do.
+
+        Airflow's API server can lock itself out: it writes its audit log in the event loop, and waits there for another
+        of its requests, which needs that loop to commit. All others wait as well, and would fail in its stead.
+        """
+        name = "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN"
+        return {name: self.environment[name].replace("timeout=60", "timeout=4")}
 
     def kill(self, component: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Kill a component itself; what it started is left to find out."""

@@ -20,12 +20,9 @@ SOON = "deadline='{{ (ti.start_date + macros.timedelta(seconds=75)).isoformat() 
 def airflow(stack: Stack, *words: str, status: int = 0) -> str:
     """Run an ``airflow`` command beside the stack; what it printed."""
     command = [sys.executable, "-m", "airflow", *words]
-    # A command may lock itself out of SQLite with two connections: it gives up soon, as it keeps out all others, too.
-    name = "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN"
-    environment = {**stack.environment, name: stack.environment[name].replace("timeout=60", "timeout=5")}
     said, end_s = "database is locked", time.monotonic() + 240
     while "database is locked" in said and not stack.closing and time.monotonic() < end_s:
-        done = subprocess.run(command, env=environment, timeout=240, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=stack.environment, timeout=240, capture_output=True, text=True, check=False)
         said = done.stdout + done.stderr
     assert done.returncode == status, f"{words}: status {done.returncode}\n{said[-4000:]}"
     return said
