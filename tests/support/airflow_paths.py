@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from support.airflow_stack import Stack
 
-_AT_ONCE = 7
+_AT_ONCE = 4
 """So many paths are walked at the same time; more would only wait for each other's processor."""
 
 Path = Callable[[Stack, str], None]

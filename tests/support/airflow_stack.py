@@ -140,8 +140,14 @@ class Stack:
         )
 
     def watch(self) -> None:
-        """Look at everything again and again, until the stack closes."""
+        """Look at everything again and again, until the stack closes; start what ended by itself, as systemd does.
+
+        Airflow's scheduler ends when a run is deleted that it is looking at, its triggerer when SQLite is locked.
+        """
         while not self.closing:
+            for component, process in list(self.processes.items()):
+                if process.poll() is not None and self.processes.get(component) is process and not self.closing:
+                    self.start(component)
             try:
                 found = self.ask("GET", "/api/v2/dags/~/dagRuns/~/taskInstances", params={"limit": 1000}).json()
                 self.tasks = {(t["dag_id"], t["dag_run_id"], t["task_id"]): t for t in found["task_instances"]}
