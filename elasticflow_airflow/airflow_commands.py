@@ -6,11 +6,9 @@ Imported only when such a command runs.
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +22,11 @@ from elasticflow_airflow.cli.main import app
 from elasticflow_airflow.client import ElasticFlowError, Endpoint
 from elasticflow_airflow.diagnosis import Finding, ok, warning
 from elasticflow_airflow.hooks import ElasticFlowHook
+from elasticflow_airflow.process_context import reading_the_database
 from elasticflow_airflow.settings import deferrable_by_default, embedded_state_dir
 
 _PROGRAM = "airflow elasticflow"
 _USAGE = 2
-_CONTEXT = "_AIRFLOW_PROCESS_CONTEXT"
-"""By which Airflow tells who may read what."""
 
 
 def run_command(name: str, given: Namespace) -> None:
@@ -39,21 +36,8 @@ def run_command(name: str, given: Namespace) -> None:
         given.state_dir = Path(given.state_dir or embedded_state_dir())
         _end(lambda: command(**_arguments(command, given)))
         return
-    with _reading_the_database(), choose(_choice(given.conn_id)):
+    with reading_the_database(), choose(_choice(given.conn_id)):
         _end(lambda: command(**_arguments(command, given)))
-
-
-@contextmanager
-def _reading_the_database() -> Iterator[None]:
-    """Find connections in the metadata database, too, as ``airflow connections`` does: this is no task."""
-    before = os.environ.get(_CONTEXT)
-    os.environ[_CONTEXT] = "server"
-    try:
-        yield
-    finally:
-        del os.environ[_CONTEXT]
-        if before is not None:
-            os.environ[_CONTEXT] = before
 
 
 def commands() -> dict[str, Callable[..., None]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Sequence
 from copy import copy
 from datetime import tzinfo
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from airflow.sdk import BaseNotifier
 
@@ -20,21 +20,10 @@ from elasticflow_airflow.deadlines import show_at, show_duration
 from elasticflow_airflow.outcomes import result_of
 from elasticflow_airflow.progress import progress_line
 from elasticflow_airflow.task_memory import TaskMemory
+from elasticflow_airflow.waiting import Logger
 from elasticflow_airflow.wire import JobStatus, State
 
 CONTEXT_KEY = "elasticflow"
-
-
-class Logger(Protocol):
-    """The part of a task's logger that is used."""
-
-    def warning(self, event: Any, *args: Any, **kw: Any) -> Any:
-        """Say what somebody should look at."""
-        ...
-
-    def exception(self, event: Any, *args: Any, **kw: Any) -> Any:
-        """Say what went wrong, with its traceback."""
-        ...
 
 
 class RiskAlarm:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from datetime import timedelta
 from typing import Any
@@ -10,20 +9,24 @@ from typing import Any
 import pendulum
 
 from elasticflow_airflow.calendar_feed import Found, feed_services, find_due_runs, post_to_service
+from elasticflow_airflow.process_context import reading_the_database
 
 AWAY = 1
 
 
 def feed(args: Any) -> None:
     """Run the command. ``args``: hours, dag_id (or None: all), dry_run. Ends with status 1 when a service is away."""
+    with reading_the_database():
+        _feed(args)
+
+
+def _feed(args: Any) -> None:
     from airflow.sdk.exceptions import AirflowException
     from airflow.utils.session import create_session
     from rich.console import Console
 
     from elasticflow_airflow.client import ElasticFlowError
 
-    # Else Airflow takes this for a worker, which cannot see the connections that are kept in the database.
-    os.environ["_AIRFLOW_PROCESS_CONTEXT"] = "server"
     console = Console(highlight=False, soft_wrap=True)
     with create_session() as session:
         found = find_due_runs(

@@ -6,12 +6,13 @@ could not be asked: a DAG file that cannot be read, a task that could not be sub
 
 from __future__ import annotations
 
-import os
 import sys
 from datetime import timedelta
 from typing import Any
 
 import pendulum
+
+from elasticflow_airflow.process_context import reading_the_database
 
 MISSED = 1
 BAD_INPUT = 2
@@ -26,10 +27,9 @@ def forecast(args: Any) -> None:
     from elasticflow_airflow.client import ElasticFlowError
     from elasticflow_airflow.planning import BadDagFileError
 
-    # Else Airflow takes this for a worker, which cannot see the connections that are kept in the database.
-    os.environ.setdefault("_AIRFLOW_PROCESS_CONTEXT", "server")
     try:
-        missed = _forecast(args)
+        with reading_the_database():
+            missed = _forecast(args)
     except BadDagFileError as error:
         _say(f"{error}", "red")
         sys.exit(BAD_INPUT)
@@ -45,12 +45,12 @@ def _forecast(args: Any) -> int:
     from elasticflow_airflow.cli.forecasting import outlook_table
     from elasticflow_airflow.client import ElasticFlowClient
     from elasticflow_airflow.hooks import ElasticFlowHook
-    from elasticflow_airflow.planning import Plan, plan, read_dags, trimmed
+    from elasticflow_airflow.planning import Plan, connections_of, plan, read_dags, trimmed
 
     made, hooks = Plan(), {}
     if args.dag_files:
         dags = read_dags(args.dag_files)
-        conn_ids = {args.conn_id} if args.conn_id else _connections(dags)
+        conn_ids = {args.conn_id} if args.conn_id else connections_of(dags)
         hooks = {conn_id: ElasticFlowHook(conn_id) for conn_id in sorted(conn_ids)}
         names = {conn_id: hook.namespace for conn_id, hook in hooks.items()}
         if args.conn_id:
@@ -89,21 +89,6 @@ def _forecast(args: Any) -> int:
     if made.best_effort:
         _say(f"best effort, without a deadline: {', '.join(made.best_effort)}")
     return missed
-
-
-def _connections(dags: Any) -> set[str]:
-    """The connections that the elastic tasks of some DAGs name; a template's is known once it is rendered."""
-    from elasticflow_airflow.hooks import ElasticFlowHook
-
-    default = ElasticFlowHook.default_conn_name
-    found: set[str] = set()
-    for dag in dags:
-        for task in dag.tasks:
-            given = task.partial_kwargs if hasattr(task, "partial_kwargs") else vars(task)
-            conn_id = given.get("elasticflow_conn_id", default)
-            if isinstance(conn_id, str) and "{{" not in conn_id and "global_batch_size" in task.template_fields:
-                found.add(conn_id)
-    return found
 
 
 def _key(item: Any) -> tuple[Any, ...]:

@@ -61,6 +61,12 @@ class ElasticFlowHook(BaseHook):
         await self._aresolve()
         return AsyncElasticFlowClient(self._locate(), retry_for_s=retry_for_s, timeout_s=self._timeout_s)
 
+    async def triggerer_client(self, state_dir: str | None, *, retry_for_s: float = 60.0) -> AsyncElasticFlowClient:
+        """As ``async_client``; ``state_dir`` names the embedded service that the worker used, where it was one."""
+        if state_dir is not None:
+            return AsyncElasticFlowClient(embedded_endpoint(Path(state_dir)), retry_for_s=retry_for_s)
+        return await self.async_client(retry_for_s=retry_for_s)
+
     def endpoint(self, *, start: bool = True) -> Endpoint:
         """Where the service is. ``start`` starts the embedded one if nobody answers there."""
         self._resolve()

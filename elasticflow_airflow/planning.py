@@ -25,6 +25,7 @@ from elasticflow_airflow.arguments import ArgumentError
 from elasticflow_airflow.client import SnapshotError
 from elasticflow_airflow.dag_deadline import alerts_of
 from elasticflow_airflow.deadlines import DeadlineError
+from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.operators.decorators import ElasticTrainDecoratedOperator
 from elasticflow_airflow.operators.elastic_train import ElasticTrainOperator
 from elasticflow_airflow.run_deadline import RunOfDag
@@ -88,6 +89,17 @@ def read_dags(files: Sequence[str]) -> list[DAG]:
     return dags
 
 
+def connections_of(dags: Sequence[DAG]) -> set[str]:
+    """The connections that the elastic tasks of some DAGs name; a template's is known once it is rendered."""
+    found: set[str] = set()
+    for task in (task for dag in dags for task in dag.tasks if issubclass(_kind_of(task), ElasticTrainOperator)):
+        given = task.partial_kwargs if isinstance(task, MappedOperator) else vars(task)
+        conn_id = given.get("elasticflow_conn_id", ElasticFlowHook.default_conn_name)
+        if isinstance(conn_id, str) and "{{" not in conn_id:
+            found.add(conn_id)
+    return found
+
+
 def plan(dags: Sequence[DAG], *, namespaces: Mapping[str, str], now: datetime, window: timedelta) -> Plan:
     """The runs of all elastic tasks that are due from ``now`` on. ``namespaces`` by connection id; "" for the others.
 
@@ -108,9 +120,15 @@ def plan(dags: Sequence[DAG], *, namespaces: Mapping[str, str], now: datetime, w
     return made
 
 
+def _kind_of(task: Any) -> type[Any]:
+    """The class of a task's operator, mapped or not."""
+    kind: type[Any] = task.operator_class if isinstance(task, MappedOperator) else type(task)
+    return kind
+
+
 def _operators_of(task: Any) -> list[tuple[int, ElasticTrainOperator]] | str | None:
     """The elastic tasks that a task stands for, by map index; or why that cannot be said; None: not elastic."""
-    kind = task.operator_class if isinstance(task, MappedOperator) else type(task)
+    kind = _kind_of(task)
     if not issubclass(kind, ElasticTrainOperator):
         return None
     if issubclass(kind, ElasticTrainDecoratedOperator):

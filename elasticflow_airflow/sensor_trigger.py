@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from elasticflow_airflow.client import PASSING, AsyncElasticFlowClient, ElasticFlowError, JobNotFound
-from elasticflow_airflow.client.embedded import embedded_endpoint
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.sensing import Seen, asks_for_events, judge, newest_of
 from elasticflow_airflow.wire import JobStatus
@@ -66,10 +64,7 @@ class ElasticFlowSensorTrigger(BaseTrigger):
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Look until there is an answer, then fire once."""
         started = time.monotonic()
-        if self.state_dir is not None:
-            client = AsyncElasticFlowClient(embedded_endpoint(Path(self.state_dir)))
-        else:
-            client = await ElasticFlowHook(self.elasticflow_conn_id).async_client()
+        client = await ElasticFlowHook(self.elasticflow_conn_id).triggerer_client(self.state_dir)
         try:
             event = await self._wait(client)
         finally:

@@ -6,14 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from airflow.sdk.exceptions import AirflowException
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from elasticflow_airflow.client import PASSING, AsyncElasticFlowClient, ElasticFlowError, JobNotFound, StaleClaim
-from elasticflow_airflow.client.embedded import embedded_endpoint
 from elasticflow_airflow.deadlines import zone_from
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.progress import ProgressMark, report
@@ -103,9 +101,7 @@ class ElasticFlowJobTrigger(BaseTrigger):
     # No cleanup(): it also runs when the triggerer restarts, and a restart must not touch the job.
 
     async def _client(self, *, retry_for_s: float) -> AsyncElasticFlowClient:
-        if self.state_dir is not None:
-            return AsyncElasticFlowClient(embedded_endpoint(Path(self.state_dir)), retry_for_s=retry_for_s)
-        return await ElasticFlowHook(self.elasticflow_conn_id).async_client(retry_for_s=retry_for_s)
+        return await ElasticFlowHook(self.elasticflow_conn_id).triggerer_client(self.state_dir, retry_for_s=retry_for_s)
 
     async def _wait(self) -> str:
         """Look until there is an outcome. What may pass (a restart, a token that changes) is waited for.

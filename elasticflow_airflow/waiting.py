@@ -34,6 +34,10 @@ class Logger(Protocol):
         """Say what somebody should look at."""
         ...
 
+    def exception(self, event: Any, *args: Any, **kw: Any) -> Any:
+        """Say what went wrong, with its traceback."""
+        ...
+
 
 class JobWatch:
     """Looks at the job of ``memory``; ``memory`` learns what was said, and since when the service is away."""

@@ -51,7 +51,7 @@ class ForecastDesk:
 
         Raises Refusal 409, 503.
         """
-        scheduler, now = self._copy(), self.clock()
+        scheduler, now = self.present(), self.clock()
         if not isinstance(scheduler, Scheduler):
             raise Refusal(
                 409,
@@ -105,7 +105,7 @@ class ForecastDesk:
         """What admission control would say to a submission now. Raises Refusal 422, 503."""
         if submission.identity.job_id != job_id:
             raise wrong_job_id(job_id, submission.identity.job_id)
-        scheduler, now = self._copy(), self.clock()
+        scheduler, now = self.present(), self.clock()
         if any(state.job.job_id == job_id for state in scheduler.states()):
             scheduler.handle(ev.JobCancelled(job_id), now)  # it would be superseded
         slots = sum(node.slots for node in scheduler.nodes())
@@ -158,7 +158,8 @@ class ForecastDesk:
             scheduler.handle(ev.RunExpected(run), now)
         return ids, items
 
-    def _copy(self) -> ServicePolicy:
+    def present(self) -> ServicePolicy:
+        """A copy of the scheduler as it is. Raises Refusal 503."""
         scheduler = self.scheduler()
         if scheduler is None:
             raise Refusal(503, "no_answer_yet", "the scheduler is not there yet", "ask again in a moment")

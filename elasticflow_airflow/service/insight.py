@@ -27,7 +27,14 @@ from elasticflow_airflow.insight import (
 from elasticflow_airflow.service import recurring, spans
 from elasticflow_airflow.service.endings import gpu_seconds, rescales
 from elasticflow_airflow.service.foresight import Foresight
-from elasticflow_airflow.service.models import CandidateRow, GenerationRow, IncarnationRow, JobRow, WorkerTimesRow
+from elasticflow_airflow.service.models import (
+    CandidateRow,
+    GenerationRow,
+    IncarnationRow,
+    JobRow,
+    SampleRow,
+    WorkerTimesRow,
+)
 from elasticflow_airflow.service.reasons import why
 from elasticflow_airflow.service.refusal import Refusal, no_such_job
 from elasticflow_airflow.service.store import Reader, Store
@@ -120,10 +127,7 @@ class InsightDesk:
             submission=_shown(row.submission),
             generations=spans.spans_of(job, generations),
             planned=[] if state is None else _planned([(job, row)], foresight, now, expected=False),
-            samples=[
-                Sample(at=one.at, step=one.step, loss=one.loss, steps_per_s=one.steps_per_s, workers=one.workers)
-                for one in samples
-            ],
+            samples=[_sample(one) for one in samples],
             curve=_curve({int(size): float(speed) for size, speed in row.speeds.items()}, believed or told),
             workers=_worker_times(workers),
             checkpoints=[_checkpoint(one, row) for one in candidates],
@@ -239,6 +243,10 @@ def _worker_times(rows: Sequence[WorkerTimesRow]) -> list[WorkerTimes]:
     ]
 
 
+def _sample(one: SampleRow, since: float = 0.0) -> Sample:
+    return Sample(at=one.at - since, step=one.step, loss=one.loss, steps_per_s=one.steps_per_s, workers=one.workers)
+
+
 def _checkpoint(candidate: CandidateRow, row: IncarnationRow) -> Checkpoint:
     return Checkpoint(
         step=candidate.step,
@@ -270,8 +278,5 @@ def _run(reader: Reader, job: JobRow, row: IncarnationRow, now: float) -> RunOfT
         final_loss=row.loss,
         slot_s=gpu_seconds(generations, now if row.finished_at is None else row.finished_at),
         rescales=rescales(generations),
-        samples=[
-            Sample(at=one.at - since, step=one.step, loss=one.loss, steps_per_s=one.steps_per_s, workers=one.workers)
-            for one in reader.samples(row.job_id, row.incarnation)
-        ],
+        samples=[_sample(one, since) for one in reader.samples(row.job_id, row.incarnation)],
     )

@@ -143,13 +143,7 @@ class Reader:
         """All generations of every incarnation that is not over, by job and incarnation, oldest first."""
         query = (
             sa.select(GenerationRow)
-            .join(
-                IncarnationRow,
-                sa.and_(
-                    IncarnationRow.job_id == GenerationRow.job_id,
-                    IncarnationRow.incarnation == GenerationRow.incarnation,
-                ),
-            )
+            .join(IncarnationRow)
             .where(IncarnationRow.terminal.is_(False))
             .order_by(GenerationRow.job_id, GenerationRow.generation)
         )
@@ -201,13 +195,7 @@ class Reader:
         """When the first workers of each incarnation that was not over between two moments began to train."""
         query = (
             sa.select(IncarnationRow.job_id, IncarnationRow.incarnation, sa.func.min(GenerationRow.running_at))
-            .join(
-                GenerationRow,
-                sa.and_(
-                    GenerationRow.job_id == IncarnationRow.job_id,
-                    GenerationRow.incarnation == IncarnationRow.incarnation,
-                ),
-            )
+            .join(GenerationRow)
             .where(
                 IncarnationRow.submitted_at < until_at,
                 sa.or_(IncarnationRow.finished_at > from_at, IncarnationRow.finished_at.is_(None)),
@@ -222,13 +210,7 @@ class Reader:
         """Incarnations that were over before a moment, and of which there are generations still, oldest first."""
         query = (
             sa.select(GenerationRow.job_id, GenerationRow.incarnation)
-            .join(
-                IncarnationRow,
-                sa.and_(
-                    IncarnationRow.job_id == GenerationRow.job_id,
-                    IncarnationRow.incarnation == GenerationRow.incarnation,
-                ),
-            )
+            .join(IncarnationRow)
             .where(
                 GenerationRow.ended_at < moment,
                 IncarnationRow.finished_at < moment,

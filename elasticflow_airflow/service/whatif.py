@@ -41,9 +41,7 @@ class WhatIfDesk:
             self._one.release()
 
     def _ask(self, request: WhatIfRequest) -> WhatIf:
-        as_is, now = self.forecasts.scheduler(), self.forecasts.clock()
-        if as_is is None:
-            raise Refusal(503, "no_answer_yet", "the scheduler is not there yet", "ask again in a moment")
+        as_is, now = self.forecasts.present(), self.forecasts.clock()
         self._check(request, as_is)
         would_be = copy.deepcopy(as_is)
         before = self._outlook(as_is, request.hours, now)

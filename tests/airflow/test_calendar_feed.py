@@ -212,7 +212,6 @@ def test_the_command_tells_and_prints(store, monkeypatch, capsys):
         return CalendarAnswer(taken=1, unknown=["feed_command.train"])
 
     monkeypatch.setattr("elasticflow_airflow.feed_command.post_to_service", post)
-    monkeypatch.setenv("_AIRFLOW_PROCESS_CONTEXT", "server")  # the command sets it: restored after the test
     feed(SimpleNamespace(hours=1.0, dag_id="feed_command", dry_run=True))
     assert told == []
     assert "told to nobody" in capsys.readouterr().out

@@ -24,7 +24,6 @@ with DAG({dag_id!r}, schedule={schedule!r}):
 @pytest.fixture
 def ask(tmp_path, embedded_service, monkeypatch, capsys):
     """Write DAG files and run the command; its exit status and what it said."""
-    monkeypatch.setenv("_AIRFLOW_PROCESS_CONTEXT", "server")  # the command sets it: restored after the test
     monkeypatch.setenv("COLUMNS", "300")
     (tmp_path / "train.py").write_text("print('the fake engine never runs this')")
     with ElasticFlowClient(embedded_service) as client:
