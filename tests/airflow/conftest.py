@@ -199,3 +199,48 @@ def embedded_service():
         process.wait(10)
     for name in settings:
         del os.environ[name]
+
+
+@pytest.fixture
+def new_dag(tmp_path, embedded_service):
+    """Make a DAG in whose folder a training script stands."""
+    (tmp_path / "train.py").write_text("print('the fake engine never runs this')")
+    count = iter(range(100))
+
+    def make(**options: Any) -> Any:
+        from airflow.sdk import DAG
+
+        dag = DAG(f"{tmp_path.name[:60]}_{next(count)}", **{"schedule": None, **options})
+        dag.fileloc = str(tmp_path / "dag.py")
+        return dag
+
+    return make
+
+
+@pytest.fixture
+def client(embedded_service):
+    """A client of the embedded service."""
+    from elasticflow_airflow.client import ElasticFlowClient
+
+    with ElasticFlowClient(embedded_service) as opened:
+        yield opened
+
+
+@pytest.fixture
+def make_task(tmp_path):
+    """Make an elastic task in a DAG in whose folder its script stands."""
+    from datetime import timedelta
+
+    from airflow.sdk import DAG
+
+    from elasticflow_airflow.operators import ElasticTrainOperator
+
+    (tmp_path / "train.py").write_text("print('hello')")
+
+    def make(**changes: Any) -> Any:
+        arguments = {"steps": 10, "global_batch_size": 8, "deadline": timedelta(hours=1), **changes}
+        with DAG("daily", schedule=None) as dag:
+            dag.fileloc = str(tmp_path / "dag.py")
+            return ElasticTrainOperator(task_id="train", script="train.py", **arguments)
+
+    return make

@@ -29,26 +29,6 @@ COMMON = {
 }
 
 
-@pytest.fixture
-def new_dag(tmp_path, embedded_service):
-    """Make a DAG in whose folder a training script stands."""
-    (tmp_path / "train.py").write_text("print('the fake engine never runs this')")
-    count = iter(range(100))
-
-    def make(**options) -> DAG:
-        dag = DAG(f"{tmp_path.name[:60]}_{next(count)}", **{"schedule": None, **options})
-        dag.fileloc = str(tmp_path / "dag.py")
-        return dag
-
-    return make
-
-
-@pytest.fixture
-def client(embedded_service):
-    with ElasticFlowClient(embedded_service) as opened:
-        yield opened
-
-
 def jobs(client: ElasticFlowClient, dag: DAG) -> dict[tuple[str, int], object]:
     return {(job.identity.task_id, job.identity.map_index): job for job in client.list_jobs(dag_id=dag.dag_id)}
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import threading
 from datetime import timedelta
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import pytest
-from airflow.sdk import DAG, Asset, BaseNotifier, RetryAction
+from airflow.sdk import Asset, BaseNotifier, RetryAction
 from airflow.sdk.bases.operator import ExecutorSafeguard
 from airflow.sdk.exceptions import AirflowException, AirflowFailException, TaskDeferred
 from support.elastic_tasks import Store, context_of, success
@@ -34,22 +35,9 @@ def quick(monkeypatch):
 
 
 @pytest.fixture
-def make_task(tmp_path):
-    (tmp_path / "train.py").write_text("print('hello')")
-
-    def make(**changes):
-        arguments = {
-            "steps": 10,
-            "global_batch_size": 8,
-            "deadline": timedelta(hours=1),
-            "deferrable": False,
-            **changes,
-        }
-        with DAG("daily", schedule=None) as dag:
-            dag.fileloc = str(tmp_path / "dag.py")
-            return ElasticTrainOperator(task_id="train", script="train.py", **arguments)
-
-    return make
+def make_task(make_task):
+    """Tasks that wait in the worker."""
+    return partial(make_task, deferrable=False)
 
 
 HEARD: list[dict] = []

@@ -27,26 +27,6 @@ from elasticflow_airflow.wire import State
 CURVE = {1: 20.0, 2: 36.0, 4: 64.0}
 
 
-@pytest.fixture
-def new_dag(tmp_path, embedded_service):
-    """Make a DAG in whose folder a training script stands."""
-    (tmp_path / "train.py").write_text("print('the fake engine never runs this')")
-    count = iter(range(100))
-
-    def make(**options) -> DAG:
-        dag = DAG(f"{tmp_path.name[:60]}_{next(count)}", schedule=None, **options)
-        dag.fileloc = str(tmp_path / "dag.py")
-        return dag
-
-    return make
-
-
-@pytest.fixture
-def client(embedded_service):
-    with ElasticFlowClient(embedded_service) as opened:
-        yield opened
-
-
 def train(task_id: str = "train", *, fake: dict | None = None, **changes) -> ElasticTrainOperator:
     arguments = {"steps": 60, "global_batch_size": 8, "deadline": timedelta(minutes=20), "scaling_curve": CURVE}
     env = {"ELASTICFLOW_FAKE": json.dumps({"steps_per_s": CURVE, **(fake or {})})}

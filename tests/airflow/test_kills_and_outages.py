@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import pendulum
 import pytest
-from airflow.sdk import DAG
 from airflow.sdk.bases.operator import ExecutorSafeguard
 from airflow.sdk.exceptions import (
     AirflowException,
@@ -24,16 +23,15 @@ from airflow.sdk.exceptions import (
     TaskDeferralTimeout,
     TaskDeferred,
 )
+from support import elastic_tasks
+from support.elastic_tasks import Store, success
 
 from elasticflow_airflow import listeners
-from elasticflow_airflow.operators import ElasticTrainOperator, elastic_train
+from elasticflow_airflow.operators import elastic_train
 from elasticflow_airflow.triggers import ElasticFlowJobTrigger
-from elasticflow_airflow.wire import JobResult, State
+from elasticflow_airflow.wire import State
 
-
-class Store(dict):
-    def set(self, key, value):
-        self[key] = value
+context_of = partial(elastic_tasks.context_of, state="running")
 
 
 @pytest.fixture(autouse=True)
@@ -42,48 +40,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(elastic_train, "_ANSWER_WITHIN_S", 0.0)
     monkeypatch.setenv("AIRFLOW__ELASTICFLOW__POLL_INTERVAL_S", "0.01")
     monkeypatch.setenv("AIRFLOW__ELASTICFLOW__INLINE_WAIT_S", "0")
-
-
-@pytest.fixture
-def make_task(tmp_path):
-    (tmp_path / "train.py").write_text("print('hello')")
-
-    def make(**changes):
-        arguments = {"steps": 10, "global_batch_size": 8, "deadline": timedelta(hours=1), **changes}
-        with DAG("daily", schedule=None) as dag:
-            dag.fileloc = str(tmp_path / "dag.py")
-            return ElasticTrainOperator(task_id="train", script="train.py", **arguments)
-
-    return make
-
-
-def context_of(task, store=None, *, state="running", try_number=1, map_index=-1):
-    """``state`` is what Airflow's API says of the task: None when its run was deleted, an error to raise it."""
-
-    def get_task_states(dag_id, task_ids, run_ids, map_index):
-        if isinstance(state, Exception):
-            raise state
-        name = task_ids[0] if map_index < 0 else f"{task_ids[0]}_{map_index}"
-        return {} if state is None else {run_ids[0]: {name: state}}
-
-    dag_run = SimpleNamespace(
-        run_after=pendulum.now("UTC"), run_type="scheduled", triggering_user_name=None, clear_number=0
-    )
-    ti = SimpleNamespace(
-        dag_id="daily",
-        run_id="run1",
-        task_id="train",
-        map_index=map_index,
-        try_number=try_number,
-        max_tries=0,
-        get_task_states=get_task_states,
-    )
-    return {"ti": ti, "dag_run": dag_run, "dag": task.dag, "task_state_store": Store() if store is None else store}
-
-
-def success(make_status, **changes):
-    result = JobResult(steps=10, final_loss=0.25, met=True, slack_s=60.0, finished_at=time.time(), checkpoint_path="/c")
-    return make_status(State.SUCCEEDED, step=10, result=result, **changes)
 
 
 def strike(task):

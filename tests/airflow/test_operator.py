@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pendulum
 import pytest
-from airflow.sdk import DAG
 from airflow.sdk.bases.operator import ExecutorSafeguard
 from airflow.sdk.exceptions import (
     AirflowException,
@@ -17,16 +16,11 @@ from airflow.sdk.exceptions import (
     TaskDeferralTimeout,
     TaskDeferred,
 )
+from support.elastic_tasks import Store, context_of, success
 
 from elasticflow_airflow import listeners
 from elasticflow_airflow.leases import keeper
-from elasticflow_airflow.operators import ElasticTrainOperator
-from elasticflow_airflow.wire import Event, JobResult, State, Verdict
-
-
-class Store(dict):
-    def set(self, key, value):
-        self[key] = value
+from elasticflow_airflow.wire import Event, State, Verdict
 
 
 @pytest.fixture(autouse=True)
@@ -38,42 +32,6 @@ def quick(monkeypatch):
     for job in keeper().kept():
         keeper().forget(job.job_id)
     keeper()._interrupted.clear()
-
-
-@pytest.fixture
-def make_task(tmp_path):
-    (tmp_path / "train.py").write_text("print('hello')")
-
-    def make(**changes):
-        arguments = {"steps": 10, "global_batch_size": 8, "deadline": timedelta(hours=1), **changes}
-        with DAG("daily", schedule=None) as dag:
-            dag.fileloc = str(tmp_path / "dag.py")
-            return ElasticTrainOperator(task_id="train", script="train.py", **arguments)
-
-    return make
-
-
-def context_of(task, store=None, *, dag_test=False, try_number=1, run_after=None, run_type="scheduled", max_tries=0):
-    dag_run = SimpleNamespace(
-        run_after=run_after or pendulum.now("UTC"),
-        run_type=run_type,
-        triggering_user_name="dag_test" if dag_test else None,
-        clear_number=0,
-    )
-    ti = SimpleNamespace(
-        dag_id="daily", run_id="run1", task_id="train", map_index=-1, try_number=try_number, max_tries=max_tries
-    )
-    return {
-        "ti": ti,
-        "dag_run": dag_run,
-        "dag": task.dag,
-        "task_state_store": Store() if store is None else store,
-    }
-
-
-def success(make_status, **changes):
-    result = JobResult(steps=10, final_loss=0.25, met=True, slack_s=60.0, finished_at=time.time(), checkpoint_path="/c")
-    return make_status(State.SUCCEEDED, step=10, result=result, **changes)
 
 
 def test_submits_what_was_asked_and_returns_a_small_result(service, make_status, make_task):

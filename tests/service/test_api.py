@@ -10,15 +10,15 @@ from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
+from support.service_parts import parts_of
 
 from elasticflow_airflow.client import ElasticFlowClient, Unauthorized, snapshot_folder
 from elasticflow_airflow.insight import ClusterHistory, ClusterNow, JobStory, StackDump, WhatIf
-from elasticflow_airflow.service.api import ServiceParts, Traffic, build_app
+from elasticflow_airflow.service.api import build_app
 from elasticflow_airflow.service.feeding import CalendarDesk
 from elasticflow_airflow.service.forecasting import ForecastDesk
 from elasticflow_airflow.service.insight import InsightDesk
 from elasticflow_airflow.service.insight_routes import InsightDesks
-from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.whatif import WhatIfDesk
 from elasticflow_airflow.wire import Command, Event, Health, JobIdentity, JobSubmission, Length, Problem
 
@@ -31,17 +31,8 @@ def app_of(world, token=None):
     forecasts = ForecastDesk(
         world.store, world.settings, world.reconciler.copy_scheduler, lambda: "", clock=world.clock
     )
-    parts = ServiceParts(
-        store=world.store,
-        notifier=Notifier(),
-        snapshots=world.snapshots,
-        engine=world.engine,
-        desk=world.desk,
-        settings=world.settings,
-        nodes=lambda: world.reconciler.nodes,
-        problem=lambda: world.reconciler.problem,
-        traffic=Traffic(),
-        started_at=world.now_s,
+    parts = parts_of(
+        world,
         forecasts=forecasts,
         insight=InsightDesks(
             InsightDesk(world.store, world.reconciler.foresee, lambda: world.reconciler.nodes, clock=world.clock),

@@ -6,10 +6,10 @@ import time
 
 import httpx
 import pytest
+from support.service_parts import parts_of
 
-from elasticflow_airflow.service.api import ServiceParts, Traffic, build_app
+from elasticflow_airflow.service.api import build_app
 from elasticflow_airflow.service.forecasting import ForecastDesk
-from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.refusal import Refusal
 from elasticflow_airflow.wire import Command, DryRun, ForecastAnswer, JobIdentity, JobSubmission, Length, PlannedRun
 
@@ -251,17 +251,8 @@ def test_of_a_planned_run_that_says_too_little_nobody_can_say(world):
 
 
 def app_of(world, token=None):
-    parts = ServiceParts(
-        store=world.store,
-        notifier=Notifier(),
-        snapshots=world.snapshots,
-        engine=world.engine,
-        desk=world.desk,
-        settings=world.settings,
-        nodes=lambda: world.reconciler.nodes,
-        problem=lambda: world.reconciler.problem,
-        traffic=Traffic(),
-        started_at=world.now_s,
+    parts = parts_of(
+        world,
         forecasts=desk_of(world),
     )
     return build_app(parts, token)

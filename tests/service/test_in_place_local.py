@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.training_scripts import BATCH, COUNTING, SAMPLES, STEPS_PER_EPOCH
 
 from elasticflow_airflow.client import ElasticFlowClient, Endpoint, snapshot_script
 from elasticflow_airflow.engines.local.folder import SupervisorFolder, WorkerStatus
@@ -22,42 +23,6 @@ from elasticflow_airflow.runtime.protocol import Membership
 from elasticflow_airflow.wire import Command, Event, JobIdentity, JobSubmission, Length
 
 pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
-
-SAMPLES, BATCH = 640, 32
-STEPS_PER_EPOCH = SAMPLES // BATCH
-COUNTING = f"""
-import sys
-import time
-import torch
-from elasticflow_airflow import runtime
-
-SAMPLES, BATCH = {SAMPLES}, {BATCH}
-
-class Counter(torch.nn.Module):
-    '''Every use of a sample adds 1/BATCH to its weight: exactly, as BATCH is a power of two.'''
-    def __init__(self):
-        super().__init__()
-        self.uses = torch.nn.Parameter(torch.zeros(SAMPLES))
-    def forward(self, ids):
-        return -self.uses[ids].mean()
-
-session = runtime.init(epochs=int(sys.argv[1]))
-loader = session.dataloader(range(SAMPLES), global_batch_size=BATCH, shuffle=True)
-model = Counter()
-optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-session.register(model=model, optimizer=optimizer)
-for epoch in session.epochs():
-    for batch in loader:
-        with session.step() as step:
-            for ids in step.split(batch):
-                step.backward(model(ids))
-            optimizer.step()
-            optimizer.zero_grad()
-        time.sleep(0.1)
-        session.log(loss=step.loss)
-uses = model.uses.detach() * BATCH
-session.finish(metrics={{"least": float(uses.min()), "most": float(uses.max())}})
-"""
 
 
 @dataclass

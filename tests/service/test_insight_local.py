@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.training_scripts import thinking
 
 from elasticflow_airflow.client import snapshot_script
 from elasticflow_airflow.insight import DeadlineChange, WhatIfRequest
@@ -15,36 +16,10 @@ from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
 
 pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
 
-SCRIPT = """
-import time
-import torch
-from elasticflow_airflow import runtime
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-    def forward(self, ids):
-        think_hard()
-        return self.weight * ids.float().mean()
-
+SCRIPT = thinking("""
 def think_hard():
     time.sleep(0.02)
-
-session = runtime.init()
-loader = session.dataloader(range(64), global_batch_size=8)
-model = Model()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-session.register(model=model, optimizer=optimizer)
-for epoch in session.epochs():
-    for batch in loader:
-        with session.step() as step:
-            for ids in step.split(batch):
-                step.backward(model(ids))
-            optimizer.step()
-            optimizer.zero_grad()
-session.finish()
-"""
+""")
 
 
 @pytest.mark.slow

@@ -7,8 +7,9 @@ import time
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from support import service_parts
 
-from elasticflow_airflow.service.api import ServiceParts, Traffic, build_app
+from elasticflow_airflow.service.api import ServiceParts, build_app
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.tallies import Spread
 
@@ -16,18 +17,7 @@ CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 
 
 def parts_of(world) -> ServiceParts:
-    return ServiceParts(
-        store=world.store,
-        notifier=world.reconciler._notifier,
-        snapshots=world.snapshots,
-        engine=world.engine,
-        desk=world.desk,
-        settings=world.settings,
-        nodes=lambda: world.reconciler.nodes,
-        problem=lambda: world.reconciler.problem,
-        traffic=Traffic(),
-        started_at=time.time(),
-    )
+    return service_parts.parts_of(world, notifier=world.reconciler._notifier, started_at=time.time())
 
 
 async def get(app, path: str = "/metrics", token: str | None = None) -> httpx.Response:

@@ -6,18 +6,16 @@ import time
 from pathlib import Path
 
 import pytest
+from support.training_scripts import thinking
 
 from elasticflow_airflow.client import snapshot_script
 from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
 
 pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
 
-SCRIPT = """
+SCRIPT = thinking("""
 import os
-import time
 from pathlib import Path
-import torch
-from elasticflow_airflow import runtime
 from elasticflow_airflow.runtime.protocol import SESSION_ENV, WORKER_ENV, Membership
 
 def slot():
@@ -25,28 +23,9 @@ def slot():
     mine = [member.slot_index for member in plan.members if member.worker_id == os.environ[WORKER_ENV]]
     return mine[0] if mine else None
 
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-    def forward(self, ids):
-        time.sleep(0.08 if slot() == 1 else 0.01)
-        return self.weight * ids.float().mean()
-
-session = runtime.init()
-loader = session.dataloader(range(64), global_batch_size=8)
-model = Model()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-session.register(model=model, optimizer=optimizer)
-for epoch in session.epochs():
-    for batch in loader:
-        with session.step() as step:
-            for ids in step.split(batch):
-                step.backward(model(ids))
-            optimizer.step()
-            optimizer.zero_grad()
-session.finish()
-"""
+def think_hard():
+    time.sleep(0.08 if slot() == 1 else 0.01)
+""")
 
 
 @pytest.mark.slow

@@ -1,0 +1,25 @@
+"""The parts of a service in this process, as its routes take them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elasticflow_airflow.service.api import ServiceParts, Traffic
+from elasticflow_airflow.service.notify import Notifier
+
+
+def parts_of(world: Any, **more: Any) -> ServiceParts:
+    """Those of a world; ``more`` replaces some or adds desks."""
+    parts: dict[str, Any] = {
+        "store": world.store,
+        "notifier": Notifier(),
+        "snapshots": world.snapshots,
+        "engine": world.engine,
+        "desk": world.desk,
+        "settings": world.settings,
+        "nodes": lambda: world.reconciler.nodes,
+        "problem": lambda: world.reconciler.problem,
+        "traffic": Traffic(),
+        "started_at": world.now_s,
+    }
+    return ServiceParts(**{**parts, **more})
