@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from elasticflow_airflow.runtime.aiming import EpochAim
 from elasticflow_airflow.runtime.checkpoint import Registered
 from elasticflow_airflow.runtime.group import GroupBroken, WorkerGroup, from_text_rows, to_text_row
 from elasticflow_airflow.runtime.meeting import ADDRESS_ENV, JOINER_SILENCE_LIMIT_S, Meeting
@@ -34,6 +35,7 @@ RECOVERY_LIMIT_S = 60.0
 ABANDONED_STATUS = 75
 """Exit status of a survivor for whom no plan came (EX_TEMPFAIL)."""
 _WAIT_S = 0.05
+_POLL_S = 0.002
 _END_LIMIT_S = 3.0
 
 
@@ -85,6 +87,7 @@ class Place:
         self._news = threading.Event()
         self._announced: int | None = None
         self._arrival: tuple[Meeting, Future[Any]] | None = None
+        self._aim = EpochAim()
         self.watcher = PlanWatcher(folder, worker_id, self._on_plan)
         self._ending: list[WorkerGroup | Meeting] = []
         """What was left and has threads still: an interpreter that ends with one of them aborts."""
@@ -240,7 +243,7 @@ class Place:
         raise SystemExit(ABANDONED_STATUS)
 
     def join(self, registered: Registered, epoch: int) -> Adoption | None:
-        """A joiner's way in, once it is warm and its loops are in ``epoch``; None: the others are in another epoch.
+        """A joiner's way in, once it is warm and its loops are in ``epoch``; None: the others will not come by there.
 
         Raises Dismissed when the plan goes on without it.
         """
@@ -256,28 +259,33 @@ class Place:
                 self._news.wait(_WAIT_S) if meeting is None else meeting.wait(_WAIT_S)
                 self._news.clear()
                 continue
-            if meeting.epoch_of_holders not in (None, epoch):
+            if self._aim.misses(epoch, meeting.epoch_of_holders, meeting.joiner_epochs):
                 return None
             assert meeting.group is not None  # it is ready, and this worker is in it
             if self._arrival is None or self._arrival[0] is not meeting:
                 self._arrival = (meeting, meeting.group.begin_exchange(to_text_row({"step": -1})))
             arrived = self._arrival[1]
             if not arrived.done():
-                time.sleep(0.002)
+                time.sleep(_POLL_S)
                 continue
             if isinstance(arrived.exception(), RuntimeError):
                 time.sleep(_WAIT_S)  # a later plan follows, or everybody is dead
                 continue
+            rows = from_text_rows(arrived.result())
+            if all(row["step"] < 0 for row in rows) and not meeting.store.check(["leavers"]):
+                time.sleep(_POLL_S)  # all of the group are here to join: those who leave have yet to agree
+                continue
             try:
-                return self._settle(meeting, registered, from_text_rows(arrived.result()), None, time.perf_counter())
+                return self._settle(meeting, registered, rows, None, time.perf_counter())
             except GroupBroken as error:
                 self._leave_meeting(meeting, str(error))  # a later plan follows
 
-    def epoch_of_others(self, otherwise: int) -> int:
-        """The epoch in which those who train are, as far as a joiner has heard."""
+    def next_epoch_to_join(self, otherwise: int) -> int:
+        """The epoch in which a joiner that has missed those who train should wait for them next."""
         meeting = self._meeting
-        epoch = None if meeting is None else meeting.epoch_of_holders
-        return otherwise if epoch is None else epoch
+        if meeting is None or meeting.epoch_of_holders is None:
+            return otherwise
+        return self._aim.choose(meeting.epoch_of_holders, meeting.joiner_epochs)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -387,15 +395,8 @@ class Place:
         )
 
     def _contact_of_leaver(self, meeting: Meeting) -> Any:
-        store = meeting.store
-        while not store.check(["leavers"]):
-            if self.told_to_stop:
-                raise Dismissed
-            if meeting.stopped:
-                raise GroupBroken("those who leave have stayed")
-            time.sleep(_WAIT_S)
         assert meeting.rank is not None  # a joiner is in the plan
-        return json.loads(store.get(f"leaver/{meeting.rank % int(store.get('leavers'))}"))
+        return json.loads(meeting.store.get(f"leaver/{meeting.rank % int(meeting.store.get('leavers'))}"))
 
     def _receive(self, meeting: Meeting, contact: Any, registered: Registered) -> Any:
         try:

@@ -200,7 +200,9 @@ class SessionSteps(SessionCore):
             self._leave_at_once()
         if adoption is None:
             # The others are in another epoch: so that the script's own loops follow, another rehearsal there.
-            self._step = self._place.epoch_of_others(self.epoch) * self._loader.plan.steps_per_epoch
+            per_epoch, total = self._loader.plan.steps_per_epoch, self._total_or_none()
+            epoch = self._place.next_epoch_to_join(self.epoch)
+            self._step = per_epoch * (epoch if total is None else min(epoch, (total - 1) // per_epoch))
             return
         self._loader.jump()
         self._just_joined = True

@@ -79,6 +79,7 @@ class Crew:
 
     def close(self) -> None:
         for place in self.places.values():
+            place.told_to_stop = True
             place.close()
         self.threads.shutdown()
 
@@ -263,6 +264,58 @@ def test_those_who_leave_stay_when_a_joiner_is_stopped(crew, monkeypatch):
         with pytest.raises(GroupBroken):
             stays.result(LIMIT_S)
     crew.talk("a", "b")
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_joiners_go_to_meet_those_whose_epochs_are_shorter_than_a_rehearsal(crew, stays):
+    """Each would come to an epoch that is over, time and again, and never to the same one as the other."""
+    crew.plan("a")
+    crew.plan(*(["a"] if stays else []), "b", "c")
+    place, joined, rehearsals = crew.places["a"], [], []
+
+    def rehearse_and_join(worker: str, rehearsal_s: float) -> None:
+        epoch = 0
+        while crew.places[worker].join(crew.states[worker], epoch) is None:
+            epoch = crew.places[worker].next_epoch_to_join(epoch)
+            rehearsals.append(worker)
+            time.sleep(rehearsal_s)
+        joined.append((worker, epoch))
+
+    joining = [crew.threads.submit(rehearse_and_join, *one) for one in (("b", 0.13), ("c", 0.07))]
+    epoch, end_s = 0, time.monotonic() + LIMIT_S
+    while not place.switch_is_due:
+        assert time.monotonic() < end_s, f"epoch {epoch}: {rehearsals}"
+        epoch += 1
+        place.agree([place.ready_for(epoch)])
+        time.sleep(0.01)
+    switched = crew.switch("a")
+    for one in joining:
+        one.result(LIMIT_S)
+    assert sorted(joined) == [("b", epoch), ("c", epoch)]
+    if stays:
+        switched.result(LIMIT_S)
+    else:
+        assert isinstance(switched.exception(LIMIT_S), Dismissed)
+    crew.talk(*(["a"] if stays else []), "b", "c")
+
+
+def test_joiners_that_met_each_other_alone_follow_those_who_leave(crew):
+    """Their group is whole without those who leave: these may yet be in another epoch than both of them."""
+    crew.plan("a")
+    crew.plan("b", "c")
+    place = crew.places["a"]
+    joining = [crew.join("b"), crew.join("c")]
+    wait(lambda: place.ready_for(0) == crew.generation, "the meeting")
+    assert not place.ready_for(1)
+    assert [one.result(LIMIT_S) for one in joining] == [None, None]
+    assert [crew.places[worker].next_epoch_to_join(0) for worker in "bc"] == [1, 1]
+    joining = [crew.threads.submit(crew.places[worker].join, crew.states[worker], 1) for worker in "bc"]
+    wait(lambda: place.ready_for(1) == crew.generation, "another meeting")
+    place.agree([crew.generation])
+    assert isinstance(crew.switch("a").exception(LIMIT_S), Dismissed)
+    for one in joining:
+        assert one.result(LIMIT_S).top_step == 3
+    crew.talk("b", "c")
 
 
 def test_everybody_leaves_once_all_states_are_handed_over(crew):
