@@ -17,7 +17,7 @@ from elasticflow_airflow.callables import listed, problem_of
 from elasticflow_airflow.deadlines import DAG_RUN, DeadlineError, check_deadline
 from elasticflow_airflow.wire import share_problem, target_problem
 
-ON_REJECT: Final = ("fail", "best_effort", "wait", "renegotiate")
+ON_REJECT: Final = ("fail", "best_effort", "wait", "renegotiate", "late")
 ON_PAST_DEADLINE: Final = ("auto", "fail", "best_effort")
 ON_MISS: Final = ("finish", "fail", "use_last_checkpoint")
 CONSISTENCY: Final = ("consistent", "fast")
@@ -260,9 +260,9 @@ def _check_deadlines(deadline: Any, deadline_of: Any, best_effort: Any, latest_d
         raise ArgumentError(
             "neither deadline=, deadline_of= nor best_effort=True: say by when, or that it does not matter"
         )
-    if (on_reject == "renegotiate") != (latest_deadline is not None):
+    if (on_reject in ("renegotiate", "late")) != (latest_deadline is not None):
         raise ArgumentError(
-            f'on_reject={on_reject!r}, latest_deadline={latest_deadline!r}: on_reject="renegotiate" needs'
+            f'on_reject={on_reject!r}, latest_deadline={latest_deadline!r}: on_reject="renegotiate" and "late" need'
             " latest_deadline=, and nothing else takes it"
         )
 

@@ -63,7 +63,7 @@ def rejection_message(status: JobStatus, timezone: tzinfo, now: float) -> str:
         lines.append("  no feasible deadline is known: the job's speed has not been measured, or it never fits")
     lines.append(
         "  what you can do: give a later deadline; train less (steps, epochs); on_reject='best_effort' to train"
-        " without a promise, 'wait' to wait for capacity, or 'renegotiate' with latest_deadline=; or add slots"
+        " without a promise, 'wait' to wait for capacity, 'renegotiate' or 'late' with latest_deadline=; or add slots"
     )
     if verdict.event_id is not None:
         lines.append(f"  decided in event {verdict.event_id}")

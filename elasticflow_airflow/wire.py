@@ -106,7 +106,7 @@ class JobSubmission(Wire):
     deadline_at: float | None = Field(default=None, allow_inf_nan=False)
     best_effort: bool = False
     value: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    on_reject: Literal["fail", "best_effort", "wait", "renegotiate"] = "fail"
+    on_reject: Literal["fail", "best_effort", "wait", "renegotiate", "late"] = "fail"
     latest_deadline_at: float | None = Field(default=None, allow_inf_nan=False)
     on_miss: Literal["finish", "fail", "use_last_checkpoint"] = "finish"
     init_from: str | None = None
@@ -138,8 +138,8 @@ class JobSubmission(Wire):
         for size, speed in (self.scaling_curve or {}).items():
             if size < 1 or size & (size - 1) or not 0.0 < speed < math.inf:
                 raise ValueError("scaling_curve= gives positive steps/s by number of workers, each a power of two")
-        if self.on_reject == "renegotiate" and self.latest_deadline_at is None:
-            raise ValueError('on_reject="renegotiate" needs latest_deadline')
+        if self.on_reject in ("renegotiate", "late") and self.latest_deadline_at is None:
+            raise ValueError(f'on_reject="{self.on_reject}" needs latest_deadline')
         for name, workers in (("min_workers", self.min_workers), ("max_workers", self.max_workers)):
             if workers is not None and workers & (workers - 1):
                 raise ValueError(f"{name}={workers} is not a power of two")

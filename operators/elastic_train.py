@@ -98,7 +98,8 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
     any. ``deadline_of`` alone takes the time from the DAG: its earliest DeadlineAlert, else its next run. Or
     ``best_effort=True``. ``value`` weighs jobs against each other.
 
-    When it cannot be: ``on_reject`` ("fail", "best_effort", "wait", or "renegotiate" up to ``latest_deadline``),
+    When it cannot be: ``on_reject`` ("fail", "best_effort", "wait", or "renegotiate" up to ``latest_deadline``; or
+    "late", for which the deadline is soft: likewise, and its ``value`` falls evenly to nothing at ``latest_deadline``),
     ``on_past_deadline`` ("auto": best effort for backfills and clears, else fail; "fail"; "best_effort"), ``on_miss``
     ("finish", "fail", "use_last_checkpoint").
 

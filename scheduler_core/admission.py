@@ -20,6 +20,7 @@ from elasticflow_airflow.scheduler_core.planner import Planner
 from elasticflow_airflow.scheduler_core.pricing import Protection
 from elasticflow_airflow.scheduler_core.proof import deadline_order
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
+from elasticflow_airflow.scheduler_core.values import OnReject
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Work, course_of
 
 _DOUBLINGS = 6
@@ -156,7 +157,7 @@ class Admission:
         if self.protection is None:
             return True
         planner = self.planner
-        expected = self.protection.expectation(work, self.job.job.value, planner.now, limit)
+        expected = self.protection.expectation(work, self._worth(limit), planner.now, limit)
         if expected is None:
             return False
         free = planner.free.copy()
@@ -171,6 +172,10 @@ class Admission:
             return True
         # Where this order of filling finds no share at all, it says nothing about those who are expected.
         return minimum_share(free, work, planner.now) is None and expected.worth <= planner.config.protection_tolerance
+
+    def _worth(self, limit: float) -> float:
+        """The newcomer's value when it is promised for ``limit``."""
+        return self.job.job.value_at(limit + self.planner.config.deadline_margin_s)
 
     def _with(self, draft: Draft, course: Course) -> Draft:
         twin = draft.copy()
@@ -200,7 +205,9 @@ class Admission:
             return None
         asked = self.job.job.deadline_s
         low = max(now + self._least(work), (asked - config.deadline_margin_s) if asked is not None else now)
-        for _ in range(_DOUBLINGS if self.protection is not None else 0):
+        # Whose value falls with time gains no room by waiting for what is kept free for others.
+        hopes = self.protection is not None and self.job.job.on_reject is not OnReject.LATE
+        for _ in range(_DOUBLINGS if hopes else 0):
             if self._try(work, certain, 0) is not None:
                 break
             certain = now + 2.0 * (certain - now)  # what is kept free for others leaves room only later

@@ -203,14 +203,16 @@ class Decider:
         choice = job.on_reject
         if choice is OnReject.BEST_EFFORT:
             return self._take_best_effort(live, now, f"cannot be promised: {verdict.reason}; runs as best effort")
-        if choice is OnReject.RENEGOTIATE and offer is not None and offer <= (job.latest_deadline_s or -INFINITY):
-            live.job = replace(job, deadline_s=offer)
+        later = choice in (OnReject.RENEGOTIATE, OnReject.LATE)
+        if later and offer is not None and offer <= (job.latest_deadline_s or -INFINITY):
+            live.job = replace(job, deadline_s=offer, asked_deadline_s=job.deadline_s)
             live.changed()
             again = self._ask(live, now)
             if again.draft is not None:
+                left = f", for {live.job.part_at(offer):.0%} of its value" if choice is OnReject.LATE else ""
                 again.reason = (
                     f"the deadline {moment(job.deadline_s or 0.0)} cannot be promised ({verdict.reason}); "
-                    f"accepted {moment(offer)} instead: {again.reason}"
+                    f"accepted {moment(offer)} instead{left}: {again.reason}"
                 )
                 return self._admit(live, again, Terms.RENEGOTIATED, now)
             live.job = job

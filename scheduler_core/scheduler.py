@@ -247,7 +247,7 @@ class Scheduler(Decider):
         board, before = self._board, job.job
         value = before.value if event.value is None else event.value
         if event.best_effort:
-            job.job = replace(before, value=value, deadline_s=None)
+            job.job = replace(before, value=value, deadline_s=None, asked_deadline_s=None)
             job.best_effort, job.at_risk = True, False
             if job.phase in (Phase.WAITING, Phase.PROFILING):
                 job.phase, job.profiling = Phase.ADMITTED, None
@@ -257,7 +257,8 @@ class Scheduler(Decider):
                 *self._replan(now, f"{job.job_id} gave its deadline up", retry=True),
             ]
         deadline = before.deadline_s if event.deadline_s is None else event.deadline_s
-        job.job = replace(before, value=value, deadline_s=deadline)
+        asked = before.asked_deadline_s if event.deadline_s is None else None
+        job.job = replace(before, value=value, deadline_s=deadline, asked_deadline_s=asked)
         job.changed()
         if deadline is None or deadline == before.deadline_s or job.phase is not Phase.ADMITTED:
             out: list[Decision] = [Amended(job.job_id, deadline, value, None)]

@@ -112,6 +112,9 @@ class OnReject(StrEnum):
     BEST_EFFORT = "best_effort"
     WAIT = "wait"
     RENEGOTIATE = "renegotiate"
+    """Accept the earliest deadline that can be promised up to ``latest_deadline_s``, for the same value."""
+    LATE = "late"
+    """The deadline is soft: likewise, for a value that falls evenly to nothing at ``latest_deadline_s``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +137,8 @@ class Job:
     value: float = 1.0
     on_reject: OnReject = OnReject.FAIL
     latest_deadline_s: float | None = None
+    asked_deadline_s: float | None = None
+    """The deadline that it came with, when ``deadline_s`` is a later one that could be promised."""
     profile: bool = True
     """False: never profile (a plain script that reports nothing); it then runs as best effort at ``min_workers``."""
     explore: bool = True
@@ -148,6 +153,19 @@ class Job:
     """None: the batch size stays what it is. Steps are always counted at the job's own."""
     workload: str = ""
     """What it trains, as a table of jobs that share GPUs names it."""
+
+    def value_at(self, end_s: float) -> float:
+        """What the job is worth when it ends at ``end_s``: all of ``value``, or a part where its deadline is soft."""
+        return self.value * self.part_at(end_s)
+
+    def part_at(self, end_s: float) -> float:
+        """Part of its value (0 to 1) that is left at ``end_s``: less than all after a soft deadline."""
+        soft_s = self.deadline_s if self.asked_deadline_s is None else self.asked_deadline_s
+        if self.on_reject is not OnReject.LATE or soft_s is None or self.latest_deadline_s is None or end_s <= soft_s:
+            return 1.0
+        if end_s >= self.latest_deadline_s:
+            return 0.0
+        return (self.latest_deadline_s - end_s) / (self.latest_deadline_s - soft_s)
 
 
 class Phase(StrEnum):

@@ -38,6 +38,7 @@ class WhenRejected(StrEnum):
 
     FAIL = "fail"
     WAIT = "wait"
+    LATE = "late"
 
 
 Trace = typer.Option(..., "--trace", help="Jobs: a CSV file, one a line (docs/reference/simulate.md has its columns).")
@@ -54,7 +55,15 @@ ObjectiveOf = typer.Option(
     help="Whom elasticflow admits: who comes first, or by value under a price.",
 )
 OnReject = typer.Option(
-    WhenRejected.FAIL, "--on-reject", help="A job that cannot be promised: fail at once, or wait and be tried again."
+    WhenRejected.FAIL,
+    "--on-reject",
+    help="If it cannot be promised: fail at once, wait and be tried again, or be promised late.",
+)
+LateBy = typer.Option(
+    0.5,
+    "--late-by",
+    min=0,
+    help="With --on-reject late: value falls to nothing by so much later, as a part of submission to deadline.",
 )
 Seed = typer.Option(0, "--seed", help="Of all that is random: errors of speed, failures.")
 ThroughputError = typer.Option(
@@ -77,6 +86,7 @@ def simulate(
     policy: str = typer.Option("elasticflow", help="Who schedules; a wrong name lists all."),
     objective: ObjectiveChoice = ObjectiveOf,
     on_reject: WhenRejected = OnReject,
+    late_by: float = LateBy,
     pause_s: float = PauseS,
     startup_s: float | None = StartupS,
     seed: int = Seed,
@@ -103,6 +113,7 @@ def simulate(
             pause_s=pause_s,
             startup_s=startup_s,
             on_reject=on_reject,
+            late_by=late_by,
             seed=seed,
             throughput_error=throughput_error,
             mtbf_h=mtbf_h,
@@ -131,6 +142,7 @@ def compare(
     out: Path = Out,
     objective: ObjectiveChoice = ObjectiveOf,
     on_reject: WhenRejected = OnReject,
+    late_by: float = LateBy,
     pause_s: float = PauseS,
     startup_s: float | None = StartupS,
     seed: int = Seed,
@@ -179,6 +191,7 @@ def compare(
             pause_s=pause_s,
             startup_s=startup_s,
             on_reject=on_reject,
+            late_by=late_by,
             seed=seed,
             throughput_error=throughput_error,
             mtbf_h=mtbf_h,
@@ -216,6 +229,7 @@ def _setting(
     pause_s: float,
     startup_s: float | None,
     on_reject: WhenRejected,
+    late_by: float,
     seed: int,
     throughput_error: float,
     mtbf_h: float | None,
@@ -240,6 +254,7 @@ def _setting(
             pause_s=pause_s,
             startup_s=startup_s,
             on_reject=OnReject(str(on_reject)),
+            late_by=late_by,
             throughput_error=throughput_error,
             seed=seed,
         ),

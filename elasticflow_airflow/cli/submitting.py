@@ -40,7 +40,12 @@ def submit(
     deadline: str | None = typer.Option(None, "--deadline", help=f"When it must have ended: {FORMS}."),
     best_effort: bool = typer.Option(False, "--best-effort", help="No deadline: trains with what others leave."),
     on_reject: str = typer.Option(
-        "fail", "--on-reject", help="If the deadline cannot be promised: fail, best_effort or wait."
+        "fail", "--on-reject", help="If the deadline cannot be promised: fail, best_effort, wait, renegotiate or late."
+    ),
+    latest_deadline: str | None = typer.Option(
+        None,
+        "--latest-deadline",
+        help="With renegotiate or late, which lets its value fall until then: the latest deadline that will do.",
     ),
     value: float = typer.Option(1.0, "--value", min=1e-9, help="What meeting the deadline is worth."),
     min_workers: int = typer.Option(1, "--min-workers", min=1, help="Never fewer; a power of two."),
@@ -96,6 +101,7 @@ def submit(
             "deadline_at": None if deadline is None else moment_of(deadline, now),
             "best_effort": best_effort,
             "on_reject": on_reject,
+            "latest_deadline_at": None if latest_deadline is None else moment_of(latest_deadline, now),
             "value": value,
             "min_workers": min_workers,
             "max_workers": max_workers,

@@ -20,7 +20,7 @@ from elasticflow_airflow.scheduler_core.simulator.trace import Trace
 from elasticflow_airflow.scheduler_core.values import Node, OnReject
 
 OBJECTIVES = tuple(Objective)
-ON_REJECT = (OnReject.FAIL, OnReject.WAIT)
+ON_REJECT = (OnReject.FAIL, OnReject.WAIT, OnReject.LATE)
 OURS = "elasticflow"
 """The policy that has objectives, as its variants do."""
 REPORT_AFTER_S = 60.0
@@ -41,7 +41,7 @@ class Contender:
 
     @classmethod
     def parse(cls, text: str) -> Contender:
-        """Read ``POLICY[:OBJECTIVE][:fail|wait]``, such as ``elasticflow:value:wait``.
+        """Read ``POLICY[:OBJECTIVE][:fail|wait|late]``, such as ``elasticflow:value:wait``.
 
         Raises:
             InputError: a part is unknown.

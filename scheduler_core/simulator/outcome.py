@@ -17,6 +17,8 @@ class JobRecord:
     submitted_s: float
     deadline_s: float | None
     value: float = 1.0
+    value_at_end: float = 0.0
+    """What it was worth when it ended (see ``Job.value_at``); 0 if it has not."""
     admitted_s: float | None = None
     """When its deadline was promised."""
     promised_deadline_s: float | None = None
@@ -50,6 +52,13 @@ class JobRecord:
         return limit is not None and (self.finished_s is None or self.finished_s > limit + MET_TOLERANCE_S)
 
     @property
+    def value_kept(self) -> float:
+        """Its value if it was met; what was left of it, if it was promised late and ended by then."""
+        if self.met:
+            return self.value
+        return 0.0 if self.late_though_admitted or self.promised_deadline_s is None else self.value_at_end
+
+    @property
     def completion_s(self) -> float | None:
         """Job completion time: from submission to the end."""
         return None if self.finished_s is None else self.finished_s - self.submitted_s
@@ -81,6 +90,7 @@ class Result:
             "deadlines": sum(r.deadline_s is not None for r in records),
             "met": sum(r.met for r in records),
             "value_met": sum(r.value for r in records if r.met),
+            "value_kept": sum(r.value_kept for r in records),
             "late_though_admitted": sum(r.late_though_admitted for r in records),
             "rejected": sum(r.rejected_s is not None for r in records),
             "unfinished": sum(r.finished_s is None and r.rejected_s is None for r in records),

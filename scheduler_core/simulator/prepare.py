@@ -30,6 +30,8 @@ class Conditions:
     startup_s: float | None = None
     tail_s: float = 0.0
     on_reject: OnReject = OnReject.FAIL
+    late_by: float = 0.5
+    """With ``on_reject`` LATE: a job is worth nothing by so much later, as a part of submission to deadline."""
     throughput_error: float = 0.0
     seed: int = 0
     noise_batches: float | None = None
@@ -38,7 +40,7 @@ class Conditions:
     """Each deadline's distance from its submission is scaled by a factor within so much of 1."""
 
     def __post_init__(self) -> None:
-        for name in ("pause_s", "tail_s", "throughput_error", "deadline_jitter"):
+        for name in ("pause_s", "tail_s", "throughput_error", "deadline_jitter", "late_by"):
             value = getattr(self, name)
             if not 0.0 <= value < math.inf:
                 raise InputError(f"{name} is {value!r}; it must be a number of at least 0")
@@ -116,6 +118,7 @@ def prepare(
             costs=costs,
             value=row.value,
             on_reject=conditions.on_reject,
+            latest_deadline_s=_latest(row.submitted_s, deadline, conditions),
             explore=False,
             requested_workers=row.workers,
             task=row.task if row.expected else "",
@@ -155,6 +158,12 @@ def slowest(curves: Iterable[ScalingCurve], where: tuple[Path | None, int | None
 
 def _scaled(speeds: Mapping[int, float], factors: Mapping[int, float]) -> dict[int, float]:
     return {size: speed * factors.get(size, 1.0) for size, speed in speeds.items()}
+
+
+def _latest(submitted_s: float, deadline_s: float | None, conditions: Conditions) -> float | None:
+    if deadline_s is None or conditions.on_reject is not OnReject.LATE:
+        return None
+    return deadline_s + conditions.late_by * (deadline_s - submitted_s)
 
 
 def _batches(curves: Curves, row: TraceJob, noise_batches: float | None) -> BatchChoice | None:

@@ -222,7 +222,7 @@ class Simulation:
         run.left = 0.0  # what rounding left over is no reason to count a suspension
         self._hold(run, (), now)
         self._end(run, now, "finished")
-        run.record.finished_s = now
+        run.record.finished_s, run.record.value_at_end = now, run.simulated.job.value_at(now)
         return [ev.JobFinished(job_id)]
 
     def _disturb(self, disturbance: Disturbance, now: float) -> list[ev.Event]:

@@ -151,15 +151,17 @@ def test_what_happens_when_it_cannot_be_promised_is_the_authors_choice(run_dag, 
         ElasticTrainOperator(
             task_id="renegotiate", **early, on_reject="renegotiate", latest_deadline=timedelta(minutes=50)
         )
+        ElasticTrainOperator(task_id="late", **early, on_reject="late", latest_deadline=timedelta(minutes=90))
         ElasticTrainOperator(task_id="too_late", **early, on_reject="renegotiate", latest_deadline=timedelta(minutes=4))
     found = states(run_dag(dag))
     assert found == {
         ("fail", -1): "failed", ("best_effort", -1): "success", ("renegotiate", -1): "success",
-        ("too_late", -1): "failed",
+        ("late", -1): "success", ("too_late", -1): "failed",
     }  # fmt: skip
     decided = {task_id: job.verdict.decision for (task_id, _), job in jobs(client, dag).items()}
     assert decided == {
-        "fail": "rejected", "best_effort": "best_effort", "renegotiate": "renegotiated", "too_late": "rejected",
+        "fail": "rejected", "best_effort": "best_effort", "renegotiate": "renegotiated", "late": "renegotiated",
+        "too_late": "rejected",
     }  # fmt: skip
     assert "earliest feasible deadline:" in capsys.readouterr().out
 

@@ -188,6 +188,22 @@ def test_on_reject_best_effort_wait_and_renegotiate(make_job, nodes) -> None:
     assert admitted.job_id == "w"
 
 
+def test_a_soft_deadline_is_promised_late_for_what_is_left_of_its_value(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(1))
+    scheduler.handle(ev.JobSubmitted(make_job("first", steps=100, deadline=110)), 0.0)
+    soft = make_job("soft", steps=50, deadline=120, on_reject=OnReject.LATE, latest_deadline_s=200.0, value=4.0)
+    assert [soft.value_at(end) for end in (0.0, 120.0, 160.0, 200.0, 300.0)] == [4.0, 4.0, 2.0, 0.0, 0.0]
+    admitted = only(scheduler.handle(ev.JobSubmitted(soft), 0.0), de.Admit)
+    assert (admitted.terms, admitted.deadline_s) == (de.Terms.RENEGOTIATED, 150.0)
+    assert " instead, for 62% of its value: " in admitted.reason
+    (_, state) = scheduler.states()
+    assert (state.job.deadline_s, state.job.asked_deadline_s, state.job.value_at(150.0)) == (150.0, 120.0, 2.5)
+    scheduler.handle(ev.JobAmended("soft", deadline_s=170.0), 1.0)
+    assert scheduler.states()[1].job.asked_deadline_s is None, "what its author asks for now"
+    never = make_job("never", steps=50, deadline=120, on_reject=OnReject.LATE, latest_deadline_s=149.0)
+    assert only(scheduler.handle(ev.JobSubmitted(never), 2.0), de.Reject).earliest_deadline_s > 149.0
+
+
 def test_who_waited_in_vain_is_rejected_when_it_is_hopeless(make_job, nodes) -> None:
     scheduler = Scheduler(nodes=nodes(1))
     scheduler.handle(ev.JobSubmitted(make_job("first", steps=100, deadline=110)), 0.0)

@@ -107,6 +107,22 @@ def test_a_monster_of_enough_value_is_admitted(make_job, nodes) -> None:
     assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(dear), 20_000.0)), de.Admit)
 
 
+def test_what_comes_late_is_weighed_by_what_it_is_worth_then(make_job, nodes) -> None:
+    """At its deadline it would be worth its slots; promised as late as it must be, it would not."""
+    decided = {}
+    for choice in (OnReject.RENEGOTIATE, OnReject.LATE):
+        scheduler = value_scheduler(nodes)
+        learn(scheduler, make_job, 20_000.0)
+        full = make_job("full", steps=38_000.0, deadline=30_000.0, curve={1: 1.0, 2: 2.0, 4: 4.0}, value=100.0)
+        assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(full), 20_000.0)), de.Admit)
+        dear = monster(make_job, 20_000.0, value=110.0, on_reject=choice, latest_deadline_s=38_700.0)
+        decided[choice] = verdict(scheduler.handle(ev.JobSubmitted(dear), 20_000.0))
+    renegotiated = decided[OnReject.RENEGOTIATE]
+    assert isinstance(renegotiated, de.Admit)
+    assert 38_500.0 <= (renegotiated.deadline_s or 0.0) <= 38_700.0
+    assert isinstance(decided[OnReject.LATE], de.Reject)
+
+
 def test_a_run_that_was_expected_is_not_refused_by_price(make_job, nodes) -> None:
     """Room was kept free for it before it came; those who are expected beside it did not get that room."""
     linear = ScalingCurve({1: 1.0, 2: 2.0, 4: 4.0})

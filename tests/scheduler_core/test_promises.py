@@ -59,7 +59,8 @@ def jobs(draw: st.DrawFn, number: int, *, arrival: float) -> Job:
         costs=costs,
         min_workers=draw(st.sampled_from([1, 1, 1, 2])),
         max_workers=draw(st.sampled_from([None, None, 2, 4])),
-        on_reject=draw(st.sampled_from([OnReject.FAIL, OnReject.FAIL, OnReject.WAIT, OnReject.BEST_EFFORT])),
+        on_reject=draw(st.sampled_from([OnReject.FAIL, OnReject.WAIT, OnReject.BEST_EFFORT, OnReject.LATE])),
+        latest_deadline_s=arrival + draw(st.floats(1.0, 3.0)) * window,
     )
 
 

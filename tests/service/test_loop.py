@@ -143,6 +143,14 @@ def test_on_reject_renegotiate_within_the_latest(world):
     assert world.ended(job).result.met
 
 
+def test_on_reject_late_lets_the_value_fall(world):
+    within = {"within": 20, "steps": 1000, "scaling_curve": CURVE, "on_reject": "late"}
+    job = world.submit(**within, latest_deadline_at=world.now_s + 600)
+    assert job.job.verdict.decision == "renegotiated"
+    assert re.search(r"accepted .+ instead, for 7\d% of its value", job.job.verdict.reason)
+    assert world.ended(job).result.met
+
+
 def test_on_reject_renegotiate_beyond_the_latest_is_rejected(world):
     job = world.submit(
         within=20, steps=1000, scaling_curve=CURVE, on_reject="renegotiate", latest_deadline_at=world.now_s + 30

@@ -78,6 +78,14 @@ def test_jitter_moves_deadlines_within_its_part_and_not_with_the_error(
     assert [job.job.deadline_s for job in ready(*rows, deadline_jitter=0.2, seed=1, throughput_error=0.1)] == exact
 
 
+def test_deadlines_are_soft_where_jobs_may_be_late(ready: Callable[..., list[SimulatedJob]]) -> None:
+    rows = ("a,100,100,net,8,500", "b,100,100,net,8,")
+    assert [job.job.latest_deadline_s for job in ready(*rows)] == [None, None]
+    soft = ready(*rows, on_reject=OnReject.LATE, late_by=0.25)
+    assert [job.job.latest_deadline_s for job in soft] == [600.0, None]
+    assert soft[0].job.value_at(550.0) == 0.5
+
+
 def test_a_job_that_fits_at_no_size_is_refused_with_its_line(
     ready: Callable[..., list[SimulatedJob]], uneven: Callable[..., tuple[Node, ...]]
 ) -> None:
@@ -104,6 +112,7 @@ def test_an_unknown_model_is_refused_with_its_line(ready: Callable[..., list[Sim
         ("startup_s", -0.5),
         ("throughput_error", -0.1),
         ("deadline_jitter", 1.0),
+        ("late_by", -0.5),
     ],
 )
 def test_conditions_say_which_number_is_wrong(field: str, value: float) -> None:

@@ -62,6 +62,14 @@ def test_prints_json_alone_where_asked(inputs: Callable[..., list[str]]) -> None
     assert "columns that are not known are ignored: team" in done.stderr
 
 
+def test_a_job_that_may_be_late_keeps_a_part_of_its_value(inputs: Callable[..., list[str]]) -> None:
+    hard = json.loads(simulate(*inputs(), "--json").stdout)["result"]
+    done = json.loads(simulate(*inputs(), "--json", "--on-reject", "late", "--late-by", "9").stdout)["result"]
+    assert (hard["met"], hard["rejected"], hard["value_kept"]) == (2, 1, 2.0)
+    assert (done["rejected"], done["late_though_admitted"]) == (0, 0)
+    assert 2.0 < done["value_kept"] < 3.0
+
+
 def test_a_best_effort_column_takes_a_deadline_away(inputs: Callable[..., list[str]]) -> None:
     rows = ("a,0,3000,net,64,1500,0", "b,0,3000,net,64,1,1")
     options = inputs(*rows, header="job_id,submitted_s,steps,model,batch_size,deadline_s,best_effort")
