@@ -16,8 +16,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # those that the tests interrupt would notice.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-TRAINING = ("demo", "engines", "runtime", "service")
-"""Folders whose slow tests train for real, with workers that need the cores."""
+TRAINING = ("demo", "runtime", "service")
+"""Folders whose slow tests train for long, with workers that need the cores. Those of the engines train, too, but
+little: with them both processes have as much to do."""
 
 
 class Rooms(LoadScopeScheduling):
