@@ -265,6 +265,11 @@ def _check_deadlines(deadline: Any, deadline_of: Any, best_effort: Any, latest_d
             f'on_reject={on_reject!r}, latest_deadline={latest_deadline!r}: on_reject="renegotiate" and "late" need'
             " latest_deadline=, and nothing else takes it"
         )
+    if isinstance(deadline, timedelta) and isinstance(latest_deadline, timedelta) and latest_deadline <= deadline:
+        raise ArgumentError(
+            f"latest_deadline={latest_deadline!r} is not later than deadline={deadline!r}: give a later one, up to"
+            " which another deadline would do"
+        )
 
 
 def _check_shares(

@@ -140,6 +140,8 @@ class JobSubmission(Wire):
                 raise ValueError("scaling_curve= gives positive steps/s by number of workers, each a power of two")
         if self.on_reject in ("renegotiate", "late") and self.latest_deadline_at is None:
             raise ValueError(f'on_reject="{self.on_reject}" needs latest_deadline')
+        if (self.latest_deadline_at or math.inf) <= (self.deadline_at or -math.inf):
+            raise ValueError("latest_deadline is not later than the deadline: nothing could be accepted in its place")
         for name, workers in (("min_workers", self.min_workers), ("max_workers", self.max_workers)):
             if workers is not None and workers & (workers - 1):
                 raise ValueError(f"{name}={workers} is not a power of two")

@@ -56,6 +56,10 @@ def make(**arguments):
         ({**GOOD, "on_past_deadline": "no"}, "on_past_deadline='no' is none of"),
         ({**GOOD, "on_reject": "renegotiate"}, "need latest_deadline="),
         ({**DEADLINE, "on_reject": "late"}, "on_reject='late', latest_deadline=None: .*need latest_deadline="),
+        (
+            {**DEADLINE, "deadline": timedelta(hours=2), "on_reject": "late", "latest_deadline": timedelta(hours=2)},
+            r"latest_deadline=datetime.timedelta\(seconds=7200\) is not later than deadline=",
+        ),
         ({**DEADLINE, "latest_deadline": "09:00"}, "nothing else takes it"),
         ({**GOOD, "value": 0}, "value=0 must be"),
         ({**GOOD, "env": {"A-B": "1"}}, "env names 'A-B'"),

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from pydantic import ValidationError
 
 from elasticflow_airflow.wire import Length
 
@@ -149,6 +150,14 @@ def test_on_reject_late_lets_the_value_fall(world):
     assert job.job.verdict.decision == "renegotiated"
     assert re.search(r"accepted .+ instead, for 7\d% of its value", job.job.verdict.reason)
     assert world.ended(job).result.met
+
+
+def test_a_latest_deadline_that_leaves_no_choice_is_refused(world):
+    for choice in ("late", "renegotiate"):
+        with pytest.raises(ValidationError, match="latest_deadline is not later than the deadline"):
+            world.submission(within=20, on_reject=choice, latest_deadline_at=world.now_s + 20)
+        with pytest.raises(ValidationError, match=f'on_reject="{choice}" needs latest_deadline'):
+            world.submission(within=20, on_reject=choice)
 
 
 def test_on_reject_renegotiate_beyond_the_latest_is_rejected(world):
