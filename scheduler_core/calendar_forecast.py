@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -23,7 +23,7 @@ from elasticflow_airflow.scheduler_core.scheduler import Scheduler
 from elasticflow_airflow.scheduler_core.values import Node, Phase
 from elasticflow_airflow.scheduler_core.work import INFINITY, Work
 
-_MOST_NODES = 64
+MOST_NODES = 64
 """More additional nodes than this are not looked for."""
 _PROBES = 8
 
@@ -77,28 +77,46 @@ def forecast(scheduler: Scheduler, now: float, until_s: float) -> Forecast:
     """What will become of everything that is due by ``until_s``. Changes ``scheduler``: give a copy."""
     scheduler.handle(ev.WakeUp(), now)
     found = _outlooks(scheduler, now, until_s)
-    sizes = Counter(node.slots for node in scheduler.nodes())
-    if all(one.outcome in (Outcome.KEPT, Outcome.UNDECIDED) for one in found) or not sizes:
+    shape = commonest(scheduler.nodes())
+    if _all_well(found) or shape is None:
         return Forecast(outlooks=found)
-    slots = max(sizes, key=lambda size: (sizes[size], size))
-    return Forecast(outlooks=found, extra_nodes=_missing(scheduler, now, until_s, slots), extra_slots=slots)
-
-
-def _missing(scheduler: Scheduler, now: float, until_s: float, slots: int) -> int | None:
-    """How many more nodes would keep everything: doubling, then halving."""
 
     def enough(count: int) -> bool:
         twin = copy.deepcopy(scheduler)
-        for number in range(count):
-            twin.handle(ev.NodeJoined(Node(node_id=f"~more{number:04}", slots=slots)), now)
-        return all(one.outcome in (Outcome.KEPT, Outcome.UNDECIDED) for one in _outlooks(twin, now, until_s))
+        join(twin, shape, range(count), now)
+        return _all_well(_outlooks(twin, now, until_s))
 
-    high = 1
-    while not enough(high):
-        high *= 2
-        if high > _MOST_NODES:
+    return Forecast(outlooks=found, extra_nodes=fewest(enough, MOST_NODES), extra_slots=shape.slots)
+
+
+def _all_well(found: Iterable[Outlook]) -> bool:
+    return all(one.outcome in (Outcome.KEPT, Outcome.UNDECIDED) for one in found)
+
+
+def commonest(nodes: Iterable[Node]) -> Node | None:
+    """A node as there are most, of equally many the largest; None without any. Who goes away counts if all do."""
+    known = list(nodes)
+    stay = [node for node in known if node.draining_until_s is None] or known
+    shapes = Counter((node.slots, node.gpu_type) for node in stay)
+    if not shapes:
+        return None
+    slots, gpu_type = max(shapes, key=lambda shape: (shapes[shape], shape))
+    return Node(node_id="~more", slots=slots, gpu_type=gpu_type)
+
+
+def join(scheduler: Scheduler, shape: Node, numbers: Iterable[int], now: float) -> None:
+    """Let further nodes like ``shape`` come; each number makes one."""
+    for number in numbers:
+        scheduler.handle(ev.NodeJoined(replace(shape, node_id=f"~more{number:04}")), now)
+
+
+def fewest(enough: Callable[[int], bool], most: int) -> int | None:
+    """The least number from 1 to ``most`` that is enough, by doubling, then halving; None when none is."""
+    low, high = 0, min(1, most)
+    while high == 0 or not enough(high):
+        if high >= most:
             return None
-    low = high // 2
+        low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if enough(middle) else (middle, high)
@@ -107,14 +125,39 @@ def _missing(scheduler: Scheduler, now: float, until_s: float, slots: int) -> in
 
 def _outlooks(scheduler: Scheduler, now: float, until_s: float) -> tuple[Outlook, ...]:
     planner, jobs, policy = scheduler.open_books(now)
-    found = [_of_job(job) for job in jobs if job.job.deadline_s is not None and job.job.deadline_s <= until_s]
-    runs = [run for run in scheduler.expected_runs() if run.due_s <= until_s]
-    runs.sort(key=lambda run: (run.due_s + run.lateness.quantile(0.5), run.run_id))
-    found += _Expecting(planner, policy).outlooks(runs)
+    due = [job for job in jobs if job.job.deadline_s is not None and job.job.deadline_s <= until_s]
+    found = [outlook_of(job) for job in due if not job.best_effort]  # who fell back to it keeps the deadline's figure
+    found += _Expecting(planner, policy).outlooks(_due(scheduler, until_s))
     return tuple(sorted(found, key=lambda one: (one.deadline_s, one.job_id, one.run_id)))
 
 
-def _of_job(job: LiveJob) -> Outlook:
+def missed_runs(
+    scheduler: Scheduler, now: float, until_s: float, among: Container[str] | None = None
+) -> tuple[Outlook, ...]:
+    """The runs expected by ``until_s`` that would be missed, as :func:`forecast` has them; ``among``: only of these.
+
+    One joint plan where it keeps them all, else one for each run. Changes nothing.
+    """
+    planner, _, policy = scheduler.open_books(now)
+    runs = [run for run in _due(scheduler, until_s) if among is None or run.run_id in among]
+    expecting = _Expecting(planner, policy)
+    if expecting.all_fit(runs):
+        return ()
+    return tuple(one for one in expecting.outlooks(runs) if one.outcome is Outcome.MISSED)
+
+
+def _due(scheduler: Scheduler, until_s: float) -> list[ExpectedRun]:
+    """Expected runs in the order in which they are likely to come."""
+    runs = [run for run in scheduler.expected_runs() if run.due_s <= until_s]
+    return sorted(runs, key=lambda run: (run.due_s + run.lateness.quantile(0.5), run.run_id))
+
+
+def outlook_of(job: LiveJob) -> Outlook:
+    """How the deadline of a live job looks by the stored plan.
+
+    Raises:
+        ValueError: the job is best effort.
+    """
     deadline = job.job.deadline_s
     assert deadline is not None  # the caller looked
     course = job.course
@@ -155,6 +198,15 @@ class _Expecting:
             for one in found
         ]
 
+    def all_fit(self, runs: Sequence[ExpectedRun]) -> bool:
+        """Whether one joint plan keeps them all; False may also mean that it was not found."""
+        works = [work for work in (self._work(run) for run in runs) if work is not None]
+        return len(works) == len(runs) and self._fit(works)
+
+    def _work(self, run: ExpectedRun) -> Work | None:
+        planner, parts = self.planner, (self.policy.quantile, 0.5)
+        return stand_in(run, planner.layout, planner.config, planner.now, parts, self.policy.unseen)
+
     def _take(self, run: ExpectedRun) -> Outlook:
         planner = self.planner
         outlook = Outlook(
@@ -166,11 +218,15 @@ class _Expecting:
             due_s=run.due_s,
             probability=run.probability,
         )
-        parts = (self.policy.quantile, 0.5)
-        work = stand_in(run, planner.layout, planner.config, planner.now, parts, self.policy.unseen)
+        work = self._work(run)
         if work is None:
             patient = stand_in(
-                replace(run, deadline_after_s=1e9), planner.layout, planner.config, planner.now, parts[:1], 0.0
+                replace(run, deadline_after_s=1e9),
+                planner.layout,
+                planner.config,
+                planner.now,
+                (self.policy.quantile,),
+                0.0,
             )
             if patient is None:
                 size = f"no usable number of workers: it needs at least {run.min_workers}"
@@ -196,7 +252,10 @@ class _Expecting:
 
     def _fits(self, work: Work) -> bool:
         """Whether a joint plan with everything taken so far keeps all limits; remembers the ends that it gives."""
-        planner, works = self.planner, [*self.taken, work]
+        return self._fit([*self.taken, work])
+
+    def _fit(self, works: Sequence[Work]) -> bool:
+        planner = self.planner
         ordered = deadline_order([*planner.promised(), *works])
         courses, _ = prove(
             planner.layout, planner.free, ordered, planner.now, planner.held(), planner.config.proof_rounds

@@ -19,7 +19,7 @@ from elasticflow_airflow.scheduler_core.calendar import (
     expect,
     how_surely,
 )
-from elasticflow_airflow.scheduler_core.calendar_forecast import Outcome, forecast
+from elasticflow_airflow.scheduler_core.calendar_forecast import Outcome, fewest, forecast
 from elasticflow_airflow.scheduler_core.decisions import Admit, Reject, Wait
 from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob, Simulation
 from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, ScalingCurve
@@ -286,3 +286,26 @@ def test_a_forecast_sees_what_is_at_risk():
     found = forecast(copy.deepcopy(scheduler), 10.0, 5000.0)
     assert sorted(one.outcome for one in found.outlooks) == ["at_risk", "kept"]
     assert found.extra_nodes == 1
+
+
+def test_a_forecast_says_nothing_of_a_job_that_fell_back_to_best_effort():
+    scheduler = make_scheduler()
+    fallen = job("fallen", 0.0, 10.0, 4000.0, on_reject=OnReject.BEST_EFFORT)
+    assert verdict(scheduler, fallen, 0.0).deadline_s is None
+    assert forecast(copy.deepcopy(scheduler), 0.0, 5000.0).outlooks == ()
+
+
+def test_a_forecast_asks_for_nodes_of_the_type_that_there_is():
+    scheduler = Scheduler(SchedulerConfig(), [Node(node_id="a", slots=4, gpu_type="h200")])
+    for number in range(3):
+        scheduler.handle(ev.RunExpected(expected(str(number), task=str(number))), 0.0)
+    found = forecast(copy.deepcopy(scheduler), 0.0, 5000.0)
+    assert (found.extra_nodes, found.extra_slots) == (2, 4)
+
+
+@pytest.mark.parametrize(("least", "most", "found"), [(1, 64, 1), (5, 64, 5), (7, 7, 7), (6, 5, None), (1, 0, None)])
+def test_the_fewest_that_are_enough(least, most, found):
+    asked: list[int] = []
+    assert fewest(lambda count: bool(asked.append(count)) or count >= least, most) == found
+    assert all(1 <= count <= most for count in asked)
+    assert len(asked) <= 2 * most.bit_length()
