@@ -97,6 +97,12 @@ def get_commands() -> list[GroupCommand]:
                     runs="elasticflow_airflow.forecast_command.forecast",
                 ),
                 _command(
+                    "capacity",
+                    "Say which nodes nobody needs in the next hours, or how many more are wanted, and by whom",
+                    _option("--hours", type=float, default=24.0, help="How far to look."),
+                    _flag("--json", dest="as_json", help="Print JSON instead of text."),
+                ),
+                _command(
                     "feed",
                     "Tell the services when the elastic tasks of all DAGs are due; for a cron task",
                     _option("--hours", type=float, default=48.0, help="How far ahead."),

@@ -209,6 +209,57 @@ class WhatIf(Wire):
     after: ForecastAnswer
 
 
+class ReleasableNode(Wire):
+    """A node that nobody needs until ``until_at``.
+
+    ``idle``: nobody stands on it now; who does stand on it moves when it is drained.
+    """
+
+    node_id: str
+    slots: int
+    idle: bool
+    reason: str
+
+
+class CapacityWant(Wire):
+    """Somebody who wants capacity: a job, or a run that is expected (no ``job_id``).
+
+    ``at_risk``: promised, and no longer on course. ``missed``: an expected run that would be rejected. ``waiting``: was
+    asked to wait. ``unmeasured``: waits for slots to be measured on. ``best_effort``: holds nothing. ``rejected``: was
+    rejected lately, would be again, and its deadline is ahead.
+    """
+
+    need: Literal["at_risk", "missed", "waiting", "unmeasured", "best_effort", "rejected"]
+    task: str
+    job_id: str | None = None
+    namespace: str | None = None
+    """With ``dag_id``, whose task this is: who shows the answer to people must know what they may read."""
+    dag_id: str | None = None
+    deadline_at: float | None = None
+    reason: str = ""
+
+
+class CapacityAnswer(Wire):
+    """What nobody needs until ``until_at``, or what is missing: one of the two at most.
+
+    All of ``releasable`` can go together, drained and removed in this order. ``wanted_nodes`` more nodes, each of
+    ``slots_per_node`` (and ``gpu_type``), would do for all in ``wanted_by``, soonest deadline first; None: no number
+    that was tried would. ``hopeless``: no number would help them; they are in no other figure.
+    """
+
+    asked_at: float
+    until_at: float
+    releasable: list[ReleasableNode] = Field(default_factory=list)
+    releasable_slots: int = 0
+    wanted_nodes: int | None = 0
+    slots_per_node: int = 0
+    gpu_type: str = ""
+    wanted_slots: int | None = 0
+    wanted_by: list[CapacityWant] = Field(default_factory=list)
+    hopeless: list[CapacityWant] = Field(default_factory=list)
+    summary: str
+
+
 class DueRuns(Wire):
     """When the runs of one recurring task are due, as its timetable says; replaces what was said of it before."""
 

@@ -168,7 +168,12 @@ def outlook_of(job: LiveJob) -> Outlook:
         outcome, reason = Outcome.UNDECIDED, f"not promised yet: it is {job.phase.value}"
     elif job.at_risk or projected is None or projected > deadline:
         outcome = Outcome.AT_RISK
-        late = f"projected {duration(projected - deadline)} late" if projected else "no slots can be had for it"
+        if projected is None:
+            late = "no slots can be had for it"
+        elif projected > deadline:
+            late = f"projected {duration(projected - deadline)} late"
+        else:
+            late = "it should have ended by now, and has not said so"
         reason = f"promised, and no longer on course: {late}"
     else:
         outcome, reason = Outcome.KEPT, f"promised; {duration(deadline - projected)} to spare"

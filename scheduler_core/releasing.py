@@ -113,14 +113,16 @@ class Releasing:
             twin.handle(ev.NodeDraining(node.node_id, self.now), self.now)
             if any(slot.node_id == node.node_id for state in twin.states() for slot in state.placement.slots):
                 return False
+            if not self._still(twin):  # what the next event would mend has stopped somebody, and alarmed people
+                return False
             twin.handle(ev.NodeLost(node.node_id), self.now)
-        if not self._still(twin):
+        if not self._still(twin) or (self.runs and missed_runs(twin, self.now, self.until_s, self.runs)):
             return False
         self.good, self.gone = twin, len(nodes)
         return True
 
     def _still(self, twin: Scheduler) -> bool:
-        """Whether everybody has what they had."""
+        """Whether everybody who is live has what they had."""
         after, largest = self._standings(twin)
         for job_id, was in self.before.items():
             now = after.get(job_id)
@@ -130,7 +132,7 @@ class Releasing:
                 return False
             if was.least <= self.largest and now.least > largest:
                 return False
-        return not self.runs or not missed_runs(twin, self.now, self.until_s, self.runs)
+        return True
 
     def _standings(self, scheduler: Scheduler) -> tuple[dict[str, _Standing], int]:
         """Of everybody who is live; and the largest block of slots that the cluster has."""

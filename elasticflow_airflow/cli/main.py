@@ -10,7 +10,16 @@ import typer
 from rich.console import Console
 
 from elasticflow_airflow import __version__
-from elasticflow_airflow.cli import changing, doctor, following, forecasting, simulation, submitting, synthesis
+from elasticflow_airflow.cli import (
+    capacity,
+    changing,
+    doctor,
+    following,
+    forecasting,
+    simulation,
+    submitting,
+    synthesis,
+)
 from elasticflow_airflow.cli.connection import StateDir, Url, client
 
 app = typer.Typer(
@@ -26,6 +35,7 @@ app.command()(simulation.simulate)
 app.command()(simulation.compare)
 app.command()(synthesis.synthesize)
 app.command()(forecasting.forecast)
+app.command()(capacity.capacity)
 app.command()(submitting.submit)
 app.command()(following.logs)
 app.command()(changing.amend)

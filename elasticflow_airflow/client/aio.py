@@ -22,6 +22,7 @@ from elasticflow_airflow.diagnosis import Diagnosis
 from elasticflow_airflow.insight import (
     CalendarAnswer,
     CalendarRequest,
+    CapacityAnswer,
     ClusterHistory,
     ClusterNow,
     JobStory,
@@ -230,6 +231,10 @@ class AsyncElasticFlowClient:
     async def what_if(self, request: WhatIfRequest) -> WhatIf:
         """The outlook with other deadlines, or with more or fewer nodes; nothing is changed."""
         return await self._run(insight_calls.what_if(request))
+
+    async def capacity(self, hours: float = 24.0) -> CapacityAnswer:
+        """Which nodes nobody needs in the next hours, or how many more are wanted; nothing is changed."""
+        return await self._run(insight_calls.capacity(hours))
 
     async def feed_calendar(self, request: CalendarRequest) -> CalendarAnswer:
         """Say when the runs of recurring tasks are due, so that slots are kept free for them."""

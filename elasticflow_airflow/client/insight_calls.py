@@ -8,6 +8,7 @@ from elasticflow_airflow.client.calls import Call, job_path, reader
 from elasticflow_airflow.insight import (
     CalendarAnswer,
     CalendarRequest,
+    CapacityAnswer,
     ClusterHistory,
     ClusterNow,
     JobStory,
@@ -54,6 +55,12 @@ def what_if(request: WhatIfRequest) -> Call[WhatIf]:
     """Ask for the outlook with other deadlines, or with more or fewer nodes."""
     body = request.model_dump_json().encode()
     return Call(method="POST", path="/v1/what-if", read=reader(WhatIf), body=body, timeout_s=_THINKING_S)
+
+
+def capacity(hours: float = 24.0) -> Call[CapacityAnswer]:
+    """Ask which nodes nobody needs in the next hours, or how many more are wanted."""
+    path, params = "/v1/capacity", {"hours": hours}
+    return Call(method="GET", path=path, params=params, read=reader(CapacityAnswer), timeout_s=_THINKING_S)
 
 
 def feed_calendar(request: CalendarRequest) -> Call[CalendarAnswer]:

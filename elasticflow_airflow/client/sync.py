@@ -21,6 +21,7 @@ from elasticflow_airflow.diagnosis import Diagnosis
 from elasticflow_airflow.insight import (
     CalendarAnswer,
     CalendarRequest,
+    CapacityAnswer,
     ClusterHistory,
     ClusterNow,
     JobStory,
@@ -182,6 +183,10 @@ class ElasticFlowClient:
     def what_if(self, request: WhatIfRequest) -> WhatIf:
         """The outlook with other deadlines, or with more or fewer nodes; nothing is changed."""
         return self._run(insight_calls.what_if(request))
+
+    def capacity(self, hours: float = 24.0) -> CapacityAnswer:
+        """Which nodes nobody needs in the next hours, or how many more are wanted; nothing is changed."""
+        return self._run(insight_calls.capacity(hours))
 
     def feed_calendar(self, request: CalendarRequest) -> CalendarAnswer:
         """Say when the runs of recurring tasks are due, so that slots are kept free for them."""

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from elasticflow_airflow import __version__
 from elasticflow_airflow.engines.port import Engine, EngineNode
+from elasticflow_airflow.service.autoscaling import CapacityDesk, add_capacity
 from elasticflow_airflow.service.doctoring import add_doctor
 from elasticflow_airflow.service.forecasting import ForecastDesk
 from elasticflow_airflow.service.insight_routes import InsightDesks, add_insight
@@ -91,6 +92,7 @@ class ServiceParts:
     started_at: float
     forecasts: ForecastDesk | None = None
     insight: InsightDesks | None = None
+    capacity: CapacityDesk | None = None
 
 
 def build_app(parts: ServiceParts, token: str | None, metrics_token: str | None = None) -> FastAPI:
@@ -107,6 +109,7 @@ def build_app(parts: ServiceParts, token: str | None, metrics_token: str | None 
     _add_nodes(app, parts)
     _add_events_and_logs(app, parts)
     add_insight(app, parts)
+    add_capacity(app, parts)
     add_metrics(app, parts)
     add_doctor(app, parts)
     app.add_middleware(TokenGuard, token=token, metrics_token=metrics_token)

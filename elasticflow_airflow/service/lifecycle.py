@@ -23,6 +23,7 @@ import uvicorn
 from elasticflow_airflow import __version__
 from elasticflow_airflow.engines.port import Engine
 from elasticflow_airflow.service.api import ServiceParts, Traffic, build_app
+from elasticflow_airflow.service.autoscaling import CapacityDesk
 from elasticflow_airflow.service.candidates import CandidateDesk, verify_by_manifest
 from elasticflow_airflow.service.chronicle import Chronicle, write_to_log
 from elasticflow_airflow.service.feeding import CalendarDesk
@@ -172,6 +173,7 @@ def assemble(
             WhatIfDesk(forecasts),
             CalendarDesk(store, settings, reconciler.hear_of_runs, clock=clock),
         ),
+        capacity=CapacityDesk(forecasts),
     )
     return parts, reconciler, candidates
 

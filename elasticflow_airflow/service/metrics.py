@@ -21,6 +21,7 @@ from prometheus_client.metrics_core import Metric
 from elasticflow_airflow import __version__
 from elasticflow_airflow.engines.port import GangState
 from elasticflow_airflow.runtime.protocol import RescaleMode
+from elasticflow_airflow.service.autoscaling import CapacityWatch
 from elasticflow_airflow.service.endings import gpu_seconds
 from elasticflow_airflow.service.instruments import PROCESS, measure_statements
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
@@ -55,6 +56,7 @@ class ServiceExhibit:
     def __init__(self, parts: ServiceParts) -> None:
         self._parts = parts
         self._tallies = Tallies()
+        self._capacity = None if parts.capacity is None else CapacityWatch(parts.capacity)
         self._lock = threading.Lock()
 
     def describe(self) -> list[Metric]:
@@ -74,6 +76,7 @@ class ServiceExhibit:
             yield from self._counted(live_slot_s)
         yield from self._slots(generations, len(drained), len(avoided))
         yield from _jobs(rows, tasks)
+        yield from self._needed()
         yield from self._itself()
 
     def _counted(self, live_slot_s: float) -> Iterator[Metric]:
@@ -110,6 +113,17 @@ class ServiceExhibit:
         yield slots
         yield GaugeMetricFamily("elasticflow_nodes", "Nodes that the service sees.", value=len(nodes))
         yield GaugeMetricFamily("elasticflow_nodes_draining", "Nodes that are going away.", value=draining)
+
+    def _needed(self) -> Iterator[Metric]:
+        """Not there while it is not known, or where no number of further nodes would do."""
+        found = None if self._capacity is None else self._capacity.look()
+        if found is None:
+            return
+        said = "Slots of whole nodes that nobody needs in the next 24 hours."
+        yield GaugeMetricFamily("elasticflow_releasable_slots", said, value=found.releasable_slots)
+        if found.wanted_slots is not None:
+            said = "Slots of further nodes that would do for all who want capacity."
+            yield GaugeMetricFamily("elasticflow_wanted_slots", said, value=found.wanted_slots)
 
     def _itself(self) -> Iterator[Metric]:
         parts = self._parts

@@ -17,8 +17,8 @@ from elasticflow_airflow.scheduler_core.calendar_forecast import join, missed_ru
 from elasticflow_airflow.scheduler_core.capacity import CapacityOutlook, Need, capacity
 from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, RescaleCosts, ScalingCurve
 
-QUICK = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-LONG = settings(max_examples=3000, deadline=None, derandomize=False, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+LONG = settings(max_examples=1500, deadline=None, derandomize=False, suppress_health_check=list(HealthCheck))
 LINEAR = ScalingCurve({1: 1.0, 2: 2.0, 4: 4.0})
 HORIZON_S = 5000.0
 

@@ -15,6 +15,7 @@ from support.service_parts import parts_of
 from elasticflow_airflow.client import ElasticFlowClient, Unauthorized, snapshot_folder
 from elasticflow_airflow.insight import ClusterHistory, ClusterNow, JobStory, StackDump, WhatIf
 from elasticflow_airflow.service.api import build_app
+from elasticflow_airflow.service.autoscaling import CapacityDesk
 from elasticflow_airflow.service.feeding import CalendarDesk
 from elasticflow_airflow.service.forecasting import ForecastDesk
 from elasticflow_airflow.service.insight import InsightDesk
@@ -34,6 +35,7 @@ def app_of(world, token=None):
     parts = parts_of(
         world,
         forecasts=forecasts,
+        capacity=CapacityDesk(forecasts),
         insight=InsightDesks(
             InsightDesk(world.store, world.reconciler.foresee, lambda: world.reconciler.nodes, clock=world.clock),
             WhatIfDesk(forecasts),
@@ -88,6 +90,7 @@ async def test_without_the_token_every_route_says_401(world, headers):
 
 
 async def test_with_the_token_every_route_answers(world):
+    world.step()
     app = app_of(world, TOKEN)
     async with open_app(app) as http:
         for method, path in every_route(app):

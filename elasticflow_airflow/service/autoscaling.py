@@ -1,0 +1,210 @@
+"""``GET /v1/capacity``: which nodes nobody needs, and how many more are wanted; and the same as two gauges.
+
+Runs in the threads of HTTP handlers, one question at a time, on a copy of the scheduler. Reports only: no node comes or
+goes by it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+import structlog
+from fastapi import FastAPI, Query
+
+from elasticflow_airflow.insight import CapacityAnswer, CapacityWant, ReleasableNode
+from elasticflow_airflow.scheduler_core import Scheduler
+from elasticflow_airflow.scheduler_core.capacity import CapacityOutlook, Want, capacity
+from elasticflow_airflow.scheduler_core.policies.registry import DEFAULT_POLICY
+from elasticflow_airflow.scheduler_core.values import Job
+from elasticflow_airflow.service import recurring
+from elasticflow_airflow.service.books import costs_from
+from elasticflow_airflow.service.codec import curve_from_json
+from elasticflow_airflow.service.forecasting import ForecastDesk
+from elasticflow_airflow.service.introducing import known_speeds, most_workers
+from elasticflow_airflow.service.models import IncarnationRow, JobRow
+from elasticflow_airflow.service.refusal import Refusal
+from elasticflow_airflow.service.store import Reader
+from elasticflow_airflow.wire import JobIdentity, State
+
+if TYPE_CHECKING:
+    from elasticflow_airflow.service.api import ServiceParts
+
+log = structlog.get_logger()
+
+GAUGES_HOURS = 24.0
+"""The horizon of the gauges."""
+_HOUR_S = 3600.0
+_PATIENCE_S = 20.0
+_MOST_REJECTED = 100
+"""So many rejected jobs are asked about again at most, the newest."""
+_REST_S = 60.0
+"""The gauges are worked out once in this time at most ..."""
+_REST_FACTOR = 20.0
+"""... and in a twentieth of all time at most: planning takes the interpreter from the loop."""
+_OLD_S = 600.0
+"""What was found so long before the next look was due is not shown any more."""
+_FIRST_S = 2.0
+"""A scrape waits so long for what is not known yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityDesk:
+    """The service's side."""
+
+    forecasts: ForecastDesk
+    _one: threading.Lock = field(default_factory=threading.Lock)
+
+    def capacity(self, hours: float = GAUGES_HOURS) -> CapacityAnswer:
+        """What nobody needs in the next ``hours``, or what is missing. Raises Refusal 409, 503."""
+        if not self._one.acquire(timeout=_PATIENCE_S):
+            raise Refusal(503, "busy", "the capacity is being worked out for others", "ask again in a moment")
+        try:
+            return self._capacity(hours)
+        finally:
+            self._one.release()
+
+    def _capacity(self, hours: float) -> CapacityAnswer:
+        scheduler, now = self.forecasts.present(), self.forecasts.clock()
+        if not isinstance(scheduler, Scheduler):
+            raise Refusal(
+                409,
+                "no_forecast",
+                f"the policy {self.forecasts.settings.policy!r} plans nothing ahead: nobody can say who needs what",
+                f"run the service with --policy {DEFAULT_POLICY}",
+            )
+        with self.forecasts.store.read() as reader:
+            rejected = self._rejected(reader, now - hours * _HOUR_S, now)
+        found = capacity(scheduler, now, now + hours * _HOUR_S, rejected)
+        wants = [*(() if found.wanted is None else found.wanted.by), *found.hopeless]
+        with self.forecasts.store.read() as reader:
+            rows = {want.job_id: reader.job(want.job_id) for want in wants if want.job_id}
+        return _answer(found, rows, now, now + hours * _HOUR_S)
+
+    def _rejected(self, reader: Reader, since: float, now: float) -> list[Job]:
+        """Jobs that were rejected since then, whose deadline is ahead, and that nobody has submitted again."""
+        found = reader.list_current(state=State.REJECTED.value, dag_id=None, live=False, limit=_MOST_REJECTED)
+        jobs = []
+        for job, row in found:
+            ahead = row.deadline_at is not None and row.deadline_at > now and not row.best_effort
+            if ahead and (row.finished_at or row.submitted_at) > since:
+                asking = self._job(reader, job, row)
+                if asking is not None:
+                    jobs.append(asking)
+        return jobs
+
+    def _job(self, reader: Reader, job: JobRow, row: IncarnationRow) -> Job | None:
+        """A rejected job as it would ask again; None while its speed or its length is not known."""
+        past = reader.history(job.recurring_key, row.signature) if row.signature else None
+        known = known_speeds(row.submission, past.speeds if past is not None and past.complete else None)
+        speeds = known or {str(size): float(speed) for size, speed in row.speeds.items()}
+        if not speeds or row.total_steps is None:
+            return None
+        return Job(
+            job_id=row.job_id,
+            submitted_s=row.submitted_at,
+            deadline_s=row.deadline_at,
+            total_steps=float(max(0, row.total_steps - row.step)),
+            curve=curve_from_json(speeds),
+            costs=costs_from(self.forecasts.settings, row.costs, row.in_place, speeds),
+            min_workers=int(row.submission["min_workers"]),
+            max_workers=most_workers(row.submission, row.logical_workers),
+            value=row.value,
+        )
+
+
+def _answer(found: CapacityOutlook, rows: dict[str, JobRow | None], now: float, until_s: float) -> CapacityAnswer:
+    wanted = found.wanted
+    nodes = 0 if wanted is None else wanted.nodes
+    slots_per_node = 0 if wanted is None else wanted.slots_per_node
+    return CapacityAnswer(
+        asked_at=now,
+        until_at=until_s,
+        releasable=[
+            ReleasableNode(node_id=node.node_id, slots=node.slots, idle=node.idle, reason=node.reason)
+            for node in found.releasable
+        ],
+        releasable_slots=sum(node.slots for node in found.releasable),
+        wanted_nodes=nodes,
+        slots_per_node=slots_per_node,
+        gpu_type="" if wanted is None else wanted.gpu_type,
+        wanted_slots=None if nodes is None else nodes * slots_per_node,
+        wanted_by=[] if wanted is None else [_want(one, rows) for one in wanted.by],
+        hopeless=[_want(one, rows) for one in found.hopeless],
+        summary=found.reason,
+    )
+
+
+def _want(one: Want, rows: dict[str, JobRow | None]) -> CapacityWant:
+    row = rows.get(one.job_id)
+    if row is not None:
+        identity = JobIdentity.model_validate(row.identity)
+        task, namespace, dag_id = recurring.name_of(row.recurring_key), identity.namespace, identity.dag_id
+    elif one.run_id:
+        task, (namespace, dag_id) = recurring.name_of(one.task), recurring.owner_of(one.task)
+    else:
+        task, namespace, dag_id = one.job_id, None, None
+    return CapacityWant(
+        need=one.need.value,
+        task=task,
+        job_id=one.job_id or None,
+        namespace=namespace,
+        dag_id=dag_id,
+        deadline_at=one.deadline_s,
+        reason=one.reason,
+    )
+
+
+class CapacityWatch:
+    """The last answer for the gauges; a new one is worked out beside whoever asks. Thread-safe."""
+
+    def __init__(self, desk: CapacityDesk, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._desk, self._monotonic = desk, monotonic
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._answer: CapacityAnswer | None = None
+        self._next_s = monotonic()
+
+    def look(self, wait_s: float = _FIRST_S) -> CapacityAnswer | None:
+        """The newest answer, and have a newer one worked out if it is time; None while it is not known."""
+        with self._lock:
+            now = self._monotonic()
+            if now > self._next_s + _OLD_S:
+                self._answer = None
+            if now >= self._next_s and (self._thread is None or not self._thread.is_alive()):
+                self._thread = threading.Thread(target=self._work, name="capacity", daemon=True)
+                self._thread.start()
+            thread, known = self._thread, self._answer
+        if known is None and thread is not None:
+            thread.join(wait_s)
+            with self._lock:
+                return self._answer
+        return known
+
+    def _work(self) -> None:
+        began, answer, rest_s = self._monotonic(), None, _REST_S
+        try:
+            answer = self._desk.capacity(GAUGES_HOURS)
+        except Refusal as refusal:
+            rest_s = 0.0 if refusal.status == 503 else _REST_S  # it is busy, or not there yet
+        except Exception:
+            log.exception("what capacity is needed could not be worked out")
+        now = self._monotonic()
+        with self._lock:
+            self._answer, self._next_s = answer, now + max(rest_s, _REST_FACTOR * (now - began))
+
+
+def add_capacity(app: FastAPI, parts: ServiceParts) -> None:
+    """Add the route."""
+
+    @app.get("/v1/capacity")
+    def report(
+        hours: Annotated[float, Query(gt=0, le=24 * 14, allow_inf_nan=False)] = GAUGES_HOURS,
+    ) -> CapacityAnswer:
+        """Which nodes nobody needs in the next hours, or how many more are wanted, and by whom. Nothing is changed."""
+        if parts.capacity is None:
+            raise Refusal(501, "no_forecasts", "this service answers no questions about what would be", "")
+        return parts.capacity.capacity(hours)
