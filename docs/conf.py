@@ -73,6 +73,7 @@ NAVIGATION = {
         "how-to/watch-the-cluster",
         "how-to/forecast",
         "how-to/feed-the-calendar",
+        "how-to/autoscale",
         "how-to/size-a-cluster",
         "how-to/compare-policies-on-your-own-trace",
     ],
