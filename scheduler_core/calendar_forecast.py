@@ -131,19 +131,23 @@ def _outlooks(scheduler: Scheduler, now: float, until_s: float) -> tuple[Outlook
     return tuple(sorted(found, key=lambda one: (one.deadline_s, one.job_id, one.run_id)))
 
 
-def missed_runs(
-    scheduler: Scheduler, now: float, until_s: float, among: Container[str] | None = None
-) -> tuple[Outlook, ...]:
-    """The runs expected by ``until_s`` that would be missed, as :func:`forecast` has them; ``among``: only of these.
+def missed_runs(scheduler: Scheduler, now: float, until_s: float) -> tuple[Outlook, ...]:
+    """The runs expected by ``until_s`` that would be missed, without what would do for them. Changes nothing.
 
-    One joint plan where it keeps them all, else one for each run. Changes nothing.
+    One joint plan where it keeps them all, else one for each run.
     """
     planner, _, policy = scheduler.open_books(now)
-    runs = [run for run in _due(scheduler, until_s) if among is None or run.run_id in among]
-    expecting = _Expecting(planner, policy)
+    runs, expecting = _due(scheduler, until_s), _Expecting(planner, policy, offers=False)
     if expecting.all_fit(runs):
         return ()
     return tuple(one for one in expecting.outlooks(runs) if one.outcome is Outcome.MISSED)
+
+
+def keeps_runs(scheduler: Scheduler, now: float, run_ids: Container[str]) -> bool:
+    """Whether one joint plan keeps all these expected runs, and every promise. Changes nothing."""
+    planner, _, policy = scheduler.open_books(now)
+    runs = [run for run in _due(scheduler, INFINITY) if run.run_id in run_ids]
+    return _Expecting(planner, policy).all_fit(runs)
 
 
 def _due(scheduler: Scheduler, until_s: float) -> list[ExpectedRun]:
@@ -190,8 +194,9 @@ def outlook_of(job: LiveJob) -> Outlook:
 class _Expecting:
     """Takes expected runs in turn, each beside the promises and the runs taken before it."""
 
-    def __init__(self, planner: Planner, policy: CalendarPolicy) -> None:
-        self.planner, self.policy = planner, policy
+    def __init__(self, planner: Planner, policy: CalendarPolicy, *, offers: bool = True) -> None:
+        """``offers``: look for a deadline that would do for what is missed, which takes several plans."""
+        self.planner, self.policy, self.offers = planner, policy, offers
         self.taken: list[Work] = []
         self.ends: dict[str, float] = {}
 
@@ -204,7 +209,7 @@ class _Expecting:
         ]
 
     def all_fit(self, runs: Sequence[ExpectedRun]) -> bool:
-        """Whether one joint plan keeps them all; False may also mean that it was not found."""
+        """Whether one joint plan keeps them all: the one with which :meth:`outlooks` would end if it kept them."""
         works = [work for work in (self._work(run) for run in runs) if work is not None]
         return len(works) == len(runs) and self._fit(works)
 
@@ -275,6 +280,8 @@ class _Expecting:
 
     def _earliest(self, work: Work, low: float) -> float | None:
         """The earliest deadline that would do, by bisection; None if no free time was found for it at all."""
+        if not self.offers:
+            return None
         planner, margin = self.planner, self.planner.config.deadline_margin_s
         ends = dict(self.ends)
         draft = beside(planner.stored(), self.taken) or planner.stored()

@@ -23,7 +23,7 @@ from elasticflow_airflow.scheduler_core.calendar_forecast import (
     outlook_of,
 )
 from elasticflow_airflow.scheduler_core.decisions import Reject
-from elasticflow_airflow.scheduler_core.explain import moment, workers
+from elasticflow_airflow.scheduler_core.explain import duration, moment, workers
 from elasticflow_airflow.scheduler_core.jobs import LiveJob
 from elasticflow_airflow.scheduler_core.releasing import ReleasableNode, Releasing, least_workers, stands
 from elasticflow_airflow.scheduler_core.scheduler import Scheduler
@@ -113,22 +113,25 @@ def capacity(scheduler: Scheduler, now: float, until_s: float, wanting: Iterable
     or on which somebody else holds slots, is neither released nor replaced; one node stays for whoever is live.
 
     Cost: a copy and a plan of the expected runs for each number tried: of further nodes, about twice the logarithm of
-    how many are wanted; of releasable ones, the same for each shape of node. Besides two events for each node tried.
+    how many are wanted, each asked about by everybody in ``wanting``; of releasable ones, the same for each shape of
+    node. Besides two events for each node tried.
     """
     standing = Counter(slot.node_id for state in scheduler.states() for slot in state.placement.slots)
     scheduler.handle(ev.WakeUp(), now)
     live = {state.job.job_id for state in scheduler.states()}
-    asking = _asking((job for job in wanting if job.job_id not in live), now)
+    ahead = _asking((job for job in wanting if job.job_id not in live), now)
+    too_late = {job.job_id: reason for job in ahead if (reason := _too_late(job, now))}
+    asking = [job for job in ahead if job.job_id not in too_late]
     tried = copy.deepcopy(scheduler)
-    wants = _wants(tried, asking, now, until_s)
-    wanted, hopeless = _request(scheduler, wants, asking, now, until_s)
+    wanted, out = _request(scheduler, _wants(tried, asking, now, until_s), asking, now, until_s)
+    hopeless = _in_order([*out, *(_rejected(job, too_late[job.job_id]) for job in ahead if job.job_id in too_late)])
     if wanted is not None:
         return CapacityOutlook(
             releasable=(), wanted=wanted, hopeless=hopeless, reason=_sentence(wanted.reason, hopeless)
         )
     released = Releasing(tried, now, until_s).search(standing)
     if not released:
-        said = "every node is needed, and nobody wants more" if scheduler.nodes() else "there is no node, and no want"
+        said = "no node can go, and nobody wants more" if scheduler.nodes() else "there is no node, and no want"
         return CapacityOutlook(releasable=(), wanted=None, hopeless=hopeless, reason=_sentence(said, hopeless))
     slots, count = sum(node.slots for node in released), len(released)
     said = f"{count} of {len(scheduler.nodes())} nodes ({slots} slots) not needed until {moment(until_s)}"
@@ -148,9 +151,31 @@ def _counted(wants: Iterable[Want]) -> str:
 
 def _asking(rejected: Iterable[Job], now: float) -> list[Job]:
     """Rejected jobs as they would ask again: for their own deadline, and in nobody's place."""
-    ahead = [job for job in rejected if job.deadline_s is not None and job.deadline_s > now]
+    known = {job.job_id: job for job in rejected}
+    ahead = [job for job in known.values() if job.deadline_s is not None and job.deadline_s > now]
     ahead.sort(key=lambda job: (job.deadline_s or INFINITY, job.job_id))
     return [replace(job, on_reject=OnReject.FAIL, task="") for job in ahead]
+
+
+def _too_late(job: Job, now: float) -> str:
+    """Why no cluster can be large enough for a job that asks; empty if one may be."""
+    if job.curve is None or job.total_steps is None or job.deadline_s is None:
+        return ""
+    usable = job.curve.usable(job.min_workers, job.max_workers or max(job.curve.steps_per_s))
+    if not usable:
+        return f"its speed is not known for any number of workers that it may have, from {job.min_workers} on"
+    size, speed = max(usable.items())
+    need_s, left_s = job.costs.startup_s + job.total_steps / speed + job.costs.tail_s, job.deadline_s - now
+    if need_s <= left_s:
+        return ""
+    return (
+        f"hopeless whatever the cluster: {workers(size)}, its fastest size, need {duration(need_s)}, and"
+        f" {duration(left_s)} are left"
+    )
+
+
+def _rejected(job: Job, reason: str) -> Want:
+    return Want(need=Need.REJECTED, deadline_s=job.deadline_s, reason=reason, job_id=job.job_id)
 
 
 # -- who wants more ------------------------------------------------------------------------------------------------
@@ -162,9 +187,7 @@ def _wants(scheduler: Scheduler, asking: Sequence[Job], now: float, until_s: flo
     for job in asking:
         for decision in scheduler.handle(ev.JobSubmitted(job), now):
             if isinstance(decision, Reject) and decision.job_id == job.job_id:
-                found[f"job {job.job_id}"] = Want(
-                    need=Need.REJECTED, deadline_s=job.deadline_s, reason=decision.reason, job_id=job.job_id
-                )
+                found[f"job {job.job_id}"] = _rejected(job, decision.reason)
     _, jobs, _ = scheduler.open_books(now)
     for live in jobs:
         told = _need_of(live, now)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.calendar_forecast import Outcome, fewest, missed_runs, outlook_of
+from elasticflow_airflow.scheduler_core.calendar_forecast import Outcome, fewest, keeps_runs, missed_runs, outlook_of
 from elasticflow_airflow.scheduler_core.draft import mask_at
 from elasticflow_airflow.scheduler_core.explain import moment
 from elasticflow_airflow.scheduler_core.jobs import LiveJob
@@ -116,7 +116,7 @@ class Releasing:
             if not self._still(twin):  # what the next event would mend has stopped somebody, and alarmed people
                 return False
             twin.handle(ev.NodeLost(node.node_id), self.now)
-        if not self._still(twin) or (self.runs and missed_runs(twin, self.now, self.until_s, self.runs)):
+        if not self._still(twin) or not keeps_runs(twin, self.now, self.runs):
             return False
         self.good, self.gone = twin, len(nodes)
         return True

@@ -39,8 +39,10 @@ GAUGES_HOURS = 24.0
 """The horizon of the gauges."""
 _HOUR_S = 3600.0
 _PATIENCE_S = 20.0
-_MOST_REJECTED = 100
-"""So many rejected jobs are asked about again at most, the newest."""
+_MOST_REJECTED = 200
+"""So many rejected jobs are looked at, the newest ..."""
+_MOST_ASKING = 30
+"""... and of those with their deadline ahead so many asked about again: each costs a decision for each number tried."""
 _REST_S = 60.0
 """The gauges are worked out once in this time at most ..."""
 _REST_FACTOR = 20.0
@@ -94,7 +96,7 @@ class CapacityDesk:
                 asking = self._job(reader, job, row)
                 if asking is not None:
                     jobs.append(asking)
-        return jobs
+        return jobs[:_MOST_ASKING]
 
     def _job(self, reader: Reader, job: JobRow, row: IncarnationRow) -> Job | None:
         """A rejected job as it would ask again; None while its speed or its length is not known."""

@@ -194,11 +194,12 @@ class FakeDesk:
 
     def __init__(self) -> None:
         self.asked = 0
-        self.may = threading.Event()
+        self.begun, self.may = threading.Event(), threading.Event()
         self.problem: Exception | None = None
 
     def capacity(self, _hours: float) -> CapacityAnswer:
         self.asked += 1
+        self.begun.set()
         assert self.may.wait(30.0)
         if self.problem is not None:
             raise self.problem
@@ -240,6 +241,7 @@ def test_many_scrapes_ask_once_a_minute_and_never_wait_for_what_is_known():
 def test_planning_that_takes_long_is_done_seldom():
     it = Watching()
     it.look(0.0)
+    assert it.desk.begun.wait(30.0)
     it.now_s = 30.0
     it.desk.may.set()
     it.settle()
