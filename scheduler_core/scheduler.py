@@ -402,7 +402,7 @@ def _job_of(state: JobState, mask: int) -> LiveJob:
         placement=state.placement,
         mask=mask,
         ready_s=state.no_progress_until_s,
-        starting=state.starting or (not state.ever_started and state.no_progress_until_s > state.as_of_s),
+        starting=state.starting,
         ever_started=state.ever_started,
         at_risk=state.at_risk,
         measured=dict(state.measured),

@@ -433,6 +433,24 @@ def test_restore_takes_the_stored_plan_over(make_job, nodes) -> None:
         again.restore(scheduler.states(), 50.0)
 
 
+def test_a_pause_that_is_under_way_at_a_restart_is_no_start(make_job, nodes) -> None:
+    """Though nobody has said yet that its gang makes steps: another change now would make it pay the pause again."""
+    scheduler = Scheduler(nodes=nodes(4))
+    curve = {1: 1.0, 2: 2.0, 4: 4.0}
+    first = make_job("first", steps=60.0, deadline=40.0, curve=curve, max_workers=2)
+    second = make_job("second", steps=900.0, deadline=3000.0, curve=curve, pause=30.0)
+    for job in (first, second):
+        scheduler.handle(ev.JobSubmitted(job), 0.0)
+    scheduler.handle(ev.JobFinished("first"), 30.0)
+    (before,) = scheduler.states()
+    assert (before.placement.workers, before.no_progress_until_s) == (4, 60.0)
+    again = Scheduler(nodes=nodes(4))
+    again.restore([before], 31.0)
+    (after,) = again.states()
+    assert (before.starting, after.starting) == (False, False)
+    assert (after.placement, after.no_progress_until_s) == (before.placement, 60.0)
+
+
 def test_restore_without_the_stored_plan_finds_one(make_job, nodes) -> None:
     scheduler = Scheduler(nodes=nodes(4))
     for name in "abc":
