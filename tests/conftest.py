@@ -5,11 +5,15 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 from xdist.scheduler import LoadScopeScheduling
 
-# The same examples for the same code: a new one is found by `make soak`, not by whoever changes something else.
+# The same examples for the same code: a new one is found by `make soak`, not by whoever changes something else. Nor by
+# whoever writes a number into another file: hypothesis would try the constants of all modules that are imported.
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
+if hasattr(providers, "_get_local_constants"):
+    providers._get_local_constants = lambda: providers._local_constants
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell without job control starts what runs in the background so, and every process below inherits it: none of

@@ -235,7 +235,8 @@ FILE = tarfile.TarInfo("train.py")
         (tar_of((link("train.py", "/etc/passwd"), b"")), "neither a file nor a folder"),
         (tar_of((FILE, b"x"), (link("hard.py", "train.py", tarfile.LNKTYPE), b"")), "neither a file nor a folder"),
         (tar_of((device("pipe"), b"")), "neither a file nor a folder"),
-        (tar_of((FILE, b"x"), mode="w:gz"), "no acceptable tar"),
+        # It has the time in it, which must not get into the name of the test: two processes collect it.
+        pytest.param(tar_of((FILE, b"x"), mode="w:gz"), "no acceptable tar", id="compressed"),
         (b"this is no tar at all" * 100, "no acceptable tar"),
     ],
 )
