@@ -241,9 +241,7 @@ def test_plans_are_whole_offers_are_honoured_and_rejections_leave_no_trace(
     assert not play.late()
 
 
-@QUICK
-@given(story=stories(), crash=st.floats(1000.0, 1500.0))
-def test_a_restored_scheduler_goes_on_and_keeps_the_promises(world: ModuleType, story, crash: float) -> None:
+def _promises_hold_over_a_restart(world: ModuleType, story: tuple, crash: float) -> None:
     sizes, arrivals, others, reports, started = story
     play = world.World(Scheduler(None, _nodes(sizes)), reports=reports, gang_started=started)
     for job in arrivals:
@@ -257,6 +255,19 @@ def test_a_restored_scheduler_goes_on_and_keeps_the_promises(world: ModuleType, 
     play.obey(play.scheduler.restore(states, crash))
     play.run()
     assert not play.late()
+
+
+@QUICK
+@given(story=stories(), crash=st.floats(1000.0, 1500.0))
+def test_a_restored_scheduler_goes_on_and_keeps_the_promises(world: ModuleType, story, crash: float) -> None:
+    _promises_hold_over_a_restart(world, story, crash)
+
+
+@pytest.mark.soak
+@LONG
+@given(story=stories(), crash=st.floats(1000.0, 1500.0))
+def test_promises_hold_over_a_restart_at_length(world: ModuleType, story, crash: float) -> None:
+    _promises_hold_over_a_restart(world, story, crash)
 
 
 @QUICK
