@@ -35,7 +35,6 @@ RECOVERY_LIMIT_S = 60.0
 ABANDONED_STATUS = 75
 """Exit status of a survivor for whom no plan came (EX_TEMPFAIL)."""
 _WAIT_S = 0.05
-_POLL_S = 0.002
 _END_LIMIT_S = 3.0
 
 
@@ -266,14 +265,14 @@ class Place:
                 self._arrival = (meeting, meeting.group.begin_exchange(to_text_row({"step": -1})))
             arrived = self._arrival[1]
             if not arrived.done():
-                time.sleep(_POLL_S)
+                time.sleep(0.002)
                 continue
             if isinstance(arrived.exception(), RuntimeError):
                 time.sleep(_WAIT_S)  # a later plan follows, or everybody is dead
                 continue
             rows = from_text_rows(arrived.result())
             if all(row["step"] < 0 for row in rows) and not meeting.store.check(["leavers"]):
-                time.sleep(_POLL_S)  # all of the group are here to join: those who leave have yet to agree
+                time.sleep(_WAIT_S)  # all of the group are here to join: those who leave have yet to agree
                 continue
             try:
                 return self._settle(meeting, registered, rows, None, time.perf_counter())
