@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from elasticflow_airflow.cli.connection import StateDir, Url, client
 
@@ -50,7 +51,7 @@ def _nodes(answer: CapacityAnswer) -> Table:
     table = _table("releasable", "slots", "now", "why")
     for node in answer.releasable:
         table.add_row(
-            _plain(node.node_id), str(node.slots), "[green]idle[/]" if node.idle else "in use", _plain(node.reason)
+            escape(node.node_id), str(node.slots), "[green]idle[/]" if node.idle else "in use", escape(node.reason)
         )
     return table
 
@@ -61,10 +62,5 @@ def _wants(wants: list[tuple[CapacityWant, str]]) -> Table:
     table = _table("deadline", "task", "wants more", "why")
     for want, mark in wants:
         need = mark + want.need.replace("_", " ")
-        table.add_row(moment(want.deadline_at), _plain(want.task), f"[red]{need}[/]", _plain(want.reason))
+        table.add_row(moment(want.deadline_at), escape(want.task), f"[red]{need}[/]", escape(want.reason))
     return table
-
-
-def _plain(text: str) -> str:
-    """Text of others is not markup."""
-    return text.replace("[", "\\[")

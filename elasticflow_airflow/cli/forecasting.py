@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from elasticflow_airflow.cli.connection import StateDir, Url, client
 
@@ -57,6 +58,6 @@ def outlook_table(answer: ForecastAnswer) -> Table:
             f"[{_STYLES[item.outcome]}]{outlook}[/]",
             moment(item.projected_at),
             moment(item.earliest_deadline_at),
-            item.reason.replace("[", "\\["),
+            escape(item.reason),
         )
     return table

@@ -17,7 +17,6 @@ class EpochAim:
     def __init__(self) -> None:
         self._missed_at: int | None = None
         self._reach = 0
-        self._since: int | None = None
 
     def choose(self, now: int, of_joiners: Sequence[int] = ()) -> int:
         """Return the epoch to rehearse in, after a miss.
@@ -25,7 +24,7 @@ class EpochAim:
         ``now`` is the epoch of those who train; ``of_joiners`` are those in which other joiners wait.
         """
         gone_by = 0 if self._missed_at is None else max(0, now - self._missed_at)
-        self._missed_at = self._since = now
+        self._missed_at = now
         if gone_by == 0:
             self._reach = 0
             return now
@@ -41,7 +40,7 @@ class EpochAim:
         """
         if now is None:
             return False
-        since = epoch if self._since is None else self._since
+        since = epoch if self._missed_at is None else self._missed_at
         if not since <= now <= epoch:
             return True
         return any(epoch < other <= epoch + self._reach for other in of_joiners)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,14 +20,14 @@ from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.capacity import CapacityOutlook, Want, capacity
 from elasticflow_airflow.scheduler_core.policies.registry import DEFAULT_POLICY
 from elasticflow_airflow.scheduler_core.values import Job
-from elasticflow_airflow.service import recurring
 from elasticflow_airflow.service.books import costs_from
 from elasticflow_airflow.service.codec import curve_from_json
-from elasticflow_airflow.service.forecasting import ForecastDesk
+from elasticflow_airflow.service.forecasting import ForecastDesk, identities_of, whose
 from elasticflow_airflow.service.introducing import known_speeds, most_workers
 from elasticflow_airflow.service.models import IncarnationRow, JobRow
 from elasticflow_airflow.service.refusal import Refusal
 from elasticflow_airflow.service.store import Reader
+from elasticflow_airflow.service.turns import Turns
 from elasticflow_airflow.wire import JobIdentity, State
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ log = structlog.get_logger()
 GAUGES_HOURS = 24.0
 """The horizon of the gauges."""
 _HOUR_S = 3600.0
-_PATIENCE_S = 20.0
 _MOST_REJECTED = 200
 """So many rejected jobs are looked at, the newest ..."""
 _MOST_ASKING = 30
@@ -58,16 +57,12 @@ class CapacityDesk:
     """The service's side."""
 
     forecasts: ForecastDesk
-    _one: threading.Lock = field(default_factory=threading.Lock)
+    _turns: Turns = field(default_factory=lambda: Turns("the capacity is being worked out for others"))
 
     def capacity(self, hours: float = GAUGES_HOURS) -> CapacityAnswer:
         """What nobody needs in the next ``hours``, or what is missing. Raises Refusal 409, 503."""
-        if not self._one.acquire(timeout=_PATIENCE_S):
-            raise Refusal(503, "busy", "the capacity is being worked out for others", "ask again in a moment")
-        try:
+        with self._turns.one():
             return self._capacity(hours)
-        finally:
-            self._one.release()
 
     def _capacity(self, hours: float) -> CapacityAnswer:
         scheduler, now = self.forecasts.present(), self.forecasts.clock()
@@ -83,8 +78,8 @@ class CapacityDesk:
         found = capacity(scheduler, now, now + hours * _HOUR_S, rejected)
         wants = [*(() if found.wanted is None else found.wanted.by), *found.hopeless]
         with self.forecasts.store.read() as reader:
-            rows = {want.job_id: reader.job(want.job_id) for want in wants if want.job_id}
-        return _answer(found, rows, now, now + hours * _HOUR_S)
+            identities = identities_of(reader, (want.job_id for want in wants))
+        return _answer(found, identities, now, now + hours * _HOUR_S)
 
     def _rejected(self, reader: Reader, since: float, now: float) -> list[Job]:
         """Jobs that were rejected since then, whose deadline is ahead, and that nobody has submitted again."""
@@ -118,7 +113,9 @@ class CapacityDesk:
         )
 
 
-def _answer(found: CapacityOutlook, rows: dict[str, JobRow | None], now: float, until_s: float) -> CapacityAnswer:
+def _answer(
+    found: CapacityOutlook, identities: Mapping[str, JobIdentity], now: float, until_s: float
+) -> CapacityAnswer:
     wanted = found.wanted
     nodes = 0 if wanted is None else wanted.nodes
     slots_per_node = 0 if wanted is None else wanted.slots_per_node
@@ -134,21 +131,14 @@ def _answer(found: CapacityOutlook, rows: dict[str, JobRow | None], now: float, 
         slots_per_node=slots_per_node,
         gpu_type="" if wanted is None else wanted.gpu_type,
         wanted_slots=None if nodes is None else nodes * slots_per_node,
-        wanted_by=[] if wanted is None else [_want(one, rows) for one in wanted.by],
-        hopeless=[_want(one, rows) for one in found.hopeless],
+        wanted_by=[] if wanted is None else [_want(one, identities) for one in wanted.by],
+        hopeless=[_want(one, identities) for one in found.hopeless],
         summary=found.reason,
     )
 
 
-def _want(one: Want, rows: dict[str, JobRow | None]) -> CapacityWant:
-    row = rows.get(one.job_id)
-    if row is not None:
-        identity = JobIdentity.model_validate(row.identity)
-        task, namespace, dag_id = recurring.name_of(row.recurring_key), identity.namespace, identity.dag_id
-    elif one.run_id:
-        task, (namespace, dag_id) = recurring.name_of(one.task), recurring.owner_of(one.task)
-    else:
-        task, namespace, dag_id = one.job_id, None, None
+def _want(one: Want, identities: Mapping[str, JobIdentity]) -> CapacityWant:
+    task, namespace, dag_id = whose(one.job_id, one.task, identities)
     return CapacityWant(
         need=one.need.value,
         task=task,

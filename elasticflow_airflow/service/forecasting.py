@@ -5,7 +5,7 @@ Runs in the threads of HTTP handlers, on a copy of the scheduler: neither the st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elasticflow_airflow.scheduler_core import Scheduler
@@ -64,11 +64,7 @@ class ForecastDesk:
             planned_ids, told_at_once = self._take_planned(scheduler, reader, planned, now)
         found = forecast(scheduler, now, until_s)
         with self.store.read() as reader:
-            identities = {
-                job.job_id: JobIdentity.model_validate(job.identity)
-                for job in (reader.job(one.job_id) for one in found.outlooks if one.job_id)
-                if job is not None
-            }
+            identities = identities_of(reader, (one.job_id for one in found.outlooks))
             told = {one.run_id for one in found.outlooks}
             runs = recurring.expected_runs_of(self.settings, reader)
         replaced = {run.submission.identity.recurring_key for run in planned}
@@ -246,16 +242,24 @@ def _verdict(scheduler: ServicePolicy, job: Job, now: float) -> Verdict:
     return Verdict(decision="undecided", reason=reason, deadline_at=job.deadline_s)
 
 
-def _item(one: Outlook, identities: dict[str, JobIdentity]) -> ForecastItem:
-    namespace: str | None
-    dag_id: str | None
-    if one.job_id:
-        known = identities.get(one.job_id)
-        task = one.job_id if known is None else recurring.name_of(known.recurring_key)
-        namespace, dag_id = (None, None) if known is None else (known.namespace, known.dag_id)
-    else:
-        task = recurring.name_of(one.task)
-        namespace, dag_id = recurring.owner_of(one.task)
+def identities_of(reader: Reader, job_ids: Iterable[str]) -> dict[str, JobIdentity]:
+    """Whose the jobs are, by id; those that nobody knows, and an empty id, are left out."""
+    jobs = (reader.job(job_id) for job_id in job_ids if job_id)
+    return {job.job_id: JobIdentity.model_validate(job.identity) for job in jobs if job is not None}
+
+
+def whose(job_id: str, key: str, identities: Mapping[str, JobIdentity]) -> tuple[str, str | None, str | None]:
+    """Task, namespace and DAG of a job; without a job, of an expected run of the recurring task ``key``."""
+    if not job_id:
+        return recurring.name_of(key), *recurring.owner_of(key)
+    known = identities.get(job_id)
+    if known is None:
+        return job_id, None, None
+    return recurring.name_of(known.recurring_key), known.namespace, known.dag_id
+
+
+def _item(one: Outlook, identities: Mapping[str, JobIdentity]) -> ForecastItem:
+    task, namespace, dag_id = whose(one.job_id, one.task, identities)
     return ForecastItem(
         kind="job" if one.job_id else "expected",
         outcome=one.outcome.value,

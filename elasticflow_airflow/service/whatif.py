@@ -6,21 +6,20 @@ Runs in the threads of HTTP handlers, one question at a time, on copies of the s
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from elasticflow_airflow.insight import DeadlineChange, WhatIf, WhatIfRequest, WhatIfVerdict
 from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.calendar_forecast import join
 from elasticflow_airflow.scheduler_core.decisions import Admit, Amended, AmendRejected, Decision, Reject
 from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
 from elasticflow_airflow.scheduler_core.values import Node, Phase
 from elasticflow_airflow.service.codec import plan_to_json
 from elasticflow_airflow.service.forecasting import ForecastDesk
 from elasticflow_airflow.service.refusal import Refusal, no_such_job
+from elasticflow_airflow.service.turns import Turns
 from elasticflow_airflow.wire import ForecastAnswer, Verdict
-
-_PATIENCE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +27,12 @@ class WhatIfDesk:
     """The service's side."""
 
     forecasts: ForecastDesk
-    _one: threading.Lock = field(default_factory=threading.Lock)
-    """Planning takes the interpreter from the loop: one question at a time."""
+    _turns: Turns = field(default_factory=lambda: Turns("other questions of this kind are being answered"))
 
     def ask(self, request: WhatIfRequest) -> WhatIf:
         """Answer. Raises Refusal 404, 409, 422, 503."""
-        if not self._one.acquire(timeout=_PATIENCE_S):
-            raise Refusal(503, "busy", "other questions of this kind are being answered", "ask again in a moment")
-        try:
+        with self._turns.one():
             return self._ask(request)
-        finally:
-            self._one.release()
 
     def _ask(self, request: WhatIfRequest) -> WhatIf:
         as_is, now = self.forecasts.present(), self.forecasts.clock()
@@ -84,9 +78,8 @@ def _change_nodes(scheduler: ServicePolicy, request: WhatIfRequest, now: float) 
     for node_id in dict.fromkeys(request.without_nodes):
         scheduler.handle(ev.NodeLost(node_id), now)
     if largest is not None:
-        for number in range(request.extra_nodes):
-            more = Node(node_id=f"~more{number:04}", slots=largest.slots, gpu_type=largest.gpu_type)
-            scheduler.handle(ev.NodeJoined(more), now)
+        more = Node(node_id="~more", slots=largest.slots, gpu_type=largest.gpu_type)
+        join(scheduler, more, range(request.extra_nodes), now)
 
 
 def _amend(scheduler: ServicePolicy, change: DeadlineChange, now: float) -> WhatIfVerdict:
