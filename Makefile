@@ -8,6 +8,8 @@ STAMP := $(VENV)/.installed
 SLOW := slow or airflow or postgres or browser or ray
 # The fast tests run in so many processes. The slow ones in two: what trains needs the cores, the rest mostly waits.
 JOBS ?= 2
+# Those that take many minutes mostly wait, for workers that come, leave and die.
+SOAK_JOBS ?= 4
 
 # Byte code is cached on purpose: importing torch and Airflow without it takes three times as long.
 unexport PYTHONDONTWRITEBYTECODE
@@ -40,8 +42,8 @@ system: $(STAMP) ## the slow tests: PostgreSQL, real Airflow components, many ki
 	$(BIN)/pytest -m "($(SLOW)) and not soak and not gpu" -n 2 --dist loadscope --timeout=1200 $(PYTEST_ARGS)
 
 .PHONY: soak
-soak: $(STAMP) ## the tests that take many minutes
-	$(BIN)/pytest -m soak --timeout=7200 $(PYTEST_ARGS)
+soak: $(STAMP) ## the tests that take many minutes: more than an hour
+	$(BIN)/pytest -m soak -n $(SOAK_JOBS) --dist loadgroup --timeout=7200 $(PYTEST_ARGS)
 
 GPU_PYTHON ?= $(BIN)/python
 
@@ -64,9 +66,12 @@ docs: $(STAMP) ## build the documentation into build/docs; a warning is an error
 reference: $(STAMP) ## write the generated parts of docs/reference anew
 	$(BIN)/python docs/generate.py
 
+# Each as the pages in docs/ name it, so that their tables come out again.
+BENCHES := $(sort $(wildcard benchmarks/bench_*.py)) "benchmarks/bench_policies.py --full"
+
 .PHONY: bench
 bench: $(STAMP) ## print the benchmarks
-	@set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file; done
+	@set -e; for command in $(BENCHES); do echo "== $$command"; $(BIN)/python $$command; done
 
 .PHONY: lock
 lock: $(STAMP) ## resolve the requirements anew

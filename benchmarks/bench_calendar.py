@@ -1,6 +1,7 @@
 """What a calendar of recurring work adds: scheduled promises kept, ad-hoc jobs still served, the smallest cluster.
 
     python benchmarks/bench_calendar.py [--seeds 5] [--days 3] [--nodes 6] [--slots 2] [--processes 2]
+        [--page docs/explanation/calendar.md]
 
 Traces: recurring DAGs (daily tasks in the night, hourly ones, some that come three times in ten) with ad-hoc jobs in
 between (`scheduler_core/simulator/synthetic.py`), a new one for each seed. Every variant sees the same jobs at the same
@@ -14,7 +15,8 @@ never knows what comes: of each task's first run it knows nothing. Variants:
 - *calendar, all sure*: every due run is reserved for, however seldom it comes (ablation);
 - *calendar, medians*: the median instead of the 0.9 quantile (ablation).
 
-Curves: those of ../shared/data beside the checkout where present, else made up.
+``--page`` puts the tables into a page, below ``<!-- results: calendar -->`` and ``<!-- results: smallest -->``. Curves:
+those of ../shared/data beside the checkout where present, else made up.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+from bench_policies import put_into, table
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy
@@ -113,15 +117,13 @@ def simulate(case: Case) -> Found:
     )
 
 
-def promises(args: argparse.Namespace, pool: ProcessPoolExecutor) -> dict[Case, Found]:
-    """Print what each variant keeps on the same cluster, and return it."""
+def promises(args: argparse.Namespace, pool: ProcessPoolExecutor) -> tuple[list[str], dict[Case, Found]]:
+    """What each variant keeps on the same cluster: as a table, and all of it."""
     cases = [
         Case(variant, seed, args.days, args.nodes, args.slots) for variant in POLICIES for seed in range(args.seeds)
     ]
     found = dict(zip(cases, pool.map(simulate, cases), strict=True))
-    print(f"\n{args.nodes} x {args.slots} slots, {args.days} days, {args.seeds} seeds, pause {PAUSE_S:g} s")
-    print("\n| variant | scheduled promises kept | ad-hoc deadlines met | ad-hoc slot-hours | late | decision p50 |")
-    print("|---|---|---|---|---|---|")
+    rows = []
     for variant in POLICIES:
         mine = [result for case, result in found.items() if case.variant == variant]
         missed = ", ".join(str(one.scheduled - one.scheduled_met) for one in mine)
@@ -131,15 +133,15 @@ def promises(args: argparse.Namespace, pool: ProcessPoolExecutor) -> dict[Case, 
         p50 = sum(one.decision_p50_ms for one in mine) / len(mine)
         if variant == "scheduled alone":
             ad_hoc, hours = "-", 0.0
-        print(
-            f"| {variant} | {kept} of {all_of_them} ({kept / all_of_them:.1%}; missed by seed: {missed}) | {ad_hoc} |"
-            f" {hours:.0f} | {late} | {p50:.1f} ms |"
-        )
-    return found
+        part = f"{kept} of {all_of_them} ({kept / all_of_them:.1%})"
+        rows.append([variant, part, missed, ad_hoc, f"{hours:.0f}", str(late), f"{p50:.1f}"])
+    heads = ["variant", "scheduled promises kept", "missed by seed", "ad-hoc deadlines met", "ad-hoc slot-hours"]
+    shape = f"{args.nodes} x {args.slots} slots, {args.days} days, {args.seeds} seeds, pause {PAUSE_S:g} s:"
+    return [shape, "", *table([*heads, "late", "decision p50 ms"], rows)], found
 
 
-def smallest(args: argparse.Namespace, pool: ProcessPoolExecutor, found: dict[Case, Found]) -> None:
-    """Print the smallest cluster on which each variant keeps the same; ``found`` has the smallest size already."""
+def smallest(args: argparse.Namespace, pool: ProcessPoolExecutor, found: dict[Case, Found]) -> list[str]:
+    """The smallest cluster on which each variant keeps the same; ``found`` has the smallest size already."""
     goals: dict[str, Callable[[Found], bool]] = {
         "all scheduled": lambda one: one.scheduled_met == one.scheduled,
         "99 % of scheduled": lambda one: one.scheduled_met >= 0.99 * one.scheduled,
@@ -154,9 +156,7 @@ def smallest(args: argparse.Namespace, pool: ProcessPoolExecutor, found: dict[Ca
         found = {**found, **dict(zip(missing, pool.map(simulate, missing), strict=True))}
         # Who reaches every goal here need not be tried on more.
         left = [(case.variant, case.seed) for case in cases if not all(goal(found[case]) for goal in goals.values())]
-    print(f"\nSmallest cluster by seed, in nodes of {args.slots} slots ({sizes[0]} to {sizes[-1]} tried; - none)\n")
-    print("| variant | " + " | ".join(goals) + " |")
-    print("|---" * (len(goals) + 1) + "|")
+    rows = []
     for variant in variants:
         cells = []
         for reached in goals.values():
@@ -166,22 +166,31 @@ def smallest(args: argparse.Namespace, pool: ProcessPoolExecutor, found: dict[Ca
                 least.append(next((n for n, one in tried if one is not None and reached(one)), None))
             mean = sum(n for n in least if n is not None) / max(1, sum(n is not None for n in least))
             cells.append(f"{', '.join('-' if n is None else str(n) for n in least)} (mean {mean:.1f})")
-        print(f"| {variant} | " + " | ".join(cells) + " |")
+        rows.append([variant, *cells])
+    head = f"Nodes of {args.slots} slots, by seed ({sizes[0]} to {sizes[-1]} tried; - none):"
+    return [head, "", *table(["variant", *goals], rows)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--days", type=int, default=3)
     parser.add_argument("--nodes", type=int, default=6)
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--page", type=Path, help="put the tables into this page")
     args = parser.parse_args()
     begin = time.perf_counter()
-    print(f"curves: {'a100' if DATA.is_dir() else 'made up'}")
+    print(f"curves: {'a100' if DATA.is_dir() else 'made up'}\n")
     with ProcessPoolExecutor(args.processes) as pool:
-        smallest(args, pool, promises(args, pool))
-    print(f"\n{time.perf_counter() - begin:.0f} s")
+        kept, found = promises(args, pool)
+        print(*kept, "", sep="\n", flush=True)
+        least = smallest(args, pool, found)
+        print(*least, "", sep="\n")
+    print(f"{time.perf_counter() - begin:.0f} s")
+    if args.page:
+        put_into(args.page, "calendar", kept)
+        put_into(args.page, "smallest", least)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 
     python benchmarks/bench_contended.py [--traces 195job,...] [--policies elasticflow:value,...] [--page PAGE]
 
-Ours with each objective, decided at arrival or waiting, beside the other policies that refuse jobs. Options, output and
-data are those of bench_policies.py.
+Ours with each objective, decided at arrival or waiting, beside every other policy, those that refuse nobody included.
+Options, output and data are those of bench_policies.py.
 """
 
 from __future__ import annotations
 
-from bench_policies import Case, bench, parser_of
+from bench_policies import OTHERS, Case, bench, parser_of
 
 TOO_SMALL = (
     Case("195job", 4, 8),
@@ -18,12 +18,11 @@ TOO_SMALL = (
     Case("cluster10", 2, 8),
 )
 OURS = ("elasticflow", "elasticflow:wait", "elasticflow:value", "elasticflow:value:wait")
-REFUSING = ("edf+admission", "oasis", "aonline", "chronus", "chronus+size")
 
 
 def main() -> None:
     args = parser_of(__doc__).parse_args()
-    bench("contended", [(case, (*OURS, *REFUSING)) for case in TOO_SMALL], args, why=False)
+    bench("contended", [(case, (*OURS, *OTHERS)) for case in TOO_SMALL], args, why=False)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """How long one scheduling decision takes: a newcomer's verdict, re-plan included, beside many running jobs.
 
-    python benchmarks/bench_decision.py [--jobs 100] [--nodes 64] [--slots 8] [--arrivals 200] [--naive 20]
+    python benchmarks/bench_decision.py [--jobs 100] [--nodes 64] [--slots 8] [--arrivals 200] [--naive 10]
+        [--page docs/explanation/benchmark.md]
 
 Prints median and p99 of ours and, measured in the same run on the same states, of a textbook implementation: pure
 Python, progressive filling second by second from nothing at every arrival. It knows no costs, no placement and no
@@ -16,6 +17,8 @@ import random
 import statistics
 import time
 from pathlib import Path
+
+from bench_policies import put_into, table
 
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.decisions import Admit, Reject
@@ -85,19 +88,25 @@ def percentile(values: list[float], part: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=100)
     parser.add_argument("--nodes", type=int, default=None, help="default: 64, then 16, where most are rejected")
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--arrivals", type=int, default=200)
     parser.add_argument("--naive", type=int, default=10, help="how many of the arrivals the naive one decides too")
     parser.add_argument("--tight", type=float, default=1.1, help="lower end of deadline / duration")
+    parser.add_argument("--page", type=Path, help="put the tables into this page")
     args = parser.parse_args()
+    lines: list[str] = []
     for nodes in [64, 16] if args.nodes is None else [args.nodes]:
-        measure(args, nodes)
+        found = measure(args, nodes)
+        print(*found, "", sep="\n", flush=True)
+        lines += [*found, ""]
+    if args.page:
+        put_into(args.page, "decision", lines[:-1])
 
 
-def measure(args: argparse.Namespace, nodes: int) -> None:
+def measure(args: argparse.Namespace, nodes: int) -> list[str]:
     name, curves = load_curves()
     chaos = random.Random(7)
     scheduler = Scheduler(nodes=[Node(node_id=f"n{i:04}", slots=args.slots) for i in range(nodes)])
@@ -134,18 +143,19 @@ def measure(args: argparse.Namespace, nodes: int) -> None:
             victim = chaos.choice(scheduler.states()).job.job_id
             scheduler.handle(JobFinished(victim), now)
     both = verdicts["admit"] + verdicts["reject"]
-    print(f"curves: {name}; {len(scheduler.states())} jobs on {nodes} x {args.slots} slots; {args.arrivals} arrivals")
-    for kind, values in [*verdicts.items(), ("all", both)]:
-        if values:
-            print(
-                f"{kind:>7}: {len(values):4} decisions, median {1e3 * statistics.median(values):8.2f} ms, "
-                f"p99 {1e3 * percentile(values, 0.99):8.2f} ms, worst {1e3 * max(values):8.2f} ms"
-            )
-    median = statistics.median(naive)
-    print(
-        f"  naive: {len(naive):4} decisions, median {1e3 * median:8.2f} ms, worst {1e3 * max(naive):8.2f} ms; "
-        f"{median / statistics.median(beside):.1f} times ours on the same arrivals"
-    )
+    rows = [[kind, *milliseconds(values)] for kind, values in [*verdicts.items(), ("all", both)] if values]
+    rows += [["all that the textbook decides, too", *milliseconds(beside)], ["the textbook", *milliseconds(naive)]]
+    live = len(scheduler.states())
+    return [
+        f"{live} jobs on {nodes} x {args.slots} slots, {args.arrivals} arrivals, curves: {name}:",
+        "",
+        *table(["verdict", "decisions", "median ms", "p99 ms", "worst ms"], rows),
+    ]
+
+
+def milliseconds(values: list[float]) -> list[str]:
+    figures = (statistics.median(values), percentile(values, 0.99), max(values))
+    return [str(len(values)), *(f"{1e3 * value:.2f}" for value in figures)]
 
 
 if __name__ == "__main__":

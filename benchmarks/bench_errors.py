@@ -1,11 +1,12 @@
 """When reality differs: curves that are wrong, nodes that fail, slots that are slow. What it does to promises.
 
-    python benchmarks/bench_errors.py [--seeds 2] [--sigma 0.1] [--full] [--page docs/explanation/benchmark.md]
+    python benchmarks/bench_errors.py [--traces 195job,...] [--seeds 5] [--sigma 0.1] [--full] [--processes 2]
+        [--page docs/explanation/benchmark.md]
 
 First table: every job's real speed at each size is off by a log-normal factor of its own, seen only through progress
 reports. Without a margin promises are made at the speeds as told; with it, at a quantile for sizes that never ran, and
 without any for sizes that were measured in this run. "announced" counts the late ones that were said to be at risk
-before their deadline passed. ``--full``: five seeds, other quantiles, and a flat margin that nothing ever removes.
+before their deadline passed. ``--full``: other quantiles, too, and a flat margin that nothing ever removes.
 
 Second table: exact curves; nodes fail and come back, go away for maintenance at a known date, or slots become slow.
 ``--page`` puts both into a page, below the line ``<!-- results: errors -->``. Traces and curves are those of
@@ -23,7 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 
-from bench_policies import DATA, Case, put_into, table
+from bench_contended import TOO_SMALL
+from bench_policies import CLUSTER01, DATA, OWN_SIZE, Case, put_into, table
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
@@ -32,14 +34,7 @@ from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, awa
 from elasticflow_airflow.scheduler_core.simulator.run import Simulation
 from elasticflow_airflow.scheduler_core.simulator.trace import read_trace
 
-CELLS = (
-    Case("195job", 16, 8),
-    Case("t4_195job", 16, 4),
-    Case("cluster10", 32, 8),
-    Case("poisson_100job", 16, 8),
-    Case("195job", 8, 8),
-    Case("195job", 4, 8),
-)
+CELLS = (*OWN_SIZE, CLUSTER01, *TOO_SMALL)
 PAUSE_S = 30.0
 REPORT_AFTER_S = 60.0
 
@@ -100,7 +95,7 @@ def tally(run: Run) -> Tally:
     return Tally(len(promised), sum(record.met for record in result.records), len(late), len(announced))
 
 
-def wrong_curves(seeds: int, sigma: float, full: bool) -> list[Run]:
+def wrong_curves(cells: Sequence[Case], seeds: int, sigma: float, full: bool) -> list[Run]:
     exact = Conditions(pause_s=PAUSE_S)
     stated = aware_of(replace(exact, throughput_error=sigma), SchedulerConfig())
     no_margin = replace(stated, speed_confidence=0.5)
@@ -112,7 +107,7 @@ def wrong_curves(seeds: int, sigma: float, full: bool) -> list[Run]:
         variants[f"{100 * flat:.0f} % off every size, measured or not"] = replace(no_margin, speed_error=flat)
         variants["margin that takes the error for shared"] = replace(stated, speed_shared=1.0)
     runs = []
-    for case in CELLS:
+    for case in cells:
         runs.append(Run(case=case, variant="exact curves, once", conditions=exact, config=SchedulerConfig()))
         for name, config in variants.items():
             for seed in range(seeds):
@@ -149,9 +144,9 @@ def bad_days(seeds: int, full: bool) -> list[Run]:
     return runs
 
 
-def tables(runs: Sequence[Run], pooled: bool) -> list[str]:
+def tables(runs: Sequence[Run], processes: int, pooled: bool) -> list[str]:
     """Simulate all, and make a Markdown table of what came of it."""
-    with ProcessPoolExecutor(max_workers=min(2, os.cpu_count() or 1)) as pool:
+    with ProcessPoolExecutor(processes) as pool:
         found = list(pool.map(tally, runs))
     rows: dict[tuple[str, str], Tally] = {}
     for run, counts in zip(runs, found, strict=True):
@@ -167,26 +162,30 @@ def tables(runs: Sequence[Run], pooled: bool) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, help="default 2; 5 with --full")
+    parser.add_argument("--traces", default="", help="only these, separated by commas")
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--sigma", type=float, default=0.1)
     parser.add_argument("--full", action="store_true")
+    parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--page", type=Path, help="a page to put the tables into")
     args = parser.parse_args()
     if not DATA.is_dir():
         print(f"skipped: needs the data folder {DATA} beside the checkout")
         return
-    seeds = args.seeds or (5 if args.full else 2)
+    seeds = args.seeds
+    wanted = {trace for trace in args.traces.split(",") if trace}
+    cells = [case for case in CELLS if not wanted or case.trace in wanted]
     lines = [
         f"Curves that are wrong by sigma {args.sigma:g}, {seeds} seeds each; first come, decided at arrival:",
         "",
-        *tables(wrong_curves(seeds, args.sigma, args.full), pooled=True),
+        *tables(wrong_curves(cells, seeds, args.sigma, args.full), args.processes, pooled=True),
     ]
     print("\n".join(lines), flush=True)
     trouble = [
         "",
         f"Exact curves and other trouble, {seeds} seeds each:",
         "",
-        *tables(bad_days(seeds, args.full), pooled=False),
+        *tables(bad_days(seeds, args.full), args.processes, pooled=False),
     ]
     print("\n".join(trouble))
     if args.page is not None:

@@ -51,6 +51,9 @@ CLUSTER01, CLUSTER04 = Case("cluster01", 64, 8), Case("cluster04", 128, 8)
 GREEDY = ("edf", "edf+elastic", "edf+admission", "gang-fifo", "gandiva", "tiresias", "themis", "optimus")
 """Policies that scale to thousands of jobs."""
 
+OTHERS = tuple(name for name in POLICY_NAMES if not name.startswith("elasticflow"))
+"""Everybody else's, as far as they run without types of GPU."""
+
 Write = Callable[[float], str]
 COLUMNS: tuple[tuple[str, str, Write], ...] = (
     ("met", "met", "{:.0f}".format),
@@ -234,8 +237,7 @@ def main() -> None:
     if args.full:
         bench("full", [(CLUSTER04, ("elasticflow",))], args, why=False)
     else:
-        others = [name for name in POLICY_NAMES if not name.startswith("elasticflow")]
-        policies = ("elasticflow", "elasticflow:wait", *others)
+        policies = ("elasticflow", "elasticflow:wait", *OTHERS)
         plan = [*((case, policies) for case in OWN_SIZE), (CLUSTER01, ("elasticflow", *GREEDY))]
         bench("policies", plan, args, why=True)
 

@@ -1,8 +1,8 @@
 """How the cost of an event grows with the number of concurrent jobs, and what a filling of all of them costs.
 
-    python benchmarks/bench_scale.py [--largest 1000]
+    python benchmarks/bench_scale.py [--largest 10000] [--samples 24] [--page docs/explanation/benchmark.md]
 
-For 10, 100, 1,000 (and with --largest 10000 10,000) jobs that run at once on as many slots, in nodes of 8: the
+For 10, 100, 1,000 and 10,000 jobs that run at once on as many slots, in nodes of 8: the
 processor time of an arrival that is admitted, of one that is refused, of an end (each with its re-plan), and of one
 progressive filling of all jobs from nothing (ElasticFlow's Algorithm 1); and the memory of this process.
 Processor time, not wall-clock time: other work on the machine does not count.
@@ -14,7 +14,11 @@ import argparse
 import random
 import resource
 import statistics
+import sys
 import time
+from pathlib import Path
+
+from bench_policies import put_into, table
 
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.decisions import Admit, Decision, WakeMeAt
@@ -28,12 +32,17 @@ from elasticflow_airflow.scheduler_core.work import Work
 CURVE = ScalingCurve({size: size**0.8 for size in (1, 2, 4, 8, 16)})
 
 
-def make_job(number: int, now: float, chaos: random.Random, tight: float) -> Job:
+EASY, HOPELESS = (1.2, 3.0), (0.05, 0.09)
+"""Ends of what deadlines leave, in lengths on one slot. The hopeless ones need more than the fastest size gives; a
+refusal then looks for the earliest deadline to offer."""
+
+
+def make_job(number: int, now: float, chaos: random.Random, leaves: tuple[float, float]) -> Job:
     length = chaos.lognormvariate(9.0, 0.6)
     return Job(
         job_id=f"job{number:06}",
         submitted_s=now,
-        deadline_s=now + 60.0 + length * chaos.uniform(tight, 3.0),
+        deadline_s=now + 60.0 + length * chaos.uniform(*leaves),
         total_steps=length,
         curve=CURVE,
         costs=RescaleCosts(startup_s=20.0, pause_s=10.0),
@@ -51,7 +60,7 @@ def events(count: int, chaos: random.Random, samples: int) -> dict[str, list[flo
     scheduler = Scheduler(nodes=[Node(node_id=f"n{i:05}", slots=8) for i in range(max(2, count // 8))])
     took: dict[str, list[float]] = {"admitted": [], "refused": [], "ended": []}
     number = count
-    jobs = [make_job(i, 0.0, chaos, 1.2) for i in range(count)]
+    jobs = [make_job(i, 0.0, chaos, EASY) for i in range(count)]
     scheduler.restore(
         [
             JobState(
@@ -70,11 +79,14 @@ def events(count: int, chaos: random.Random, samples: int) -> dict[str, list[flo
     now = 60.0
     for sample in range(samples):
         now += 1.0
-        job = make_job(number, now, chaos, 1.2 if sample % 2 == 0 else 0.06)
+        job = make_job(number, now, chaos, EASY if sample % 2 == 0 else HOPELESS)
         number += 1
         decisions, ms = timed(scheduler, JobSubmitted(job), now)
-        took["admitted" if any(isinstance(d, Admit) for d in decisions) else "refused"].append(ms)
-        victim = chaos.choice(scheduler.states()).job.job_id
+        admitted = any(isinstance(decision, Admit) for decision in decisions)
+        took["admitted" if admitted else "refused"].append(ms)
+        if not admitted:
+            continue
+        victim = chaos.choice(scheduler.states()).job.job_id  # as many run as before
         ended, ms = timed(scheduler, JobFinished(victim), now)
         took["ended"].append(ms)
         assert not ended or any(isinstance(d, WakeMeAt) for d in ended)
@@ -98,19 +110,26 @@ def filling(count: int, chaos: random.Random) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--largest", type=int, default=1000)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--largest", type=int, default=10_000)
     parser.add_argument("--samples", type=int, default=24)
+    parser.add_argument("--page", type=Path, help="put the table into this page")
     args = parser.parse_args()
-    print("    jobs    admitted     refused       ended  (ms, medians)   a filling of all    memory")
+    rows = []
     for count in (10, 100, 1000, 10_000):
         if count > args.largest:
             break
-        took = events(count, random.Random(7), args.samples if count < 10_000 else 4)
-        cells = [f"{statistics.median(values):9.2f}" if values else "        -" for values in took.values()]
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        took = events(count, random.Random(7), args.samples if count < 10_000 else max(2, args.samples // 6))
+        cells = [f"{statistics.median(values):.2f}" if values else "-" for values in took.values()]
         seconds = filling(count, random.Random(7))
-        print(f"{count:8,} {'   '.join(cells)}                    {seconds:10.3f} s   {memory:5.0f} MiB", flush=True)
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        rows.append([f"{count:,}", *cells, f"{seconds:.3f}", f"{memory:.0f}"])
+        print("  ", *rows[-1], file=sys.stderr, flush=True)
+    heads = ["jobs, slots", "admitted ms", "refused ms", "ended ms", "a filling of all s", "memory MiB"]
+    lines = table(heads, rows)
+    print(*lines, sep="\n")
+    if args.page:
+        put_into(args.page, "scale", lines)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Several types of GPU, jobs that share one, and batch sizes that a policy chooses: what no single table shows.
 
-    python benchmarks/bench_types.py [--page docs/explanation/benchmark.md]
+    python benchmarks/bench_types.py [--only lengths,...] [--page docs/explanation/benchmark.md]
 
 *Types*: those jobs of public traces whose model the tables of A100 and T4 both have, on 8 x 8 A100 with 8 x 4 T4, each
 policy beside the bound of that cluster. *Sharing*: jobs drawn from the models of the table of pairs on V100s, half of
 them guaranteed. *Noise*: what the noise scale that is assumed for Pollux changes. What is assumed stands in
-``simulator/mixed.py``, ``simulator/colocation.py`` and ``policies/pollux.py``. Data: ../shared/data beside the
-checkout.
+``simulator/mixed.py``, ``simulator/colocation.py`` and ``policies/pollux.py``. *Lengths*: what it costs ``optimus``,
+which fits loss curves in its paper, that it is told wrong lengths. Data: ../shared/data beside the checkout.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 
 from bench_policies import DATA, put_into, table
 
 from elasticflow_airflow.scheduler_core import SchedulerConfig
 from elasticflow_airflow.scheduler_core.bound import clairvoyant_bound
+from elasticflow_airflow.scheduler_core.decisions import Decision
+from elasticflow_airflow.scheduler_core.events import Event, JobProgressed, JobSubmitted
 from elasticflow_airflow.scheduler_core.policies.antman import AntMan, Leftover
 from elasticflow_airflow.scheduler_core.policies.by_type import ByType
 from elasticflow_airflow.scheduler_core.policies.port import Policy, ServicePolicy
@@ -48,6 +51,11 @@ MIXED_POLICIES = (
 )
 """``gavel`` chooses types itself, ``+types`` is one scheduler a type; the others do not know of types, and their gangs
 stand wherever there is room."""
+ASSUMED_ON = (("195job", (16, 8), "a100"), ("t4_195job", (16, 4), "t4"))
+"""Where assumptions are varied: trace, cluster, type of GPU."""
+LENGTH_SIGMAS = (0.0, 0.1, 0.3)
+LENGTH_SEEDS = 5
+REPORT_AFTER_S = 60.0
 NOISE = (None, 0.5, 1.0, 2.0, 4.0, 16.0)
 PAUSE_S = 30.0
 
@@ -143,7 +151,7 @@ def noise() -> list[str]:
     rows = []
     for scale in NOISE:
         cells = []
-        for name, shape, kind in (("195job", (16, 8), "a100"), ("t4_195job", (16, 4), "t4")):
+        for name, shape, kind in ASSUMED_ON:
             nodes = cluster(*shape)
             conditions = replace(Conditions(pause_s=PAUSE_S), noise_batches=scale)
             trace, curves = read_trace(DATA / "traces" / f"{name}.csv"), read_curves(DATA / "throughput" / kind)
@@ -155,14 +163,64 @@ def noise() -> list[str]:
     return table(heads, rows)
 
 
+class Misled:
+    """A policy that is told lengths, and whatever is left of them, wrong by one log-normal factor a job."""
+
+    def __init__(self, policy: Policy, sigma: float, seed: int) -> None:
+        self._policy = policy
+        self._sigma = sigma
+        self._seed = seed
+
+    def handle(self, event: Event, now: float) -> list[Decision]:
+        """Pass the event on, with the steps as a loss curve would have them."""
+        match event:
+            case JobSubmitted(job) if job.total_steps is not None:
+                event = replace(event, job=replace(job, total_steps=job.total_steps * self._factor(job.job_id)))
+            case JobProgressed(job_id, left) if left is not None:
+                event = replace(event, remaining_steps=left * self._factor(job_id))
+            case _:
+                pass
+        return self._policy.handle(event, now)
+
+    def _factor(self, job_id: str) -> float:
+        return random.Random(f"{self._seed} length {job_id}").lognormvariate(0.0, self._sigma)
+
+
+def lengths() -> list[str]:
+    """Optimus under wrong predictions of lengths."""
+    rows = []
+    for sigma in LENGTH_SIGMAS:
+        cells = []
+        for name, shape, kind in ASSUMED_ON:
+            nodes = cluster(*shape)
+            trace, curves = read_trace(DATA / "traces" / f"{name}.csv"), read_curves(DATA / "throughput" / kind)
+            jobs = prepare(trace, curves, nodes, Conditions(pause_s=PAUSE_S))
+            found = []
+            for seed in range(LENGTH_SEEDS if sigma else 1):
+                policy = Misled(make_policy("optimus", nodes), sigma, seed)
+                simulation = Simulation(
+                    name="optimus", policy=policy, nodes=nodes, jobs=jobs, report_after_s=REPORT_AFTER_S
+                )
+                found.append(simulation.run().summary())
+            cells.append(f"{mean(float(one['met']) for one in found):.1f}")
+            cells.append(f"{mean(float(one['completion_mean_s']) for one in found) / 3600:.2f}")
+        rows.append(["exact" if sigma == 0.0 else f"{sigma:g}", *cells])
+    heads = ["lengths wrong by sigma", "195job met", "mean h", "t4_195job met", "mean h"]
+    return table(heads, rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="only these tables (types, sharing, noise, lengths), commas between")
     parser.add_argument("--page", type=Path, help="put the tables into this page")
     args = parser.parse_args()
+    only = {name for name in args.only.split(",") if name}
     if not DATA.is_dir():
         print(f"nothing to do: the traces are not at {DATA}")
         return
-    for name, make in (("types", types), ("sharing", sharing), ("noise", noise)):
+    for name, make in (("types", types), ("sharing", sharing), ("noise", noise), ("lengths", lengths)):
+        if only and name not in only:
+            continue
         lines = make()
         print(*lines, "", sep="\n", flush=True)
         if args.page:

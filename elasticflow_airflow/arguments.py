@@ -62,7 +62,9 @@ def check_arguments(**given: Any) -> None:
     )
     least, most = given["min_workers"], given["max_workers"]
     if most is not None and most < least:
-        raise ArgumentError(f"max_workers={most} is less than min_workers={least}")
+        raise ArgumentError(
+            f"max_workers={most} is less than min_workers={least}: give at least {least}, or leave max_workers out"
+        )
     _check_shares(given["consistency"], given["logical_workers"], batch, least, most)
     twice = set(given["env"] or {}) & set(given["secret_env"] or {}) if isinstance(given["env"], Mapping) else set()
     if twice:
@@ -120,8 +122,12 @@ def target(value: Any, given: Any) -> float | None:
 
 
 def present(name: str, value: Any, given: Any) -> None:
-    """Refuse what a missing XCom renders to: None, or the text ``None``. Raises ArgumentError naming the field."""
-    if given is None or (value is not None and not (isinstance(value, str) and value.strip() == "None")):
+    """Refuse what a missing XCom renders to: None, or a template's text ``None``. Raises ArgumentError.
+
+    The same text, where an author or another task wrote it, is a value like any other.
+    """
+    template = isinstance(given, str) and is_late(given)
+    if given is None or (value is not None and not (template and isinstance(value, str) and value.strip() == "None")):
         return
     if not is_late(given):
         raise ArgumentError(f"{name}={value!r}: give a value, or leave the argument out")

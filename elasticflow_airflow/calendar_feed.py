@@ -1,7 +1,7 @@
 """Tells the service when the runs of all elastic tasks are due: for a cron task beside the scheduler or the api-server.
 
 A submission says when its own task is due next; this also knows of tasks that have not run for long, of DAGs that were
-paused or changed. Reads Airflow's metadata database (serialized DAGs; no DAG file is imported).
+paused, changed or deleted. Reads Airflow's metadata database (serialized DAGs; no DAG file is imported).
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pendulum
 
-from elasticflow_airflow.insight import CalendarAnswer, CalendarRequest, DueRuns
+from elasticflow_airflow.insight import CalendarAnswer, CalendarRequest, DueRuns, TaskOfNamespace, WholeNamespace
 from elasticflow_airflow.timetables import CALENDAR_MOST, CALENDAR_WINDOW, KnownRun, TimetableError, next_runs, recurs
 
 if TYPE_CHECKING:
@@ -59,10 +60,36 @@ class TaskDue:
 
 @dataclass(slots=True, kw_only=True)
 class Found:
-    """What is due, and what could not be told."""
+    """What is due, and what could not be told.
 
+    ``unsure``: (dag_id, task_id) of tasks that are there, of which cannot be said here when or where they are due.
+    ``former``: connections of DAGs that are no more, whose services may still expect their runs.
+    """
+
+    read_at: datetime
     tasks: list[TaskDue] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    unsure: list[tuple[str, str]] = field(default_factory=list)
+    former: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True, kw_only=True)
+class Told:
+    """The answers of the services that were told, and what went wrong with the others; by connection.
+
+    ``leftovers``: with those that only DAGs named that are no more.
+    """
+
+    answers: dict[str, CalendarAnswer] = field(default_factory=dict)
+    errors: dict[str, Exception] = field(default_factory=dict)
+    leftovers: dict[str, Exception] = field(default_factory=dict)
+
+    def warnings(self) -> list[str]:
+        """What to say of leftovers: nobody is missed there."""
+        return [
+            f"{conn_id}: only DAGs that are no more name it, and it was not told: {error}"
+            for conn_id, error in self.leftovers.items()
+        ]
 
 
 def elastic_tasks(serialized: Mapping[str, Any]) -> list[ElasticTaskOfDag]:
@@ -91,11 +118,12 @@ def find_due_runs(
     from airflow.models.serialized_dag import SerializedDagModel
     from sqlalchemy import select
 
+    read_at = pendulum.now("UTC")
     query = select(DagModel).where(DagModel.is_stale.is_(False)).order_by(DagModel.dag_id)
     if dag_ids is not None:
         query = query.where(DagModel.dag_id.in_(dag_ids))
     models = {model.dag_id: model for model in session.scalars(query)}
-    found = Found()
+    found = Found(read_at=read_at)
     for missing in sorted(set(dag_ids or ()) - models.keys()):
         found.problems.append(f"DAG {missing!r} is not there: is it parsed yet, and is the id right?")
     for some in _chunks(list(models), _DAGS_AT_ONCE):
@@ -107,6 +135,7 @@ def find_due_runs(
                 due = _due(row.dag, models[row.dag_id], now, now + window)
             except TimetableError as error:
                 found.problems.append(f"DAG {row.dag_id!r}: {error}")
+                found.unsure += [(row.dag_id, task.task_id) for task in tasks]
                 continue
             for task in tasks:
                 if "{{" in task.conn_id:
@@ -114,6 +143,7 @@ def find_due_runs(
                         f"task {row.dag_id}.{task.task_id}: elasticflow_conn_id={task.conn_id!r} is a template: which"
                         " service to tell is known in a run only"
                     )
+                    found.unsure.append((row.dag_id, task.task_id))
                     continue
                 indexes = _map_indexes(session, row.dag_id, task.task_id) if task.mapped else (-1,)
                 found.tasks.append(
@@ -125,42 +155,54 @@ def find_due_runs(
                         due=due,
                     )
                 )
+    if dag_ids is None:
+        found.former = _former_connections(session) - {task.conn_id for task in found.tasks}
     return found
 
 
 def feed_services(
-    tasks: Sequence[TaskDue], post: Callable[[str, Callable[[str], CalendarRequest]], CalendarAnswer]
-) -> dict[str, CalendarAnswer]:
-    """Send what is due to the services, by connection; the answers of each.
+    found: Found, post: Callable[[str, Callable[[str], CalendarRequest]], CalendarAnswer], *, whole: bool
+) -> Told:
+    """Send what is due to the services, by connection; a service that is away keeps no other from being told.
 
-    ``post`` sends a request, made for the namespace of a connection, to the service of that connection.
+    ``post`` sends a request, made for the namespace of a connection, to the service of that connection. ``whole``:
+    these are the tasks of all DAGs, so that the services forget the others of the same namespace.
     """
+    from airflow.sdk.exceptions import AirflowException
+
+    from elasticflow_airflow.client import ElasticFlowError
+
     by_conn: dict[str, list[TaskDue]] = defaultdict(list)
-    for task in tasks:
+    for task in found.tasks:
         by_conn[task.conn_id].append(task)
-    answers: dict[str, CalendarAnswer] = {}
-    for conn_id, its in sorted(by_conn.items()):
-        taken, unknown = 0, []
-        for some in _chunks([(task, index) for task in its for index in task.map_indexes], _TASKS_AT_ONCE):
-            answer = post(conn_id, lambda namespace, some=some: _request(namespace, some))  # type: ignore[misc]  # bound
-            taken += answer.taken
-            unknown += answer.unknown
-        answers[conn_id] = CalendarAnswer(taken=taken, unknown=unknown)
-    return answers
+    told = Told()
+    for conn_id in sorted(by_conn.keys() | (found.former if whole else set())):
+        try:
+            told.answers[conn_id] = _feed_service(found, by_conn[conn_id], whole, partial(post, conn_id))
+        except (ElasticFlowError, AirflowException) as error:
+            (told.leftovers if conn_id in found.former else told.errors)[conn_id] = error
+    return told
 
 
 def feed_calendar(*, now: datetime | None = None, window: timedelta = CALENDAR_WINDOW) -> dict[str, CalendarAnswer]:
     """Find what is due and tell the services: what ``airflow elasticflow feed`` does; the answers by connection.
 
-    Where the metadata database can be read, so not in a task. Raises ElasticFlowError when a service is away.
+    Where the metadata database can be read, so not in a task. Raises ElasticFlowError when a service is away, once the
+    others have been told.
     """
     from airflow.utils.session import create_session
 
+    from elasticflow_airflow.client import ElasticFlowError
+
     with create_session() as session:
         found = find_due_runs(session, now=now or pendulum.now("UTC"), window=window)
-    for problem in found.problems:
+    told = feed_services(found, post_to_service, whole=True)
+    for problem in (*found.problems, *told.warnings()):
         log.warning("%s", problem)
-    return feed_services(found.tasks, post_to_service)
+    if told.errors:
+        services = "; ".join(f"{conn_id}: {error}" for conn_id, error in told.errors.items())
+        raise ElasticFlowError(f"not every service was told: {services}") from next(iter(told.errors.values()))
+    return told.answers
 
 
 def post_to_service(conn_id: str, make: Callable[[str], CalendarRequest]) -> CalendarAnswer:
@@ -171,6 +213,56 @@ def post_to_service(conn_id: str, make: Callable[[str], CalendarRequest]) -> Cal
     hook = ElasticFlowHook(conn_id)
     with ElasticFlowClient(hook.endpoint(start=False), retry_for_s=10.0) as client:
         return client.feed_calendar(make(hook.namespace))
+
+
+def _feed_service(
+    found: Found,
+    its: Sequence[TaskDue],
+    whole: bool,
+    post: Callable[[Callable[[str], CalendarRequest]], CalendarAnswer],
+) -> CalendarAnswer:
+    taken, unknown, forgotten = 0, [], []
+    for some in _chunks([(task, index) for task in its for index in task.map_indexes], _TASKS_AT_ONCE):
+        answer = post(lambda namespace, some=some: _request(namespace, some))  # type: ignore[misc]  # bound
+        taken += answer.taken
+        unknown += answer.unknown
+    if whole:  # only now: what one of the requests above names is known to be there
+        forgotten = post(lambda namespace: _nothing_else(namespace, found, its)).forgotten
+    return CalendarAnswer(taken=taken, unknown=unknown, forgotten=forgotten)
+
+
+def _nothing_else(namespace: str, found: Found, its: Sequence[TaskDue]) -> CalendarRequest:
+    """Say that a namespace has no other tasks than these, and those that other connections know of.
+
+    Two connections may name one service, under any two addresses: what one of them tells must not undo the other's.
+    """
+    mine = {(task.dag_id, task.task_id) for task in its if len(task.map_indexes) < _MOST_INDEXES}
+    others = {(task.dag_id, task.task_id) for task in found.tasks} | {*found.unsure}
+    tasks = [
+        TaskOfNamespace(dag_id=task.dag_id, task_id=task.task_id, map_indexes=list(task.map_indexes))
+        for task in its
+        if (task.dag_id, task.task_id) in mine
+    ]
+    tasks += [TaskOfNamespace(dag_id=dag_id, task_id=task_id) for dag_id, task_id in sorted(others - mine)]
+    return CalendarRequest(
+        tasks=[], whole=WholeNamespace(namespace=namespace, read_at=found.read_at.timestamp(), tasks=tasks)
+    )
+
+
+def _former_connections(session: Session) -> set[str]:
+    """The connections of the elastic tasks of DAGs that are no more."""
+    from airflow.models.dag import DagModel
+    from airflow.models.serialized_dag import SerializedDagModel
+    from sqlalchemy import select
+
+    gone = list(session.scalars(select(DagModel.dag_id).where(DagModel.is_stale.is_(True)).order_by(DagModel.dag_id)))
+    return {
+        task.conn_id
+        for some in _chunks(gone, _DAGS_AT_ONCE)
+        for row in SerializedDagModel.get_latest_serialized_dags(dag_ids=list(some), session=session)
+        for task in elastic_tasks(row.data or {})
+        if "{{" not in task.conn_id
+    }
 
 
 def _request(namespace: str, some: Sequence[tuple[TaskDue, int]]) -> CalendarRequest:

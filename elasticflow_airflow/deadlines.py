@@ -1,18 +1,20 @@
 """From what a DAG author writes as a deadline to the moment when the training must end. Pure: no clock, no Airflow.
 
-A deadline is a time of day (``"07:30"``, in the DAG's time zone: its first occurrence after the run is due), a
-duration after the run is due, a datetime, or text of either (a rendered template: ``"HH:MM"`` or ISO 8601). Whose it is
-(this training's, a downstream task's, the run's) decides how much earlier the training must end: ``Reserve``.
+A deadline is a time of day (``"07:30"``, in the DAG's time zone unless it has its own: its first occurrence after the
+run is due), a duration after the run is due, a datetime, or text of either (a rendered template: ``"HH:MM"`` or ISO
+8601). Whose it is (this training's, a downstream task's, the run's) decides how much earlier the training must end:
+``Reserve``.
 
-Daylight saving: a wall-clock time that the clocks skip (02:30 in spring) is moved on by what they skip (03:30); of a
-time that comes twice (02:30 in autumn) the first that lies after the run is due counts.
+Daylight saving, for times of day, datetimes and ISO texts alike: a wall-clock time that the clocks skip (02:30 in
+spring) is moved on by what they skip (03:30); of a time that comes twice (02:30 in autumn) the first that lies after
+the run is due counts. A datetime with a zone, or with ``fold=1``, says itself which of the two it means.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from datetime import datetime, time, timedelta, tzinfo
+from datetime import UTC, datetime, time, timedelta, tzinfo
 from typing import Final, TypeAlias
 
 import pendulum
@@ -83,6 +85,8 @@ def check_deadline(given: object, argument: str) -> None:
     """Refuse at DAG parse what can never be a deadline. Templates are looked at when they are rendered."""
     if isinstance(given, bool) or not isinstance(given, (str, time, timedelta, datetime)):
         raise DeadlineError(f"{argument}={given!r} is a {type(given).__name__}, not {_FORMS}")
+    if isinstance(given, time) and given.tzinfo is not None:
+        _zone_of(given.tzinfo, given, argument)
     if isinstance(given, timedelta) and given <= timedelta(0):
         raise DeadlineError(f"{argument}={given!r} lies before the run is due: give a positive duration")
     if isinstance(given, str) and not _is_template(given):
@@ -90,30 +94,32 @@ def check_deadline(given: object, argument: str) -> None:
 
 
 def resolve(given: DeadlineGiven, *, run_due: datetime, timezone: tzinfo, argument: str = "deadline") -> DateTime:
-    """Turn what was given into a moment, in the DAG's time zone. Raises DeadlineError.
+    """Turn what was given into a moment, shown in the DAG's time zone. Raises DeadlineError.
 
     ``run_due`` is the run's ``run_after``: when Airflow was to start it.
     """
-    due = pendulum.instance(run_due).in_timezone(_named(timezone))
+    zone = _named(timezone)
+    due = pendulum.instance(run_due).in_timezone(zone)
     if isinstance(given, timedelta):
         return due + given
     if isinstance(given, datetime):
-        return _moment(given, timezone)
+        return _moment(given, due, zone)
     if isinstance(given, time):
-        return _first_after(due, given.hour, given.minute, given.second)
+        there = zone if given.tzinfo is None else _zone_of(given.tzinfo, given, argument)
+        return _first_after(due, given.replace(tzinfo=None), there).in_timezone(zone)
     text = given.strip()
     if match := _TIME_OF_DAY.fullmatch(text):
         hour, minute, second = (int(match[name] or 0) for name in ("hour", "minute", "second"))
         if hour > 23 or minute > 59 or second > 59:
             raise DeadlineError(f"{argument}={given!r} is no time of day: the last of a day is 23:59:59")
-        return _first_after(due, hour, minute, second)
+        return _first_after(due, time(hour, minute, second), zone)
     try:
         parsed = datetime.fromisoformat(text)
     except ValueError:
         raise DeadlineError(f"{argument}={given!r} is not {_FORMS}") from None
     if len(text) <= len("2026-01-01"):
         raise DeadlineError(f"{argument}={given!r} is a day without a time: write {text}T07:30")
-    return _moment(parsed, timezone)
+    return _moment(parsed, due, zone)
 
 
 def training_deadline(
@@ -131,16 +137,17 @@ def training_deadline(
     With ``deadline_of`` (a downstream task, or ``"dag_run"``) the deadline is that target's, and the training's is
     earlier by ``reserve``: what passes from the end of training to the end of the target, and a margin.
     """
+    zone = _named(timezone)
+    due = pendulum.instance(run_due).in_timezone(zone)
     if isinstance(given, TimeFromDag):
-        target_at, said = _moment(given.at, timezone), given.said
+        target_at, said = _moment(given.at, due, zone), given.said
     else:
         target_at = resolve(given, run_due=run_due, timezone=timezone, argument=argument)
         said = f"{argument}={_short(given)}"
-        due = show(pendulum.instance(run_due).in_timezone(_named(timezone)))
         if isinstance(given, timedelta):
-            said += f" after the run was due at {due}"
+            said += f" after the run was due at {show(due)}"
         elif isinstance(given, time) or (isinstance(given, str) and _TIME_OF_DAY.fullmatch(given.strip())):
-            said += f", its first after the run was due at {due}"
+            said += f", its first after the run was due at {show(due)}"
     at = target_at
     rows: list[tuple[str, str, str]] = []
     if reserve is not None:
@@ -195,28 +202,50 @@ def zone_from(name: str) -> pendulum.Timezone | pendulum.FixedTimezone:
     return pendulum.FixedTimezone(int(name)) if name.lstrip("-").isdigit() else pendulum.Timezone(name)
 
 
-def _first_after(due: DateTime, hour: int, minute: int, second: int) -> DateTime:
-    """Find the first moment after ``due`` at which the wall clock of its time zone shows this time."""
+def written(given: object) -> str:
+    """Write a deadline as text that tells it from any other: ``str`` leaves the zone of a time of day out."""
+    text = str(given)
+    return f"{text} {given.tzinfo}" if isinstance(given, time) and given.tzinfo is not None else text
+
+
+def _first_after(due: DateTime, wall: time, zone: tzinfo) -> DateTime:
+    """Find the first moment after ``due`` at which the wall clock of a time zone shows this time."""
+    today = due.astimezone(zone).date()
     for days in range(3):
-        day = due.date().add(days=days)
-        both = [
-            pendulum.datetime(day.year, day.month, day.day, hour, minute, second, tz=due.timezone, fold=fold)
-            for fold in (0, 1)
-        ]
-        # A skipped time gives two different readings, neither of which the clock shows; the later one moves it on.
-        skipped = (both[0].hour, both[0].minute) != (hour, minute)
-        for moment in both[1:] if skipped else both:
-            # Datetimes of one zone compare by the wall clock, which a doubled hour repeats.
+        for moment in _readings(datetime.combine(today + timedelta(days=days), wall), zone):
             if moment.timestamp() > due.timestamp():
-                return moment
-    raise DeadlineError(f"no {hour:02}:{minute:02} within three days after {due}")  # no time zone has such a hole
+                return moment.in_timezone(_named(zone))
+    raise DeadlineError(f"no {wall:%H:%M} within three days after {due}")  # no time zone has such a hole
 
 
-def _moment(given: datetime, timezone: tzinfo) -> DateTime:
-    zone = _named(timezone)
-    if given.tzinfo is None:
-        return pendulum.instance(given, tz=zone)
-    return pendulum.instance(given).in_timezone(zone)
+def _moment(given: datetime, due: DateTime, zone: pendulum.Timezone | pendulum.FixedTimezone) -> DateTime:
+    """Find the moment of a datetime, in a time zone; that is the zone of one without its own, too."""
+    readings = _readings(given, given.tzinfo or zone)
+    if given.tzinfo is not None or given.fold:
+        found = readings[-1 if given.fold else 0]
+    else:
+        found = next((moment for moment in readings if moment.timestamp() > due.timestamp()), readings[-1])
+    return found.in_timezone(zone)
+
+
+def _readings(wall: datetime, zone: tzinfo) -> list[DateTime]:
+    """Find the moments (UTC) at which the clocks of a zone show this, in order: one, or two where they go back.
+
+    Where they skip it, the one that is later by as much as they skip.
+    """
+    parts = (wall.year, wall.month, wall.day, wall.hour, wall.minute, wall.second, wall.microsecond)
+    first, second = (datetime(*parts, tzinfo=zone, fold=fold).astimezone(UTC) for fold in (0, 1))
+    found = [first, second] if first < second else [first]  # of a skipped time, fold=1 is the earlier one
+    return [pendulum.instance(moment) for moment in found]
+
+
+def _zone_of(zone: tzinfo, given: time, argument: str) -> pendulum.Timezone | pendulum.FixedTimezone:
+    try:
+        return _named(zone)
+    except DeadlineError as error:
+        raise DeadlineError(
+            f"{argument}={given!r}: {error}; give a ZoneInfo or UTC, or a time without a zone: it is the DAG's"
+        ) from None
 
 
 def _named(timezone: tzinfo) -> pendulum.Timezone | pendulum.FixedTimezone:
@@ -239,4 +268,4 @@ def _is_template(text: str) -> bool:
 def _short(given: DeadlineGiven) -> str:
     if isinstance(given, timedelta):
         return show_duration(given.total_seconds())
-    return repr(given) if isinstance(given, str) else str(given)
+    return repr(given) if isinstance(given, str) else written(given)

@@ -1,4 +1,4 @@
-"""``airflow elasticflow feed``: tell the service when the runs of all elastic tasks are due; for a cron task."""
+"""``airflow elasticflow feed``: tell the services when the runs of all elastic tasks are due; for a cron task."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ AWAY = 1
 
 
 def feed(args: Any) -> None:
-    """Run the command. ``args``: hours, dag_id (or None: all), dry_run. Ends with status 1 when a service is away."""
+    """Run the command. ``args``: hours, dag_id (or None: all), dry_run.
+
+    Ends with status 1 when a service is away, once the others have been told.
+    """
     with reading_the_database():
         _feed(args)
 
 
 def _feed(args: Any) -> None:
-    from airflow.sdk.exceptions import AirflowException
     from airflow.utils.session import create_session
     from rich.console import Console
-
-    from elasticflow_airflow.client import ElasticFlowError
 
     console = Console(highlight=False, soft_wrap=True)
     with create_session() as session:
@@ -37,24 +37,29 @@ def _feed(args: Any) -> None:
         )
     for problem in found.problems:
         console.print(f"warning: {problem}", style="yellow", markup=False)
-    if not found.tasks:
+    if not found.tasks and not found.former:
         console.print("no elastic task was found: nothing to tell")
         return
-    console.print(_table(found))
+    if found.tasks:
+        console.print(_table(found))
     if args.dry_run:
         console.print("told to nobody (--dry-run)")
         return
-    try:
-        answers = feed_services(found.tasks, post_to_service)
-    except (ElasticFlowError, AirflowException) as error:
-        console.print(f"the service was not told: {error}", style="red", markup=False)
-        sys.exit(AWAY)
+    told = feed_services(found, post_to_service, whole=not args.dag_id)
+    for problem in told.warnings():
+        console.print(f"warning: {problem}", style="yellow", markup=False)
     due = {name for task in found.tasks if task.due for name in task.names()}
-    for conn_id, answer in answers.items():
+    for conn_id, answer in told.answers.items():
         line = f"{conn_id}: {answer.taken} tasks told"
         if unknown := [name for name in answer.unknown if name in due]:
             line += f"; nothing can be kept free yet for {', '.join(unknown)}: they have not run there"
+        if answer.forgotten:
+            line += f"; nothing is kept free any more for {', '.join(answer.forgotten)}: they are no more"
         console.print(line, markup=False)
+    for conn_id, error in told.errors.items():
+        console.print(f"{conn_id}: the service was not told: {error}", style="red", markup=False)
+    if told.errors:
+        sys.exit(AWAY)
 
 
 def _table(found: Found) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -177,10 +178,13 @@ class ElasticFlowHook(BaseHook):
 def distributed_executor() -> str | None:
     """Return what ``[core] executor`` says if any of its executors runs tasks on other machines, else None.
 
-    Under ``dag.test()`` none does, whatever it says.
+    Under ``dag.test()`` none does, whatever it says. A pod of the KubernetesExecutor is told LocalExecutor by Airflow's
+    own pod templates; the executor marks it by a variable.
     """
     if type(getattr(task_runner, "SUPERVISOR_COMMS", None)).__name__ == "InProcessSupervisorComms":
         return None
+    if os.environ.get("AIRFLOW_IS_K8S_EXECUTOR_POD"):
+        return "KubernetesExecutor"
     configured = str(conf.get("core", "executor", fallback="LocalExecutor"))
     names = re.split(r"[,;]", configured)  # several, each perhaps as team=executor, alias:module.Class or a module path
     classes = {re.split(r"[=:.]", name.strip())[-1] for name in names if name.strip()}

@@ -270,17 +270,41 @@ class DueRuns(Wire):
     due_at: list[Moment] = Field(max_length=500)
 
 
+class TaskOfNamespace(Wire):
+    """A recurring task that there is; ``map_indexes`` None: all instances of it that anybody spoke of."""
+
+    dag_id: str
+    task_id: str
+    map_indexes: list[int] | None = None
+
+
+class WholeNamespace(Wire):
+    """These are all recurring tasks of a namespace as it was ``read_at``: no run of another task there is due.
+
+    What was said of a task later than that still holds.
+    """
+
+    namespace: str = "default"
+    read_at: Moment
+    tasks: list[TaskOfNamespace] = Field(max_length=50_000)
+
+
 class CalendarRequest(Wire):
-    """Due runs of many tasks, of one Airflow (namespace)."""
+    """Due runs of many tasks, of one Airflow (namespace); with ``whole``, also that there are no others in it."""
 
     tasks: list[DueRuns] = Field(max_length=5000)
+    whole: WholeNamespace | None = None
 
 
 class CalendarAnswer(Wire):
-    """How many tasks were taken in; ``unknown`` ones have no history here, so nothing can be kept free for them yet."""
+    """How many tasks were taken in; ``unknown`` ones have no history here, so nothing can be kept free for them yet.
+
+    ``forgotten``: those that are no more, for whose runs to come something may have been kept free until now.
+    """
 
     taken: int
     unknown: list[str]
+    forgotten: list[str] = Field(default_factory=list)
 
 
 class StackDump(Wire):

@@ -64,10 +64,7 @@ class OwnedJob:
         except StaleClaim:
             return f"job {self.job_id} belongs to a newer attempt by now: not acknowledged"
         except ElasticFlowError as error:
-            return (
-                f"the success of job {self.job_id} could not be acknowledged ({error}): if this task is cleared, it"
-                " returns this result again instead of training"
-            )
+            return f"the success of job {self.job_id} could not be acknowledged now ({error}): a clear makes up for it"
         return f"job {self.job_id} acknowledged"
 
 

@@ -41,6 +41,7 @@ MOST_RUNS = 500
 """So many planned runs at most are asked about at once."""
 _NEEDED = ("script", "module", "global_batch_size", "deadline", "elasticflow_conn_id")
 _LENGTH = ("steps", "epochs", "samples")
+_LATEST = "latest_deadline"
 _MOST_MAPPED = 100
 
 
@@ -214,6 +215,7 @@ def _facts(dag: DAG, task: ElasticTrainOperator, run: KnownRun, map_index: int, 
         dag_folder=Path(dag.folder).absolute(),
         bundle_root=None,
         attempt=1,
+        max_tries=0,
         is_dag_test=False,
         replays=True,  # nothing is told to the calendar
         has_history=False,
@@ -228,7 +230,7 @@ def _rendered(operator: ElasticTrainOperator, dag: DAG, run: KnownRun) -> tuple[
     environment = dag.get_template_env()
     for name in operator.template_fields:
         value = getattr(operator, name)
-        if value is None or name not in (*_NEEDED, *_LENGTH):
+        if value is None or name not in (*_NEEDED, *_LENGTH, _LATEST):
             _set(task, given, name, () if name == "script_args" else None)
             continue
         try:
@@ -237,10 +239,11 @@ def _rendered(operator: ElasticTrainOperator, dag: DAG, run: KnownRun) -> tuple[
             if name in _NEEDED:
                 raise NeedsARunError(f"{name}={value!r} {error}") from None
             _set(task, given, name, None)  # the service knows how long the last run was
+            if name == _LATEST:
+                _put(task, "on_reject", "fail")  # nothing later than the deadline is known to do
         except Exception as error:
             raise NeedsARunError(f"{name}={value!r} cannot be rendered before a run: {error!r}") from error
-    for name, value in (("secret_env", None), ("on_reject", "fail")):
-        _put(task, name, value)
+    _put(task, "secret_env", None)
     return task, given
 
 

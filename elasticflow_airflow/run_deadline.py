@@ -18,7 +18,14 @@ from airflow.sdk.exceptions import AirflowRuntimeError
 
 from elasticflow_airflow.client import ElasticFlowError
 from elasticflow_airflow.dag_deadline import RunTimes, alerts_of, time_from_dag
-from elasticflow_airflow.deadlines import Reserve, TimeFromDag, TrainingDeadline, declared_reserve, training_deadline
+from elasticflow_airflow.deadlines import (
+    Reserve,
+    TimeFromDag,
+    TrainingDeadline,
+    declared_reserve,
+    training_deadline,
+    written,
+)
 from elasticflow_airflow.downstream import EndedJob, TaskOfRun, reserve_for
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.task_memory import TaskMemory
@@ -126,7 +133,7 @@ class DeadlinesOfRun:
         if given is None and not from_dag:
             return None
         reserve_s = task.downstream_reserve.total_seconds() if task.deadline_of is not None else 0.0
-        said = repr((str(given), task.deadline_of, reserve_s))
+        said = repr((written(given), task.deadline_of, reserve_s))
         kept = self._memory.deadlines.get(argument)
         if kept is None or kept["given"] != said:
             computed = self._computed(self._from_dag() if from_dag else given, argument)
@@ -231,15 +238,19 @@ def ended_jobs(hook: ElasticFlowHook, task_instance: Any) -> list[EndedJob]:
     )
     try:
         with hook.client(retry_for_s=_LIST_WITHIN_S) as client:
-            jobs = client.list_jobs(state="succeeded", dag_id=mine.dag_id, limit=_LISTED)
+            jobs = client.list_jobs(
+                state="succeeded",
+                dag_id=mine.dag_id,
+                limit=_LISTED,
+                namespace=mine.namespace,
+                task_id=mine.task_id,
+                map_index=mine.map_index,
+            )
     except ElasticFlowError as error:
         log.warning("past trainings could not be listed: %s", error)
         return []
     return [
         EndedJob(run_id=job.identity.run_id, ended_at=job.result.finished_at)
         for job in jobs
-        if job.identity.recurring_key == mine.recurring_key
-        and job.identity.run_id != mine.run_id
-        and job.result is not None
-        and job.result.finished_at is not None
+        if job.identity.run_id != mine.run_id and job.result is not None and job.result.finished_at is not None
     ]

@@ -65,16 +65,6 @@ def judge(until: str, status: JobStatus | None, events: Sequence[Event] = ()) ->
     return Seen(outcome="failed", why=f"{said}{': ' if reason else ''}{reason}")
 
 
-def newest_of(jobs: Sequence[JobStatus], task_id: str, map_index: int, namespace: str) -> JobStatus | None:
-    """Find the job of a task that was submitted last, of any run."""
-    mine = [
-        job
-        for job in jobs
-        if (job.identity.namespace, job.identity.task_id, job.identity.map_index) == (namespace, task_id, map_index)
-    ]
-    return max(mine, key=lambda job: job.submitted_at, default=None)
-
-
 def _checkpoint_of(event: Event) -> dict[str, Any]:
     data = event.data
     return {

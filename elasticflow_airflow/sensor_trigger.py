@@ -9,18 +9,20 @@ from typing import Any
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
-from elasticflow_airflow.client import PASSING, AsyncElasticFlowClient, ElasticFlowError, JobNotFound
+from elasticflow_airflow.client import AsyncElasticFlowClient, ElasticFlowError, JobNotFound
+from elasticflow_airflow.exceptions import ServiceAway
 from elasticflow_airflow.hooks import ElasticFlowHook
-from elasticflow_airflow.sensing import Seen, asks_for_events, judge, newest_of
+from elasticflow_airflow.patience import PatientClient
+from elasticflow_airflow.sensing import Seen, asks_for_events, judge
 from elasticflow_airflow.wire import JobStatus
 
 
 class ElasticFlowSensorTrigger(BaseTrigger):
-    """Fires once a job is where a sensor wants it: ``{"job_id", "outcome", "why", "checkpoint"}``.
+    """Fires once a job is where a sensor wants it: ``{"status", "outcome", "why", "checkpoint"}``.
 
-    ``job_id``, or ``dag_id``, ``task_id`` and ``map_index`` of whichever run submitted last. ``outcome`` as of
-    ``sensing.Seen``, or ``"error"``, or ``"away"`` (nobody answered for ``service_away_s``). Nothing is claimed and no
-    lease renewed. Times in seconds.
+    ``status`` is the job as it was seen. Which job: ``job_id``, or ``dag_id``, ``task_id`` and ``map_index`` of
+    whichever run submitted last. ``outcome`` as of ``sensing.Seen``, or ``"error"``, or ``"away"`` (nobody answered for
+    ``service_away_s``). Nothing is claimed and no lease renewed. Times in seconds.
     """
 
     def __init__(
@@ -64,36 +66,28 @@ class ElasticFlowSensorTrigger(BaseTrigger):
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Look until there is an answer, then fire once."""
         started = time.monotonic()
-        client = await ElasticFlowHook(self.elasticflow_conn_id).triggerer_client(self.state_dir)
-        try:
-            event = await self._wait(client)
-        finally:
-            await client.aclose()
+        event = await self._wait()
         await asyncio.sleep(max(0.0, self.min_deferral_s - (time.monotonic() - started)))
         yield TriggerEvent(event)  # type: ignore[no-untyped-call]  # Airflow has no types here
 
-    async def _wait(self, client: AsyncElasticFlowClient) -> dict[str, Any]:
-        said, last_answer = "", time.monotonic()
-        while True:
-            try:
-                status, seen = await self._look(client)
-            except PASSING as error:
-                away_s = time.monotonic() - last_answer
-                if away_s > self.service_away_s:
-                    why = f"{error}; it has been away for {away_s:.0f} s"
-                    return {"job_id": self.job_id, "outcome": "away", "why": why, "checkpoint": None}
-                self.log.warning("%s; waiting for it to come back", error)
-            except ElasticFlowError as error:
-                return {"job_id": self.job_id, "outcome": "error", "why": str(error), "checkpoint": None}
-            else:
-                last_answer = time.monotonic()
-                if seen.outcome != "waiting":
-                    job_id = self.job_id if status is None else status.job_id
-                    return {"job_id": job_id, "outcome": seen.outcome, "why": seen.why, "checkpoint": seen.checkpoint}
-                if seen.why != said:
-                    said = seen.why
-                    self.log.info("%s; waiting until it is %s", said, self.until)
-            await asyncio.sleep(self.poll_interval_s)
+    async def _wait(self) -> dict[str, Any]:
+        said = ""
+        async with PatientClient(self.elasticflow_conn_id, self.state_dir, self.service_away_s, self.log) as service:
+            while True:
+                try:
+                    found = await service.ask(self._look)
+                except ServiceAway as error:
+                    return _event(None, Seen(outcome="away", why=str(error)))
+                except ElasticFlowError as error:
+                    return _event(None, Seen(outcome="error", why=str(error)))
+                if found is not None:
+                    status, seen = found
+                    if seen.outcome != "waiting":
+                        return _event(status, seen)
+                    if seen.why != said:
+                        said = seen.why
+                        self.log.info("%s; waiting until it is %s", said, self.until)
+                await asyncio.sleep(self.poll_interval_s)
 
     async def _look(self, client: AsyncElasticFlowClient) -> tuple[JobStatus | None, Seen]:
         status: JobStatus | None
@@ -103,7 +97,19 @@ class ElasticFlowSensorTrigger(BaseTrigger):
             except JobNotFound:
                 status = None
         else:
-            jobs = await client.list_jobs(dag_id=self.dag_id)
-            status = newest_of(jobs, str(self.task_id), self.map_index, self.namespace)
+            jobs = await client.list_jobs(
+                dag_id=self.dag_id,
+                limit=1,
+                namespace=self.namespace,
+                task_id=self.task_id,
+                map_index=self.map_index,
+            )
+            status = next(iter(jobs), None)
         events = await client.events(status.job_id) if status is not None and asks_for_events(self.until) else []
         return status, judge(self.until, status, events)
+
+
+def _event(status: JobStatus | None, seen: Seen) -> dict[str, Any]:
+    """What the task needs to go on: it asks the service no more, which may be away by then."""
+    told = None if status is None else status.model_dump(mode="json")
+    return {"status": told, "outcome": seen.outcome, "why": seen.why, "checkpoint": seen.checkpoint}

@@ -90,6 +90,8 @@ class RunFacts:
     dag_folder: Path
     bundle_root: Path | None
     attempt: int
+    max_tries: int
+    """Raised by Airflow whenever the task is cleared after it ended, and by nothing else."""
     is_dag_test: bool
     replays: bool
     """A backfill, or a task or run that was cleared: its deadline may be long past, and nobody waits for it."""
@@ -111,7 +113,8 @@ def run_facts(
     task_instance, dag_run, dag = context["ti"], context["dag_run"], context["dag"]
     bundle = getattr(task_instance, "bundle_instance", None)
     # A clear raises max_tries above what the task asks for; a clear of the whole run is counted too.
-    cleared = getattr(task_instance, "max_tries", 0) > retries or bool(getattr(dag_run, "clear_number", 0))
+    max_tries = int(getattr(task_instance, "max_tries", 0) or 0)
+    cleared = max_tries > retries or bool(getattr(dag_run, "clear_number", 0))
     return RunFacts(
         identity=JobIdentity(
             namespace=namespace,
@@ -125,6 +128,7 @@ def run_facts(
         dag_folder=Path(dag.folder).absolute(),
         bundle_root=Path(bundle.path).absolute() if bundle is not None else None,
         attempt=task_instance.try_number,
+        max_tries=max_tries,
         is_dag_test=is_dag_test(context),
         replays=_text(dag_run.run_type) == "backfill" or cleared,
         ended_jobs=ended_jobs,
@@ -303,10 +307,17 @@ def resolve_secrets(secret_env: Mapping[str, str] | None) -> dict[str, str]:
         try:
             connection = BaseHook.get_connection(conn_id)
         except AirflowNotFoundException as error:
-            raise ArgumentError(f"secret_env[{name!r}]={reference!r}: connection {conn_id!r} is not defined") from error
+            raise ArgumentError(
+                f"secret_env[{name!r}]={reference!r}: connection {conn_id!r} is not defined: define it (airflow"
+                f" connections add, a secrets backend, or AIRFLOW_CONN_{conn_id.upper()}), or name another"
+            ) from error
         value = connection.extra_dejson.get(key) if key is not None else getattr(connection, field)
         if value is None or value == "":
-            raise ArgumentError(f"secret_env[{name!r}]={reference!r}: connection {conn_id!r} has no such value")
+            what = field if key is None else f"{key!r} in its extra"
+            raise ArgumentError(
+                f"secret_env[{name!r}]={reference!r}: connection {conn_id!r} has no such value: give it a"
+                f" {what}, or name the field that holds the secret"
+            )
         mask_secret(str(value))
         resolved[name] = str(value)
     return resolved

@@ -9,8 +9,9 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
-from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint, JobNotFound
+from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint, JobNotFound, StaleClaim
 from elasticflow_airflow.leases import OwnedJob, keeper
+from elasticflow_airflow.task_memory import TaskMemory
 from elasticflow_airflow.wire import Attachment, JobSubmission, State
 
 
@@ -60,3 +61,21 @@ def can_attach(client: ElasticFlowClient, job_id: str) -> bool:
     except JobNotFound:
         return False
     return not status.state.terminal or (status.state is State.SUCCEEDED and not status.acknowledged)
+
+
+def acknowledge_for_clear(client: ElasticFlowClient, job_id: str, memory: TaskMemory, max_tries: int) -> bool:
+    """Make up for an acknowledgement that never arrived, when a task was cleared since; whether there was one to make.
+
+    Airflow ends a process soon after it has recorded its success, also when the service was away just then. A retry
+    returns such a result; who clears a task wants it to run again.
+    """
+    if memory.max_tries is None or max_tries <= memory.max_tries or memory.job_id != job_id:
+        return False
+    try:
+        status = client.status(job_id)
+        if status.state is not State.SUCCEEDED or status.acknowledged:
+            return False
+        client.acknowledge(job_id, memory.claim, "the Airflow task was cleared after its success")
+    except (JobNotFound, StaleClaim):
+        return False
+    return True

@@ -1,16 +1,21 @@
 """What an elastic task remembers between its processes: retries, pokes and clears of one task instance.
 
-Kept in Airflow's task state store, which survives all of these (XComs do not). One key, one small JSON object.
+Kept in Airflow's task state store, which survives all of these (XComs do not). One key, one small JSON object, for as
+long as the task instance: a clear after months must find the deadline that the run had. Only
+``[state_store] clear_on_success`` throws it away before.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from airflow.sdk.exceptions import AirflowRuntimeError
 
+from elasticflow_airflow.clock import now_s
 from elasticflow_airflow.progress import ProgressMark
 
 log = logging.getLogger(__name__)
@@ -39,11 +44,15 @@ class TaskMemory:
     """
 
     attempt: int | None = None
+    max_tries: int | None = None
+    """Airflow's, of that try."""
     job_id: str | None = None
     claim: int = 0
     since: float = 0.0
     """When this attempt submitted or attached (UTC seconds)."""
     away_since: float | None = None
+    answered: bool = False
+    """Whether the service has answered a sensor in this attempt."""
     breakdowns: int = 0
     """How often a trigger broke in this attempt."""
     told_at_risk: bool = False
@@ -64,9 +73,26 @@ class TaskMemory:
         except TypeError:
             return cls()
 
+    def away_for_longer_than(self, limit_s: float) -> bool:
+        """Note that the service is away now; whether it has been for too long (seconds)."""
+        now = now_s()
+        self.away_since = self.away_since or now
+        return now - self.away_since > limit_s
+
     def save(self, store: StateStore) -> None:
         """Write it down if Airflow takes it: without it a retry still finds its job, whose id is the task's."""
         try:
-            store.set(_KEY, asdict(self))
+            _set_for_good(store, _KEY, asdict(self))
         except AirflowRuntimeError as error:
             log.warning("Airflow did not keep what this task remembers: %s", error)
+
+
+def _set_for_good(store: StateStore, key: str, value: Any) -> None:
+    """Write a value that Airflow keeps for good, and not for ``[state_store] default_retention_days`` only."""
+    write: Callable[..., None] = store.set
+    if "retention" not in inspect.signature(write).parameters:
+        write(key, value)
+        return
+    from airflow.sdk.execution_time.context import NEVER_EXPIRE  # there wherever the argument is
+
+    write(key, value, retention=NEVER_EXPIRE)

@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-from airflow.sdk.exceptions import AirflowException
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
-from elasticflow_airflow.client import PASSING, AsyncElasticFlowClient, ElasticFlowError, JobNotFound, StaleClaim
+from elasticflow_airflow.client import AsyncElasticFlowClient, ElasticFlowError, JobNotFound, StaleClaim
 from elasticflow_airflow.deadlines import zone_from
+from elasticflow_airflow.exceptions import ServiceAway
 from elasticflow_airflow.hooks import ElasticFlowHook
+from elasticflow_airflow.patience import PatientClient
 from elasticflow_airflow.progress import ProgressMark, report
 from elasticflow_airflow.wire import JobStatus
 
@@ -57,6 +58,7 @@ class ElasticFlowJobTrigger(BaseTrigger):
         self.last_event_id = last_event_id
         self.alarm = alarm
         self.told = told
+        self._mark = ProgressMark(event_id=last_event_id)
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         """Name this class and its arguments, all plain JSON."""
@@ -87,7 +89,8 @@ class ElasticFlowJobTrigger(BaseTrigger):
 
     async def on_kill(self) -> None:
         """Cancel the job: a user marked the deferred task, or cleared it. A newer attempt's job stays."""
-        client = await self._client(retry_for_s=_KILL_WITHIN_S)
+        hook = ElasticFlowHook(self.elasticflow_conn_id)
+        client = await hook.triggerer_client(self.state_dir, retry_for_s=_KILL_WITHIN_S)
         try:
             await client.cancel(self.job_id, self.claim, "the deferred Airflow task was killed")
             self.log.info("job %s cancelled, because the task was killed", self.job_id)
@@ -100,50 +103,34 @@ class ElasticFlowJobTrigger(BaseTrigger):
 
     # No cleanup(): it also runs when the triggerer restarts, and a restart must not touch the job.
 
-    async def _client(self, *, retry_for_s: float) -> AsyncElasticFlowClient:
-        return await ElasticFlowHook(self.elasticflow_conn_id).triggerer_client(self.state_dir, retry_for_s=retry_for_s)
-
     async def _wait(self) -> str:
-        """Look until there is an outcome. What may pass (a restart, a token that changes) is waited for.
-
-        A trigger that raises fails its task, and spends one of its retries.
-        """
-        mark = ProgressMark(event_id=self.last_event_id)
-        last_answer = time.monotonic()
-        client: AsyncElasticFlowClient | None = None
-        try:
+        """Look until there is an outcome."""
+        async with PatientClient(self.elasticflow_conn_id, self.state_dir, self.service_away_s, self.log) as service:
             while True:
                 try:
-                    client = client or await self._client(retry_for_s=min(30.0, self.service_away_s))
-                    status = await client.renew(self.job_id, self.claim, "the Airflow task waits")
-                    mark = await self._say(client, status, mark)
-                    self.last_event_id = mark.event_id
+                    status = await service.ask(self._look)
                 except StaleClaim as error:
                     self.log.warning("%s", error)
                     return "stale"
                 except JobNotFound as error:
                     self.log.error("%s", error)
                     return "gone"
-                except (*PASSING, AirflowException) as error:  # Airflow's own: the connection cannot be read now
-                    away_s = time.monotonic() - last_answer
-                    if away_s > self.service_away_s:
-                        self.log.error("%s; it has been away for %.0f s", error, away_s)
-                        return "away"
-                    self.log.warning("%s; waiting for it to come back", error)
-                    if client is not None:
-                        await client.aclose()
-                        client = None  # its address or its token may have changed
-                else:
-                    last_answer = time.monotonic()
+                except ServiceAway as error:
+                    self.log.error("%s", error)
+                    return "away"
+                if status is not None:
                     if status.state.terminal:
                         return "ended"
                     if self.alarm and status.at_risk and not self.told:
                         return "at_risk"
                     self.told = self.told and status.at_risk
                 await asyncio.sleep(self.poll_interval_s)
-        finally:
-            if client is not None:
-                await client.aclose()
+
+    async def _look(self, client: AsyncElasticFlowClient) -> JobStatus:
+        status = await client.renew(self.job_id, self.claim, "the Airflow task waits")
+        self._mark = await self._say(client, status, self._mark)
+        self.last_event_id = self._mark.event_id
+        return status
 
     async def _say(self, client: AsyncElasticFlowClient, status: JobStatus, mark: ProgressMark) -> ProgressMark:
         events = await client.events(self.job_id, mark.event_id) if status.last_event_id > mark.event_id else []

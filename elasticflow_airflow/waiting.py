@@ -11,7 +11,13 @@ from dataclasses import replace
 from datetime import tzinfo
 from typing import Any, Protocol
 
-from elasticflow_airflow.client import PASSING, ElasticFlowClient, ElasticFlowError
+from elasticflow_airflow.client import (
+    PASSING,
+    ElasticFlowClient,
+    ElasticFlowError,
+    EmbeddedStartError,
+    ServiceUnavailable,
+)
 from elasticflow_airflow.clock import now_s
 from elasticflow_airflow.progress import report
 from elasticflow_airflow.settings import AirflowSettings
@@ -37,6 +43,17 @@ class Logger(Protocol):
     def exception(self, event: Any, *args: Any, **kw: Any) -> Any:
         """Say what went wrong, with its traceback."""
         ...
+
+
+def may_come_back(
+    error: ServiceUnavailable, memory: TaskMemory, settings: AirflowSettings, *, is_dag_test: bool
+) -> bool:
+    """Whether to wait for a service that this attempt has not heard of yet; ``memory`` learns since when it is away.
+
+    Not for one that cannot be started on this machine, nor under ``dag.test()``, whose user looks on.
+    """
+    for_too_long = memory.away_for_longer_than(settings.service_away_s)
+    return not (is_dag_test or for_too_long or isinstance(error, EmbeddedStartError))
 
 
 class JobWatch:
@@ -85,9 +102,7 @@ class JobWatch:
             status = self._client.renew(str(memory.job_id), memory.claim, "the Airflow task waits")
             self.say(status)
         except PASSING as error:
-            now = now_s()
-            memory.away_since = memory.away_since or now
-            if now - memory.away_since > self._settings.service_away_s:
+            if memory.away_for_longer_than(self._settings.service_away_s):
                 raise
             self._log.warning("%s; waiting for it to come back", error)
             return None

@@ -27,7 +27,6 @@ from elasticflow_airflow.client import (
     PASSING,
     ElasticFlowClient,
     ElasticFlowError,
-    EmbeddedStartError,
     InvalidSubmission,
     JobNotFound,
     ServiceUnavailable,
@@ -63,11 +62,11 @@ from elasticflow_airflow.promotion import carry, promote
 from elasticflow_airflow.run_deadline import ended_jobs
 from elasticflow_airflow.settings import AirflowSettings, deferrable_by_default
 from elasticflow_airflow.submission import Prepared, RunFacts, check_downstream, prepare, run_facts
-from elasticflow_airflow.submitting import InFlight, can_attach
+from elasticflow_airflow.submitting import InFlight, acknowledge_for_clear, can_attach
 from elasticflow_airflow.task_memory import TaskMemory
 from elasticflow_airflow.telemetry import count_ended, count_submitted
 from elasticflow_airflow.triggers import ElasticFlowJobTrigger
-from elasticflow_airflow.waiting import JobWatch
+from elasticflow_airflow.waiting import JobWatch, may_come_back
 from elasticflow_airflow.wire import JobStatus, State
 
 if TYPE_CHECKING:
@@ -390,10 +389,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         self, error: ServiceUnavailable, facts: RunFacts, memory: TaskMemory, settings: AirflowSettings, store: Any
     ) -> NoReturn:
         """Give the worker slot back while the service is away, and look again: no retry is spent on it."""
-        now = now_s()
-        memory.away_since = memory.away_since or now
-        away_s = now - memory.away_since
-        if facts.is_dag_test or isinstance(error, EmbeddedStartError) or away_s > settings.service_away_s:
+        if not may_come_back(error, memory, settings, is_dag_test=facts.is_dag_test):
             raise error
         memory.save(store)
         self.log.warning("%s; looking again in %g s", error, _AWAY_PAUSE_S)
@@ -421,6 +417,8 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
             self.log.info("%s", note)
         for warning in prepared.warnings:
             self.log.warning("%s", warning)
+        if acknowledge_for_clear(client, submission.identity.job_id, memory, facts.max_tries):
+            self.log.info("the task was cleared after a success that the service had not heard of: it trains anew")
         past_s = 0.0 if submission.deadline_at is None else now - submission.deadline_at
         is_late = past_s > 0 and not can_attach(client, submission.identity.job_id)
         gives_in = self.on_past_deadline == "best_effort" or (self.on_past_deadline == "auto" and facts.replays)
@@ -438,7 +436,8 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         attachment = self._in_flight.answer()
         if memory.attempt != facts.attempt:
             memory.since, memory.breakdowns, memory.told_at_risk = now, 0, False
-        memory.attempt, memory.job_id, memory.claim = facts.attempt, attachment.job.job_id, attachment.claim
+        memory.attempt, memory.max_tries = facts.attempt, facts.max_tries
+        memory.job_id, memory.claim = attachment.job.job_id, attachment.claim
         memory.away_since = None
         job = self._own(client, memory)
         for warning in attachment.warnings:

@@ -11,15 +11,19 @@ from airflow.sdk.exceptions import AirflowException, AirflowFailException, Airfl
 
 from elasticflow_airflow.alarms import describe
 from elasticflow_airflow.arguments import ArgumentError, is_late, present
-from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, JobNotFound
+from elasticflow_airflow.client import PASSING, ElasticFlowClient, ElasticFlowError, JobNotFound, ServiceUnavailable
 from elasticflow_airflow.exceptions import ServiceAway, as_task_error
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.links import job_url
-from elasticflow_airflow.sensing import LATEST, SUCCEEDED, UNTIL, Seen, asks_for_events, judge, newest_of
+from elasticflow_airflow.sensing import LATEST, SUCCEEDED, UNTIL, Seen, asks_for_events, judge
 from elasticflow_airflow.sensor_trigger import ElasticFlowSensorTrigger
 from elasticflow_airflow.settings import AirflowSettings, deferrable_by_default
 from elasticflow_airflow.submission import is_dag_test
+from elasticflow_airflow.task_memory import TaskMemory
+from elasticflow_airflow.waiting import may_come_back
 from elasticflow_airflow.wire import JobIdentity, JobStatus
+
+_ANSWER_WITHIN_S = 30.0
 
 
 class ElasticTrainSensor(BaseSensorOperator):
@@ -36,8 +40,8 @@ class ElasticTrainSensor(BaseSensorOperator):
 
     How: ``deferrable`` (default: ``[elasticflow] deferrable``), else the sensor's ``mode``, ``"poke"`` or
     ``"reschedule"``; under ``dag.test()`` a deferrable sensor is rescheduled. ``poke_interval`` (seconds; default 5),
-    ``timeout``, ``soft_fail`` and the rest are those of Airflow's sensors. A sensor only looks: it never claims the
-    job, and keeps nothing alive.
+    ``timeout``, ``soft_fail`` and the rest are those of Airflow's sensors. A service that is away is waited for, up to
+    ``[elasticflow] service_away_s``. A sensor only looks: it never claims the job, and keeps nothing alive.
 
     Returns what is known of the job (see ``on_at_risk``), with the ``checkpoint_path`` and ``step`` that were waited
     for. Raises ArgumentError at DAG parse.
@@ -107,42 +111,55 @@ class ElasticTrainSensor(BaseSensorOperator):
             return super().execute(context)
         if not self.deferrable:
             return super().execute(context)
-        try:
-            found = self.poke(context)
-        except ServiceAway as error:
-            self.log.warning("%s; waiting for it to come back", error)
-            self._defer(context)
+        found = self.poke(context)
         if not found.is_done:
             self._defer(context)
         return found.xcom_value
 
     def poke(self, context: Context) -> PokeReturnValue:
-        """Look at the job once. Fails or skips the task when what is waited for cannot come. Raises ServiceAway."""
-        hook = ElasticFlowHook(self.elasticflow_conn_id)
+        """Look at the job once. A service that is away is waited for; raises ServiceAway once it is for too long.
+
+        Fails or skips the task when what is waited for cannot come.
+        """
+        store, attempt, settings = context["task_state_store"], context["ti"].try_number, AirflowSettings.read()
+        known = TaskMemory.load(store)
+        memory = known if known.attempt == attempt else TaskMemory(attempt=attempt)
         try:
-            with hook.client(retry_for_s=30.0) as client:
+            hook = ElasticFlowHook(self.elasticflow_conn_id)
+            with hook.client(retry_for_s=min(_ANSWER_WITHIN_S, settings.service_away_s)) as client:
                 status, seen = self._look(client, self._target(context, hook))
-        except ElasticFlowError as error:
-            raise as_task_error(error) from error
+        except (ElasticFlowError, AirflowException) as error:  # Airflow's own: the connection cannot be read now
+            if not self._may_pass(error, memory, settings, is_dag_test=is_dag_test(context)):
+                if isinstance(error, ElasticFlowError):
+                    raise as_task_error(error) from error
+                raise
+            memory.save(store)
+            self.log.warning("%s; waiting for it to come back", error)
+            return PokeReturnValue(is_done=False)
+        if memory.away_since is not None or not memory.answered:
+            memory.away_since, memory.answered = None, True
+            memory.save(store)
         if seen.outcome == "waiting":
             self.log.info("%s; waiting until it is %s", seen.why, self.until)
             return PokeReturnValue(is_done=False)
-        return PokeReturnValue(is_done=True, xcom_value=self._conclude(context, seen.outcome, seen, status))
+        return PokeReturnValue(is_done=True, xcom_value=self._conclude(context, seen, status))
 
     def execute_complete(self, context: Context, event: dict[str, Any]) -> Any:
-        """Go on when the trigger has fired."""
+        """Go on when the trigger has fired. What is needed is in ``event``: the service may be away by now."""
         if event["outcome"] == "error":
             raise AirflowException(str(event["why"]))
         if event["outcome"] == "away":
             raise ServiceAway(str(event["why"]))
         seen = Seen(outcome=str(event["outcome"]), why=str(event["why"]), checkpoint=event["checkpoint"])
-        hook = ElasticFlowHook(self.elasticflow_conn_id)
-        try:
-            with hook.client() as client:
-                status = client.status(str(event["job_id"]))
-        except ElasticFlowError as error:
-            raise as_task_error(error) from error
-        return self._conclude(context, seen.outcome, seen, status)
+        return self._conclude(context, seen, JobStatus.model_validate(event["status"]))
+
+    @staticmethod
+    def _may_pass(error: Exception, memory: TaskMemory, settings: AirflowSettings, *, is_dag_test: bool) -> bool:
+        """Whether a look that failed counts as not yet. What is wrong from the first look on is said at once."""
+        if memory.answered:
+            passing = isinstance(error, (*PASSING, AirflowException))
+            return passing and not memory.away_for_longer_than(settings.service_away_s)
+        return isinstance(error, ServiceUnavailable) and may_come_back(error, memory, settings, is_dag_test=is_dag_test)
 
     def _target(self, context: Context, hook: ElasticFlowHook) -> JobIdentity | str | None:
         """Whose job: an id, an identity without its run as None, or the whole identity."""
@@ -160,8 +177,14 @@ class ElasticTrainSensor(BaseSensorOperator):
     def _look(self, client: ElasticFlowClient, target: JobIdentity | str | None) -> tuple[JobStatus | None, Seen]:
         status: JobStatus | None
         if isinstance(target, JobIdentity):
-            jobs = client.list_jobs(dag_id=target.dag_id)
-            status = newest_of(jobs, target.task_id, target.map_index, target.namespace)
+            jobs = client.list_jobs(
+                dag_id=target.dag_id,
+                limit=1,
+                namespace=target.namespace,
+                task_id=target.task_id,
+                map_index=target.map_index,
+            )
+            status = next(iter(jobs), None)
         else:
             try:
                 status = client.status(str(target))
@@ -170,11 +193,11 @@ class ElasticTrainSensor(BaseSensorOperator):
         events = client.events(status.job_id) if status is not None and asks_for_events(self.until) else []
         return status, judge(self.until, status, events)
 
-    def _conclude(self, context: Context, outcome: str, seen: Seen, status: JobStatus | None) -> dict[str, Any]:
+    def _conclude(self, context: Context, seen: Seen, status: JobStatus | None) -> dict[str, Any]:
         self.log.info("%s", seen.why)
-        if outcome == "over":
+        if seen.outcome == "over":
             raise AirflowSkipException(f"{seen.why}: there is nothing to wait for any more")
-        if outcome == "failed":
+        if seen.outcome == "failed":
             if self.soft_fail:
                 raise AirflowSkipException(f"{seen.why} (soft_fail=True)")
             raise AirflowFailException(f"{seen.why}; it was waited for until it is {self.until}")

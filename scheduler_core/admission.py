@@ -111,12 +111,11 @@ class Admission:
         newcomer = replace(work, limit_s=limit)
         if self.planner.now + self._least(work) > limit + TOLERANCE_S:
             return None
-        course = self._as_reserved(newcomer, limit)
-        if course is not None:
-            return self._with(self.stored, course), False
         self.priced_out = not self._leaves_room(newcomer, limit)
         if self.priced_out:
-            return None
+            found = self._as_reserved(newcomer, limit)
+            self.priced_out = found is None
+            return found
         if self.room is not None and (course := share_now(self.room, newcomer, limit)) is not None:
             return self._with(self.room, course), False
         draft = self.planner.fresh(newcomer, guarded=True)
@@ -129,13 +128,16 @@ class Admission:
             course = share_later(base, newcomer, limit)
             if course is not None:
                 return self.planner.unguarded(self._with(base, course)), True
+        # Not before the others: what they find is often less, and leaves the rest of it to somebody else.
+        if (found := self._as_reserved(newcomer, limit)) is not None:
+            return found
         if rescue:
             draft = self.planner.fresh(newcomer, rescue=rescue, guarded=True)
             if draft is not None:
                 return self.planner.unguarded(draft), True
         return None
 
-    def _as_reserved(self, work: Work, limit: float) -> Course | None:
+    def _as_reserved(self, work: Work, limit: float) -> tuple[Draft, bool] | None:
         """What was kept free for the job before it came, where that still does."""
         kept, now = self.job.reservation, self.planner.now
         if kept is None:
@@ -147,7 +149,7 @@ class Admission:
             holdings[-1] = holdings[-1]._replace(end_s=limit)
         course = course_of(work, holdings, now)
         free = all(not h.mask & ~self.stored.book.free_over(h.start_s, h.end_s) for h in course.holdings)
-        return course if free and course.promised_s <= limit + TOLERANCE_S else None
+        return (self._with(self.stored, course), False) if free and course.promised_s <= limit + TOLERANCE_S else None
 
     def _leaves_room(self, work: Work, limit: float) -> bool:
         """Whether it finds a share beside what cheaper arrivals are expected to use (always, if first come).

@@ -78,7 +78,8 @@ class ExpectedRun:
     """A run of a recurring task that is due at ``due_s`` and has not been submitted.
 
     ``lateness`` is seconds from due to submission, ``steps`` its length, both as seen before. ``deadline_after_s``
-    counts from ``due_s``. ``probability``: how surely it comes. ``run_id`` is unique among expected runs.
+    counts from ``due_s``. ``probability``: how surely it comes. ``run_id`` is unique among expected runs. ``latest_s``:
+    a later deadline that would do, if the first cannot be promised; only a forecast asks.
     """
 
     run_id: str
@@ -92,6 +93,7 @@ class ExpectedRun:
     min_workers: int = 1
     max_workers: int | None = None
     probability: float = 1.0
+    latest_s: float | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.probability <= 1.0:

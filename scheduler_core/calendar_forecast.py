@@ -46,7 +46,7 @@ class Outlook:
     """One deadline: of a live job (``job_id``) or of an expected run (``run_id``). Times are UTC seconds.
 
     ``projected_s``: when it is expected to be done, tail included; None when nobody can say. ``earliest_deadline_s``:
-    of what is missed, the deadline that would do.
+    of what is missed, the deadline that would do; of a run that is kept by a later deadline, as it allows, that one.
     """
 
     outcome: Outcome
@@ -247,19 +247,30 @@ class _Expecting:
                 f"too long even with the cluster to itself: expected from {moment(patient.release_s)}, it needs"
                 f" {duration(patient.least_time_s())} at its fastest"
             )
-            return replace(
-                outlook, outcome=Outcome.MISSED, reason=reason, earliest_deadline_s=self._earliest(patient, least)
-            )
+            return self._later(run, replace(outlook, outcome=Outcome.MISSED, reason=reason), patient, least)
         if self._fits(work):
             self.taken.append(work)
             return replace(outlook, reason="fits beside all that is promised and expected before it")
-        earliest = self._earliest(work, work.limit_s)
         others = sum(1 for job in planner.jobs if job.promised)
         reason = (
             f"does not fit beside {others} promised {'job' if others == 1 else 'jobs'} and {len(self.taken)} expected"
             f" {'run' if len(self.taken) == 1 else 'runs'} that come before it"
         )
-        return replace(outlook, outcome=Outcome.MISSED, reason=reason, earliest_deadline_s=earliest)
+        return self._later(run, replace(outlook, outcome=Outcome.MISSED, reason=reason), work, work.limit_s)
+
+    def _later(self, run: ExpectedRun, missed: Outlook, work: Work, low: float) -> Outlook:
+        """What is missed, with the deadline that would do: kept by that one, where the run allows it."""
+        earliest, margin = self._earliest(work, low), self.planner.config.deadline_margin_s
+        missed = replace(missed, earliest_deadline_s=earliest)
+        if run.latest_s is None:
+            return missed
+        agreed = run.latest_s if earliest is None else min(run.latest_s, earliest)
+        later = replace(work, limit_s=agreed - margin)
+        if not self._fits(later):
+            return missed
+        self.taken.append(later)
+        reason = f"{missed.reason}; promised by {moment(agreed)} instead, as it allows"
+        return replace(missed, outcome=Outcome.KEPT, earliest_deadline_s=agreed, reason=reason)
 
     def _fits(self, work: Work) -> bool:
         """Whether a joint plan with everything taken so far keeps all limits; remembers the ends that it gives."""

@@ -3,9 +3,11 @@
 Under contention, admitting whatever fits in order of arrival lets one large job cost twenty small ones. With
 ``objective="value"`` a newcomer is admitted only if it finds room beside what is promised *and* what cheaper arrivals
 are expected to use until its deadline; cheaper is who needs fewer slot-seconds for the same value. What arrives is
-learned from the arrivals themselves, with two half-lives, of which the one that expects more wins: a short memory alone
-admits a monster in a lull (Littlewood's rule, 1972, with a stream of jobs in place of a stream of passengers; beside it
-OASiS, INFOCOM 2018, prices slots by their use alone). Pure; knows no slots, only their number.
+learned from the arrivals themselves by memories of several half-lives (1, 4 and 36 hours unless
+``protection_half_lives_s`` says otherwise), each of which looks no further ahead than its reach; at each time ahead the
+one that expects most wins: a short memory alone admits a monster in a lull (Littlewood's rule, 1972, with a stream of
+jobs in place of a stream of passengers; beside it OASiS, INFOCOM 2018, prices slots by their use alone). Pure; knows no
+slots, only their number.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ def footprint_of(work: Work, now: float, limit_s: float) -> float | None:
 
 
 class Protection:
-    """Learns what arrives and says what is to be kept free of a newcomer."""
+    """Learns what arrives and says what is to be kept free of a newcomer. ``reach``: in half-lives of each memory."""
 
     def __init__(self, half_lives_s: tuple[float, ...], reach: float, weight: float) -> None:
         self.half_lives_s = half_lives_s

@@ -18,12 +18,19 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
+    from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles
     from elasticflow_airflow.scheduler_core.simulator.experiment import Setting
 
 BAD_INPUT, INTERRUPTED, TERMINATED = 2, 130, 143
 """Exit statuses: bad input, Ctrl-C, SIGTERM."""
 WIDE = 200
 OPTIONAL = ("matplotlib", "scipy")
+TROUBLES = {
+    "mtbf_h": ("repair_h",),
+    "drain_every_h": ("drain_notice_h", "drain_away_h"),
+    "straggler_every_h": ("straggler_h", "straggler_factor", "straggler_named_s"),
+}
+"""What can go wrong, and the options that say more of it."""
 
 
 class ObjectiveChoice(StrEnum):
@@ -65,7 +72,7 @@ LateBy = typer.Option(
     min=0,
     help="With --on-reject late: value falls to nothing by so much later, as a part of submission to deadline.",
 )
-Seed = typer.Option(0, "--seed", help="Of all that is random: errors of speed, failures.")
+Seed = typer.Option(0, "--seed", help="Of all that is random: errors of speed, failures, maintenance, slow slots.")
 ThroughputError = typer.Option(
     0.0,
     "--throughput-error",
@@ -73,6 +80,39 @@ ThroughputError = typer.Option(
     help="Sigma of a log-normal factor between each job's real speed at a size and its curve.",
 )
 MtbfH = typer.Option(None, "--mtbf-h", min=0, help="Mean hours between failures of one node; default: none fails.")
+RepairH = typer.Option(None, "--repair-h", min=0, help="With --mtbf-h: mean hours until it is back; default: 1.")
+DrainEveryH = typer.Option(
+    None, "--drain-every-h", min=0, help="Mean hours between maintenance windows of one node; default: there is none."
+)
+DrainNoticeH = typer.Option(
+    None, "--drain-notice-h", min=0, help="With --drain-every-h: hours that the date is known before; default: 2."
+)
+DrainAwayH = typer.Option(
+    None, "--drain-away-h", min=0, help="With --drain-every-h: hours that the node is away; default: 1."
+)
+StragglerEveryH = typer.Option(
+    None, "--straggler-every-h", min=0, help="Mean hours between slow spells of one slot; default: none is slow."
+)
+StragglerH = typer.Option(
+    None, "--straggler-h", min=0, help="With --straggler-every-h: mean hours of a slow spell; default: 2."
+)
+StragglerFactor = typer.Option(
+    None,
+    "--straggler-factor",
+    help="With --straggler-every-h: least and largest part of its steps that a gang makes with the slot;"
+    " default: 0.4 0.8.",
+)
+StragglerNamedS = typer.Option(
+    None,
+    "--straggler-named-s",
+    min=0,
+    help="With --straggler-every-h: a gang is told of its slow slot after so many seconds with it; default: never.",
+)
+Calendar = typer.Option(
+    None,
+    "--calendar/--no-calendar",
+    help="Tell elasticflow of the runs that the trace expects, as they become known; default: where it expects any.",
+)
 Export = typer.Option(None, "--export", help="Write the schedule here, one JSON object a line.")
 Out = typer.Option(Path("comparison"), "--out", help="Folder for the tables and plots.")
 AsJson = typer.Option(False, "--json", help="Print JSON instead of text.")
@@ -92,6 +132,15 @@ def simulate(
     seed: int = Seed,
     throughput_error: float = ThroughputError,
     mtbf_h: float | None = MtbfH,
+    repair_h: float | None = RepairH,
+    drain_every_h: float | None = DrainEveryH,
+    drain_notice_h: float | None = DrainNoticeH,
+    drain_away_h: float | None = DrainAwayH,
+    straggler_every_h: float | None = StragglerEveryH,
+    straggler_h: float | None = StragglerH,
+    straggler_factor: tuple[float, float] | None = StragglerFactor,
+    straggler_named_s: float | None = StragglerNamedS,
+    calendar: bool | None = Calendar,
     export: Path | None = Export,
     as_json: bool = AsJson,
 ) -> None:
@@ -116,10 +165,24 @@ def simulate(
             late_by=late_by,
             seed=seed,
             throughput_error=throughput_error,
-            mtbf_h=mtbf_h,
+            troubles=_troubles(
+                seed,
+                mtbf_h=mtbf_h,
+                repair_h=repair_h,
+                drain_every_h=drain_every_h,
+                drain_notice_h=drain_notice_h,
+                drain_away_h=drain_away_h,
+                straggler_every_h=straggler_every_h,
+                straggler_h=straggler_h,
+                straggler_factor=straggler_factor,
+                straggler_named_s=straggler_named_s,
+            ),
+            calendar=calendar,
         )
         if objective != ObjectiveChoice.FIRST_COME and not contender.ours:
             note(f"--objective {objective} is elasticflow's; {policy} knows none")
+        if calendar and not contender.knows_calendar:
+            note(f"--calendar is elasticflow's; {policy} knows none")
         with Bars(len(setting.trace.jobs)) as bars:
             played = play(setting, contender, on_progress=bars.start(contender.label))
         if export is not None:
@@ -137,7 +200,7 @@ def compare(
     slots_per_node: int = SlotsPerNode,
     policies: str = typer.Option(
         "all",
-        help="Names with commas between, or all; elasticflow:value:wait is elasticflow with that objective and choice.",
+        help="Names with commas between, or all; elasticflow:value:wait:no-calendar is elasticflow with these choices.",
     ),
     out: Path = Out,
     objective: ObjectiveChoice = ObjectiveOf,
@@ -148,6 +211,15 @@ def compare(
     seed: int = Seed,
     throughput_error: float = ThroughputError,
     mtbf_h: float | None = MtbfH,
+    repair_h: float | None = RepairH,
+    drain_every_h: float | None = DrainEveryH,
+    drain_notice_h: float | None = DrainNoticeH,
+    drain_away_h: float | None = DrainAwayH,
+    straggler_every_h: float | None = StragglerEveryH,
+    straggler_h: float | None = StragglerH,
+    straggler_factor: tuple[float, float] | None = StragglerFactor,
+    straggler_named_s: float | None = StragglerNamedS,
+    calendar: bool | None = Calendar,
     bound: bool = typer.Option(True, "--bound/--no-bound", help="Compute what no schedule can beat; needs scipy."),
     capacity_sweep: bool = typer.Option(
         False, "--capacity-sweep", help="Find the smallest cluster on which each policy keeps all the promises."
@@ -194,7 +266,19 @@ def compare(
             late_by=late_by,
             seed=seed,
             throughput_error=throughput_error,
-            mtbf_h=mtbf_h,
+            troubles=_troubles(
+                seed,
+                mtbf_h=mtbf_h,
+                repair_h=repair_h,
+                drain_every_h=drain_every_h,
+                drain_notice_h=drain_notice_h,
+                drain_away_h=drain_away_h,
+                straggler_every_h=straggler_every_h,
+                straggler_h=straggler_h,
+                straggler_factor=straggler_factor,
+                straggler_named_s=straggler_named_s,
+            ),
+            calendar=calendar,
         )
         with Bars(len(setting.trace.jobs)) as bars:
             limit_met = bars.wait("bound", lambda: comparing.bound_of(setting)) if bound else None
@@ -232,12 +316,12 @@ def _setting(
     late_by: float,
     seed: int,
     throughput_error: float,
-    mtbf_h: float | None,
+    troubles: Troubles,
+    calendar: bool | None,
 ) -> Setting:
     """Read the files and put everything together; notes what was not understood."""
     from elasticflow_airflow.cli.simulation_display import note
     from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
-    from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles
     from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, Setting
     from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster
     from elasticflow_airflow.scheduler_core.simulator.trace import read_trace
@@ -258,10 +342,34 @@ def _setting(
             throughput_error=throughput_error,
             seed=seed,
         ),
-        troubles=Troubles(seed=seed, mtbf_h=mtbf_h),
+        troubles=troubles,
+        calendar=calendar is not False,
     )
+    if calendar and not setting.recurring:
+        note(f"{trace}: no task is expected at two due times or more (columns task, expected, due_s): no calendar")
     setting.jobs(Contender(policy="elasticflow"))  # says of each row whether it can be simulated, before anything runs
     return setting
+
+
+def _troubles(seed: int, **options: float | tuple[float, float] | None) -> Troubles:
+    """What goes wrong; an option that was not given is as :class:`Troubles` has it.
+
+    Raises:
+        InputError: a number is out of its range, or an option says more of what never happens.
+    """
+    from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles
+    from elasticflow_airflow.scheduler_core.simulator.problems import InputError
+
+    given = {name: value for name, value in options.items() if value is not None}
+    for kind, details in TROUBLES.items():
+        for name in details:
+            if name in given and kind not in given:
+                raise InputError(f"{_option(name)} says nothing without {_option(kind)}; give that, too")
+    return Troubles(seed=seed, **given)  # type: ignore[arg-type]  # options by the names of its fields
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _writable(path: Path, inputs: list[Path], *, make: bool = False) -> None:

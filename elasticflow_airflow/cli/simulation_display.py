@@ -25,7 +25,7 @@ from rich.text import Text
 
 from elasticflow_airflow.scheduler_core.simulator.capacity import Capacity
 from elasticflow_airflow.scheduler_core.simulator.compare import Comparison
-from elasticflow_airflow.scheduler_core.simulator.experiment import Played, Setting
+from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, Played, Setting
 
 T = TypeVar("T")
 
@@ -123,7 +123,7 @@ def simulation_lines(setting: Setting, played: Played, export: Path | None) -> l
     met, value = int(figures["met"]), float(figures["value_met"])
     worth = "" if value == met else f", worth {value:g}"
     lines = [
-        f"{played.contender.label}: {facts_text(setting)}",
+        f"{played.contender.label}: {facts_text(setting, [played.contender])}",
         "",
         f"deadlines met         {met} of {deadlines} ({100 * met / deadlines:.1f} %){worth}",
         f"late though admitted  {figures['late_though_admitted']}",
@@ -153,7 +153,8 @@ def comparison_lines(comparison: Comparison, width: int) -> list[object]:
     """What all have in common, the figures, and the smallest clusters where they were looked for."""
     bound = "" if comparison.bound is None else f", of which no schedule can meet more than {comparison.bound.met}"
     deadlines = sum(job.deadline_s is not None for job in comparison.setting.trace.jobs)
-    lines: list[object] = [f"{facts_text(comparison.setting)}; {deadlines} deadlines{bound}", ""]
+    contenders = [played.contender for played in comparison.played]
+    lines: list[object] = [f"{facts_text(comparison.setting, contenders)}; {deadlines} deadlines{bound}", ""]
     whole = _table(comparison, _COLUMNS)
     tables = [whole]
     if Console(width=1000).measure(whole).maximum > width:
@@ -213,8 +214,8 @@ def _table(comparison: Comparison, columns: Sequence[tuple[str, str, Callable[[f
     return table
 
 
-def facts_text(setting: Setting) -> str:
-    """What was simulated, in a line."""
+def facts_text(setting: Setting, contenders: Sequence[Contender]) -> str:
+    """What was simulated, in a line; with the calendar only where one of them knows it."""
     conditions, jobs = setting.conditions, setting.trace.jobs
     parts = [
         f"{len(jobs)} jobs of {setting.trace.path or setting.trace.name}",
@@ -225,10 +226,12 @@ def facts_text(setting: Setting) -> str:
         parts.append(f"start {conditions.startup_s:g} s")
     if conditions.throughput_error:
         parts.append(f"speed error {conditions.throughput_error:g}")
-    if setting.troubles.mtbf_h:
-        parts.append(f"a node fails every {setting.troubles.mtbf_h:g} h")
-    if conditions.throughput_error or setting.troubles.mtbf_h:
+    troubles = setting.troubles.sentences()
+    parts += troubles
+    if conditions.throughput_error or troubles:
         parts.append(f"seed {conditions.seed}")
+    if setting.recurring and any(contender.knows_calendar for contender in contenders):
+        parts.append(f"calendar of {setting.recurring} recurring task{'s' if setting.recurring > 1 else ''}")
     return ", ".join(parts)
 
 

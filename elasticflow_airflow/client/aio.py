@@ -128,10 +128,22 @@ class AsyncElasticFlowClient:
         return await self._run(calls.status(job_id))
 
     async def list_jobs(
-        self, state: str | None = None, dag_id: str | None = None, live: bool | None = None, limit: int | None = None
+        self,
+        state: str | None = None,
+        dag_id: str | Sequence[str] | None = None,
+        live: bool | None = None,
+        limit: int | None = None,
+        *,
+        namespace: str | None = None,
+        run_id: str | None = None,
+        task_id: str | None = None,
+        map_index: int | None = None,
     ) -> list[JobStatus]:
-        """List jobs, newest first."""
-        return await self._run(calls.list_jobs(state, dag_id, live, limit))
+        """List jobs, newest first: at most ``limit`` (by default 100) of those that all of this is true of."""
+        call = calls.list_jobs(
+            state, dag_id, live, limit, namespace=namespace, run_id=run_id, task_id=task_id, map_index=map_index
+        )
+        return await self._run(call)
 
     async def amend(self, job_id: str, request: AmendRequest) -> AmendAnswer:
         """Change a job's deadline or value, if that can be promised. Raises StaleClaim, JobNotFound."""

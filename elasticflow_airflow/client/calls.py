@@ -38,6 +38,8 @@ from elasticflow_airflow.wire import (
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
+Param = str | int | float | tuple[str, ...]
+"""Of a query; several texts stand for the parameter given several times."""
 
 _SUBMIT_TIMEOUT_S = 30.0
 """The service may wait for a verdict before it answers a submit."""
@@ -56,7 +58,7 @@ class Call(Generic[T]):
     method: str
     path: str
     read: Callable[[httpx.Response], T]
-    params: Mapping[str, str | int | float] = field(default_factory=dict)
+    params: Mapping[str, Param] = field(default_factory=dict)
     body: bytes | None = field(default=None, repr=False)
     content_type: str = "application/json"
     timeout_s: float | None = None
@@ -145,14 +147,26 @@ def status(job_id: str) -> Call[JobStatus]:
 
 
 def list_jobs(
-    state: str | None = None, dag_id: str | None = None, live: bool | None = None, limit: int | None = None
+    state: str | None = None,
+    dag_id: str | Sequence[str] | None = None,
+    live: bool | None = None,
+    limit: int | None = None,
+    *,
+    namespace: str | None = None,
+    run_id: str | None = None,
+    task_id: str | None = None,
+    map_index: int | None = None,
 ) -> Call[list[JobStatus]]:
     """List jobs, newest first."""
-    wanted: dict[str, str | int | None] = {
+    wanted: dict[str, Param | None] = {
         "state": state,
-        "dag_id": dag_id,
+        "dag_id": dag_id if dag_id is None or isinstance(dag_id, str) else tuple(dag_id),
         "live": None if live is None else str(live).lower(),
         "limit": limit,
+        "namespace": namespace,
+        "run_id": run_id,
+        "task_id": task_id,
+        "map_index": map_index,
     }
     params = {name: value for name, value in wanted.items() if value is not None}
     return Call(method="GET", path="/v1/jobs", params=params, read=lambda r: _STATUSES.validate_json(r.content))
@@ -179,7 +193,7 @@ def claimed(verb: str, job_id: str, claim: int, reason: str = "") -> Call[JobSta
 
 def events(job_id: str, after: int = 0, limit: int = 500) -> Call[list[Event]]:
     """Read a job's events with an id greater than ``after``, oldest first."""
-    params: dict[str, str | int | float] = {"after": after, "limit": limit}
+    params: dict[str, Param] = {"after": after, "limit": limit}
     return Call(
         method="GET", path=f"{job_path(job_id)}/events", params=params, read=lambda r: _EVENTS.validate_json(r.content)
     )
@@ -189,7 +203,7 @@ def read_log(
     job_id: str, log_name: str, offset: int = 0, limit: int = 65536, incarnation: int | None = None
 ) -> Call[LogPiece]:
     """Read a worker's log from a byte offset on."""
-    params: dict[str, str | int | float] = {"offset": offset, "limit": limit}
+    params: dict[str, Param] = {"offset": offset, "limit": limit}
     if incarnation is not None:
         params["incarnation"] = incarnation
     path = f"{job_path(job_id)}/logs/{quote(log_name, safe='')}"

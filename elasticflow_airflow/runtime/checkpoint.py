@@ -1,8 +1,9 @@
 """What is inside a checkpoint: weights, optimizer, schedule and whatever else a script registers.
 
 ``model.tensors`` holds the weights alone, so that another run may start from them; ``training.tensors`` holds the rest.
-Large states are split over several of each (``model-00001-of-00004.tensors``). Loading never executes code: a file is
-raw bytes and JSON (container.py). Checkpoints of format 1 (``model.pt``, ``training.pt``) are read with
+Rank 0's writer writes one of each; of a large state that all workers have, each worker writes a part
+(``model-00001-of-00004.tensors``), and all parts are read as one, by any number of workers. Loading never executes
+code: a file is raw bytes and JSON (container.py). Checkpoints of format 1 (``model.pt``, ``training.pt``) are read with
 ``weights_only=True``. May import torch and the standard library only.
 """
 
@@ -18,22 +19,25 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from elasticflow_airflow.runtime.container import ContainerError, Extent, read_index, read_into
+from elasticflow_airflow.runtime.container import ContainerError, Extent, read_index, read_into, tensor_names
 from elasticflow_airflow.runtime.manifest import (
     MANIFEST,
     CandidateInfo,
     CheckpointError,
     decode_manifest,
+    unreadable,
     verify_candidate,
+    verify_patiently,
 )
 from elasticflow_airflow.runtime.opening import open_store
-from elasticflow_airflow.runtime.snapshot import DTYPES, Content, blobs_of, bytes_of, content_of
+from elasticflow_airflow.runtime.snapshot import DTYPES, Content, Piece, blobs_of, bytes_of, content_of, shard
 from elasticflow_airflow.runtime.state import unflatten
-from elasticflow_airflow.runtime.storage import LocalStore, is_remote
+from elasticflow_airflow.runtime.storage import LocalStore, Part, is_remote
 from elasticflow_airflow.runtime.writer import SUFFIX, FilePlan, Order, write_checkpoint
 
 MODEL = "model"
 TRAINING = "training"
+OPTIMIZER = "optimizer"
 _DIFFERENCES_NAMED = 5
 
 
@@ -118,7 +122,7 @@ def load_weights(model: nn.Module, folder: str | Path) -> CandidateInfo:
         with open_store(where).fetch("/".join(name)) as info:
             _load_weights(model, info.path, same_dtypes=False)
         return info
-    info = verify_candidate(Path(folder))
+    info = verify_patiently(Path(folder))
     _load_weights(model, info.path, same_dtypes=False)
     return info
 
@@ -141,6 +145,23 @@ def contents_of(registered: Registered) -> list[Content]:
         ]
     except TypeError as error:
         raise CheckpointError(f"the state cannot be saved: {error}") from error
+
+
+def part_of(contents: Sequence[Content], part: Part) -> list[Content]:
+    """Return what one of several workers writes: its part of weights and optimizer; all else is rank 0's alone.
+
+    Weights and optimizers are the same on all workers. What else a script has registered may be each worker's own.
+    """
+    common = {
+        content.name: {n for n, where in tensor_names(content.state).items() if where.startswith(f"{OPTIMIZER}/")}
+        for content in contents
+        if content.name == TRAINING
+    }
+
+    def is_common(content: Content, piece: Piece) -> bool:
+        return content.name not in common or common[content.name].issuperset(piece.numbers)
+
+    return shard(contents, part.rank, part.size, is_common)
 
 
 def files_of(contents: Sequence[Content]) -> tuple[list[FilePlan], list[Tensor]]:
@@ -207,7 +228,7 @@ def _read(folder: Path, what: str) -> dict[str, Any]:
             tensors |= more
         state = unflatten(description, tensors)
     except OSError as error:
-        raise CheckpointError(f"checkpoint {folder} cannot be read: {error}") from error
+        raise unreadable(f"checkpoint {folder}", error) from error
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise

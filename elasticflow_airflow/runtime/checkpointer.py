@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from elasticflow_airflow.runtime.checkpoint import Registered, contents_of, files_of
+from elasticflow_airflow.runtime.checkpoint import Registered, contents_of, files_of, part_of
 from elasticflow_airflow.runtime.manifest import CandidateInfo, CheckpointError
 from elasticflow_airflow.runtime.opening import open_store
 from elasticflow_airflow.runtime.protocol import candidate_name
-from elasticflow_airflow.runtime.snapshot import Content, SharedBuffer, available_bytes, shard, size_of
+from elasticflow_airflow.runtime.snapshot import Content, SharedBuffer, available_bytes, size_of
 from elasticflow_airflow.runtime.storage import Part, Store, is_in_process
 from elasticflow_airflow.runtime.writer import Order, encode_work, write_checkpoint
 from elasticflow_airflow.runtime.writer_process import WriterDiedError, WriterProcess
@@ -108,6 +108,11 @@ class Checkpointer:
     def is_busy(self) -> bool:
         """Whether anything is being written."""
         return bool(self._under_way)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being written, and memory for a copy is not just being got."""
+        return not self._under_way and (self._preparing is None or not self._preparing.is_alive())
 
     @property
     def writer_pid(self) -> int | None:
@@ -387,7 +392,7 @@ class Checkpointer:
 
 
 def _split(contents: Sequence[Content], part: Part | None) -> list[Content]:
-    return list(contents) if part is None else shard(contents, part.rank, part.size)
+    return list(contents) if part is None else part_of(contents, part)
 
 
 def _gpu_of(contents: Sequence[Content]) -> torch.device | None:

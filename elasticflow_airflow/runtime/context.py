@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,8 +78,7 @@ def detect(checkpoint_dir: Path | str | None = None) -> Context:
         )
     where = checkpoint_dir or os.environ.get(CHECKPOINT_DIR_ENV) or DEFAULT_CHECKPOINT_DIR
     checkpoints = str(where) if is_remote(where) else Path(where).absolute()
-    if isinstance(checkpoints, Path):
-        _try_to_write(checkpoints, "checkpoint_dir" if checkpoint_dir else CHECKPOINT_DIR_ENV)
+    _try_to_write(checkpoints, "checkpoint_dir" if checkpoint_dir else CHECKPOINT_DIR_ENV)
     here = str(checkpoints.parent) if isinstance(checkpoints, Path) else os.getcwd()
     config = SessionConfig(job_id="alone", incarnation=0, incarnation_dir=here, code_dir=os.getcwd())
     newest = open_store(checkpoints).newest_generation()
@@ -95,13 +93,17 @@ def detect(checkpoint_dir: Path | str | None = None) -> Context:
     )
 
 
-def _try_to_write(folder: Path, named: str) -> None:
+def _try_to_write(checkpoints: Path | str, named: str) -> None:
     """Make a file where checkpoints will be, or where their folder will. Raises CheckpointError, with what chose it."""
+    store = open_store(checkpoints)
     try:
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-        tempfile.TemporaryFile(dir=there).close()
-    except OSError as error:
-        raise CheckpointError(
-            f"{named}={str(folder)!r} cannot be written by uid {os.getuid()}: {error.strerror or error}. Choose another"
-            " folder, or make this one writable"
-        ) from error
+        store.try_writing()
+    except Exception as error:  # Each store has errors of its own.
+        reason = getattr(error, "strerror", None) or str(error) or repr(error)
+        by, advice = f" by uid {os.getuid()}", "Choose another folder, or make this one writable"
+        if isinstance(checkpoints, str):
+            by, advice = (
+                "",
+                "Choose another place, or give the keys the right to put and delete objects there",
+            )
+        raise CheckpointError(f"{named}={str(checkpoints)!r} cannot be written{by}: {reason}. {advice}") from error

@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import json
 import queue
+import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,9 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from elasticflow_airflow.runtime.logical import is_power_of_two
+
 COLLECTIVE_TIMEOUT_S = 7200.0
 """Longer than the service is patient (while rank 0 evaluates, say): the dead show at once, who hangs it gives up."""
-_TEXT_BYTES = 1 << 14
+_FIRST_BYTES = 1 << 14
+"""So much of a value goes along with its length: most need no second exchange."""
+_LENGTH = struct.Struct("<Q")
 _LOOK_S = 0.1
 
 
@@ -112,9 +117,31 @@ class WorkerGroup:
 
         return self.submit(gather)
 
-    def exchange_values(self, value: Any) -> list[Any]:
-        """Give everybody everybody's JSON value, by rank; up to 16 KiB each. Raises GroupBroken."""
-        return from_text_rows(self.exchange(to_text_row(value)))
+    def exchange_values(self, value: Any, look: Callable[[], None] = lambda: None) -> list[Any]:
+        """Give everybody everybody's JSON value, by rank, however long they are. ``look``: see :meth:`wait`."""
+        values: list[Any] = self.wait(self.begin_exchange_values(value), look)
+        return values
+
+    def begin_exchange_values(self, value: Any) -> Future[Any]:
+        """Begin an exchange of JSON values, to be waited for later; size 1 has its answer at once."""
+        text = json.dumps(value).encode()
+        if self.size == 1:
+            done: Future[Any] = Future()
+            done.set_result([json.loads(text)])
+            return done
+
+        def gather(group: Any) -> list[Any]:
+            begins = _gather_bytes(group, self.size, _LENGTH.pack(len(text)) + text, _LENGTH.size + _FIRST_BYTES)
+            lengths = [_LENGTH.unpack_from(begin)[0] for begin in begins]
+            # All see the same lengths: all know whether there is a second exchange.
+            more = max(lengths) - _FIRST_BYTES
+            rests = _gather_bytes(group, self.size, text[_FIRST_BYTES:], more) if more > 0 else [b""] * self.size
+            return [
+                json.loads((begin[_LENGTH.size :] + rest)[:length])
+                for begin, rest, length in zip(begins, rests, lengths, strict=True)
+            ]
+
+        return self.submit(gather)
 
     def wait_for_all(self) -> None:
         """Return when every worker has come here."""
@@ -168,28 +195,26 @@ class WorkerGroup:
             close()
 
 
-def to_text_row(value: Any) -> Tensor:
-    """A JSON value as a row that every member's is as long as."""
-    data = json.dumps(value).encode()
-    if len(data) > _TEXT_BYTES:
-        raise ValueError(f"{len(data)} bytes are more than the workers exchange in a row ({_TEXT_BYTES})")
-    return torch.frombuffer(bytearray(data.ljust(_TEXT_BYTES)), dtype=torch.uint8)
-
-
-def from_text_rows(rows: Tensor) -> list[Any]:
-    """Inverse of :func:`to_text_row`, for all members' rows."""
-    return [json.loads(bytes(row.tolist())) for row in rows]
+def _gather_bytes(group: Any, size: int, own: bytes, length: int) -> list[bytes]:
+    """Everybody's first ``length`` bytes, by rank; who has fewer fills up."""
+    rows = [bytearray(length) for _ in range(size)]
+    row = torch.frombuffer(bytearray(own[:length].ljust(length)), dtype=torch.uint8)
+    group.allgather([[torch.frombuffer(one, dtype=torch.uint8) for one in rows]], [row]).wait()
+    return [bytes(one) for one in rows]
 
 
 def sum_in_tree(flat: Tensor, scratch: Tensor, group: Any, rank: int, size: int) -> None:
     """Sum ``flat`` over all ranks in place, in one fixed binary tree: ((0+1)+(2+3))+...
 
-    ``scratch`` is half as long, rounded up; the size is a power of two.
+    ``scratch`` is half as long, rounded up. Raises ValueError for a size that is no power of two, on every rank.
 
     Recursive halving and doubling: at each level a rank exchanges half of what it still holds with the partner whose
     rank differs in one bit, lowest first, so that the same additions happen in the same order for every size that
     shares the leaves (EasyScale, SC 2022, section 3.3; Thakur, Rabenseifner and Gropp, 2005).
     """
+    if not is_power_of_two(size):
+        # The partner of some would not exist: they would wait for it for ever.
+        raise ValueError(f"{size} workers cannot sum in a tree: their number must be a power of two")
     levels: list[tuple[int, int, int, int]] = []
     begin, end, distance = 0, flat.numel(), 1
     while distance < size:

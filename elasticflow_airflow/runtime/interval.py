@@ -43,7 +43,7 @@ class SaveInterval:
     failures: int = 0
     """Failures of this job so far: each cost the steps since the last checkpoint."""
     trained_s: float = 0.0
-    """How long this job has trained so far, with all its workers."""
+    """How long this job has trained so far: in the same span, however many processes there were in it."""
     _cost_s: float | None = None
     _write_s: float = 0.0
 

@@ -122,6 +122,7 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
         allow_nonfinite_loss: bool = False,
         logical_workers: int | None = None,
         consistency: str | None = None,
+        shard_checkpoints_above_gb: float | None = None,
         accelerator: Any = None,
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
@@ -134,6 +135,7 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
             allow_nonfinite_loss=allow_nonfinite_loss,
             logical_workers=logical_workers,
             consistency=consistency,
+            shard_checkpoints_above_gb=shard_checkpoints_above_gb,
         )
         self.session.recorder = self._recorder = Recorder()
         self.session.on_change = self._take_rank

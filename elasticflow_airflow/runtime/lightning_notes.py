@@ -6,14 +6,13 @@ computed it. May import torch and the standard library only: Lightning's objects
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from elasticflow_airflow.runtime.group import WorkerGroup, to_text_row
+from elasticflow_airflow.runtime.group import WorkerGroup
 
 _FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
 _REDUCTIONS = ("mean", "sum", "min", "max")
@@ -69,13 +68,9 @@ class Recorder:
         )
 
     def merge(self, group: WorkerGroup) -> None:
-        """Merge this process's values with all others'. Raises GroupBroken; ValueError for more than fits a row."""
+        """Merge this process's values with all others', however many they are. Raises GroupBroken."""
         own: list[list[Any]] = [[leaf, weight, name, float(value)] for leaf, weight, name, value in self._noted]
-        if group.size == 1:
-            self.merged = _merge([[self._flags, own]])
-            return
-        rows = group.exchange(to_text_row([self._flags, own]))
-        self.merged = _merge([json.loads(row.numpy().tobytes()) for row in rows])
+        self.merged = _merge(group.exchange_values([self._flags, own]))
 
 
 def _merge(workers: list[Any]) -> dict[str, Value]:

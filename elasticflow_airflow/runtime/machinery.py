@@ -47,7 +47,7 @@ class Machinery:
         self.logical_workers = logical_workers
         """In fast mode the number of workers, which the session keeps up to date."""
         self.reducer = GradientReducer(list(registered.model.parameters()), tree=consistent)
-        self.statistics = RunningStatistics(registered.model)
+        self.statistics = RunningStatistics(registered.model, tree=consistent)
         self.group = WorkerGroup()
         self._scaler: Any = registered.others.get("scaler")
         if self.reducer.parameters:

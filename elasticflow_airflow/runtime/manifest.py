@@ -9,6 +9,7 @@ standard library is all that this module may import: the service, which has no t
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -24,6 +25,7 @@ from typing import Any
 
 from elasticflow_airflow.runtime.container import ContainerError, verify
 from elasticflow_airflow.runtime.protocol import Promotion, candidate_name, promoted_path, write_json_atomic
+from elasticflow_airflow.runtime.retrying import retried
 
 FORMAT = 2
 READABLE_FORMATS = (1, 2)
@@ -32,10 +34,16 @@ MANIFEST = "manifest.json"
 TEMPORARY_PREFIX = ".writing-"
 _REPLACED_SUFFIX = ".replaced"
 _CHUNK_BYTES = 1 << 20
+_NO_SUCH_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be used or written; the message names the path and says what is wrong."""
+
+
+class CheckpointUnreachable(CheckpointError):  # noqa: N818  (it is named for what it is)
+    """A checkpoint cannot be read now, which is no damage: an older one in its stead would throw training away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +87,7 @@ def writing(checkpoints: Path, generation: int, step: int) -> Iterator[Path]:
     final = checkpoints / candidate_name(generation, step)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        for folder in checkpoints.glob("g[0-9]*"):
-            if folder.name <= final.parent.name:
-                _remove_leftovers(folder)
+        remove_leftovers(checkpoints, generation)
         temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=final.parent))
     except OSError as error:
         raise CheckpointError(
@@ -140,14 +146,15 @@ def publish(
 def verify_candidate(path: Path, *, contents: bool = True) -> CandidateInfo:
     """Check a checkpoint folder against its manifest.
 
-    With ``contents`` every byte is read; without, names and sizes only. Raises CheckpointError naming what is damaged.
+    With ``contents`` every byte is read; without, names and sizes only. Raises CheckpointError naming what is damaged,
+    CheckpointUnreachable where that cannot be said now.
     """
     try:
         raw = (path / MANIFEST).read_bytes()
     except FileNotFoundError as error:
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} is missing") from error
     except OSError as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
+        raise unreadable(f"checkpoint {path}", error) from error
     info, files = decode_manifest(raw, path)
     for name, entry in files.items():
         _verify_file(path, name, entry, contents)
@@ -169,6 +176,11 @@ def encode_manifest(
     }
     body["digest"] = _body_digest(body)
     return json.dumps(body, indent=1, sort_keys=True, allow_nan=False).encode()
+
+
+def verify_patiently(path: Path) -> CandidateInfo:
+    """Verify a checkpoint folder; a read that fails is tried again for a while. Raises what that does in the end."""
+    return retried(lambda: verify_candidate(path), CheckpointUnreachable)
 
 
 def decode_manifest(raw: bytes, path: Path) -> tuple[CandidateInfo, dict[str, FileEntry]]:
@@ -214,6 +226,8 @@ def newest_valid(checkpoints: Path, warn: Callable[[str], None]) -> CandidateInf
     for path in reversed(list_candidates(checkpoints)):
         try:
             return verify_candidate(path)
+        except CheckpointUnreachable:
+            raise
         except CheckpointError as error:
             warn(f"skipped: {error}")
     return None
@@ -224,13 +238,21 @@ def promoted(checkpoints: Path, warn: Callable[[str], None]) -> CandidateInfo | 
 
     Only what is not newer than the promotion counts: a candidate that nobody promoted may come from a stale
     generation. Where ``promoted.json`` itself is damaged, the newest valid checkpoint is used. None: nothing was
-    promoted, or nothing of it is left.
+    promoted, or nothing of it is left. What cannot be read is tried again for a while, and never passed over: raises
+    CheckpointUnreachable.
     """
     names = [str(path.relative_to(checkpoints)) for path in list_candidates(checkpoints)]
+
+    def read_promotion() -> Promotion | None:
+        try:
+            return Promotion.read(checkpoints)
+        except OSError as error:
+            raise unreadable(str(promoted_path(checkpoints)), error) from error
+
     return choose(
         names,
-        lambda: Promotion.read(checkpoints),
-        lambda name: verify_candidate(checkpoints / name),
+        lambda: retried(read_promotion, CheckpointUnreachable),
+        lambda name: verify_patiently(checkpoints / name),
         str(checkpoints),
         warn,
     )
@@ -254,24 +276,47 @@ def choose(
             raise ValueError(
                 f"path {limit!r} is not that of step {promotion.step} of generation {promotion.generation}"
             )
-    except (OSError, ValueError, TypeError) as error:
+    except CheckpointUnreachable:
+        raise
+    except (ValueError, TypeError) as error:
         warn(f"{where}/promoted.json is damaged ({error}); the newest valid checkpoint is used instead")
         promotion, limit = None, None
-    if limit is not None and limit not in names:
-        warn(f"the promoted checkpoint {where}/{limit} is missing")
-    for name in reversed(names):
-        if limit is not None and name > limit:
-            continue
+    # The promoted one is looked for even where it is not listed: a folder that cannot be read lists nothing.
+    wanted = list(names) if limit is None else [*(name for name in names if name < limit), limit]
+    for name in reversed(wanted):
         try:
             info = verify_named(name)
+        except CheckpointUnreachable:
+            raise
         except CheckpointError as error:
-            warn(f"skipped: {error}")
+            warn(f"skipped: {error}" if name in names else f"the promoted checkpoint {where}/{name} is missing")
             continue
         if promotion is not None and name == limit and info.digest != promotion.digest:
             warn(f"skipped: checkpoint {info.path} is not the one that {where}/promoted.json names (digest differs)")
             continue
         return info
     return None
+
+
+def unreadable(what: str, error: OSError) -> CheckpointError:
+    """Say that a file cannot be read: because something else is there, which is damage, or because of the machine."""
+    if error.errno in _NO_SUCH_FILE:
+        return CheckpointError(f"{what} cannot be read: {error}")
+    return unreachable(what, error)
+
+
+def unreachable(what: str, error: Exception) -> CheckpointUnreachable:
+    """Say that something cannot be read now, and what to do."""
+    if isinstance(error, PermissionError):
+        advice = f"Give uid {os.getuid()}, or the keys that it uses, the right to read it"
+    elif isinstance(error, OSError) and error.errno in _NO_ROOM:
+        advice = "Make room on this machine, or set TMPDIR to a folder with room for a whole checkpoint"
+    else:
+        advice = "See to the disk or the network"
+    return CheckpointUnreachable(
+        f"{what} cannot be read now: {error!r}. {advice}, and start again. Nothing was deleted, and no older "
+        "checkpoint is used in its stead; to go on from an older one, move this one away."
+    )
 
 
 def promote(checkpoints: Path, info: CandidateInfo) -> None:
@@ -306,10 +351,19 @@ def newest_generation(checkpoints: Path) -> int | None:
     return max((int(name) for name in names if name.isdigit()), default=None)
 
 
-def _remove_leftovers(generation: Path) -> None:
-    """Remove what a killed writer left. Only one worker of a generation writes, and none of an earlier one."""
+def remove_leftovers(checkpoints: Path, generation: int, *, but: Path | None = None) -> None:
+    """Remove what killed writers of this generation, or of earlier ones, left; ``but`` is being written now."""
+    newest = Path(candidate_name(generation, 0)).parent.name
+    for folder in checkpoints.glob("g[0-9]*"):
+        if folder.name <= newest:
+            _remove_leftovers(folder, but)
+
+
+def _remove_leftovers(generation: Path, but: Path | None = None) -> None:
+    """Remove what a killed writer left. One checkpoint of a generation is written at a time, none of an earlier one."""
     for path in generation.glob(f"{TEMPORARY_PREFIX}*"):
-        shutil.rmtree(path, ignore_errors=True)
+        if path != but:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _verify_file(folder: Path, name: str, entry: FileEntry, contents: bool) -> None:
@@ -336,7 +390,7 @@ def _verify_file(folder: Path, name: str, entry: FileEntry, contents: bool) -> N
     except FileNotFoundError as error:
         raise CheckpointError(f"checkpoint {folder}: {name} is missing") from error
     except OSError as error:
-        raise CheckpointError(f"checkpoint {folder}: {name} cannot be read: {error}") from error
+        raise unreadable(f"checkpoint {folder}: {name}", error) from error
 
 
 def _digest(file: Path) -> tuple[str, int]:
@@ -363,7 +417,8 @@ def _flush(path: Path) -> None:
 def adopt(source: Path, checkpoints: Path, *, incarnation: int) -> CandidateInfo:
     """Copy a checkpoint of an earlier incarnation into another one's folder, as what it begins with (generation 0).
 
-    Raises CheckpointError when the source is damaged or the disk does not take the copy. Idempotent.
+    Raises CheckpointError when the source is damaged, CheckpointUnreachable when it cannot be read now or the disk does
+    not take the copy. Idempotent.
     """
     info = verify_candidate(source)
     _, files = decode_manifest((source / MANIFEST).read_bytes(), source)
@@ -376,7 +431,7 @@ def adopt(source: Path, checkpoints: Path, *, incarnation: int) -> CandidateInfo
             for name in files:
                 shutil.copyfile(source / name, temporary / name)
         except OSError as error:
-            raise CheckpointError(f"checkpoint {source} could not be copied to {checkpoints}: {error}") from error
+            raise CheckpointUnreachable(f"checkpoint {source} could not be copied to {checkpoints}: {error}") from error
         return publish(
             temporary,
             checkpoints,

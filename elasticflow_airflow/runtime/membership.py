@@ -23,7 +23,7 @@ import torch
 
 from elasticflow_airflow.runtime.aiming import EpochAim
 from elasticflow_airflow.runtime.checkpoint import Registered
-from elasticflow_airflow.runtime.group import GroupBroken, WorkerGroup, from_text_rows, to_text_row
+from elasticflow_airflow.runtime.group import GroupBroken, WorkerGroup
 from elasticflow_airflow.runtime.meeting import ADDRESS_ENV, JOINER_SILENCE_LIMIT_S, Meeting
 from elasticflow_airflow.runtime.protocol import Membership, RescaleMode
 from elasticflow_airflow.runtime.transfer import StateServer, TransferError, receive
@@ -262,7 +262,7 @@ class Place:
                 return None
             assert meeting.group is not None  # it is ready, and this worker is in it
             if self._arrival is None or self._arrival[0] is not meeting:
-                self._arrival = (meeting, meeting.group.begin_exchange(to_text_row({"step": -1})))
+                self._arrival = (meeting, meeting.group.begin_exchange_values({"step": -1}))
             arrived = self._arrival[1]
             if not arrived.done():
                 time.sleep(0.002)
@@ -270,7 +270,7 @@ class Place:
             if isinstance(arrived.exception(), RuntimeError):
                 time.sleep(_WAIT_S)  # a later plan follows, or everybody is dead
                 continue
-            rows = from_text_rows(arrived.result())
+            rows = arrived.result()
             if all(row["step"] < 0 for row in rows) and not meeting.store.check(["leavers"]):
                 time.sleep(_WAIT_S)  # all of the group are here to join: those who leave have yet to agree
                 continue
@@ -301,7 +301,9 @@ class Place:
         known = set(self.members)
         joiners = [m for m in meeting.plan.members if m.worker_id not in known]
         stayers = len(meeting.plan.members) - len(joiners)
-        server = StateServer(registered, facts, os.environ.get(ADDRESS_ENV, "127.0.0.1")) if joiners else None
+        # After a break one of those who are known may be a joiner that turned round before it took its place.
+        serves = bool(joiners) or recovered
+        server = StateServer(registered, facts, os.environ.get(ADDRESS_ENV, "127.0.0.1")) if serves else None
         try:
             if meeting.group is None:
                 if stayers == 0 and server is not None:
@@ -310,7 +312,7 @@ class Place:
             row: dict[str, Any] = {"step": facts["step"], "pending": pending, "facts": facts}
             if server is not None:
                 row["contact"] = server.contact
-            rows = from_text_rows(meeting.group.exchange(to_text_row(row), lambda: _look_at_joiners(meeting)))
+            rows = meeting.group.exchange_values(row, lambda: _look_at_joiners(meeting))
             return self._settle(meeting, registered, rows, server, began_s, recovered=recovered)
         except GroupBroken as error:
             self._leave_meeting(meeting, str(error))

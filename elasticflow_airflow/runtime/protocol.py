@@ -132,7 +132,7 @@ class SessionConfig:
     checkpoint_interval_s: float | None = None
     """None: as often as pays off; see runtime/interval.py."""
     failures: int = 0
-    """How often this job has gone on from a checkpoint because workers failed."""
+    """How often this incarnation has gone on from a checkpoint because workers failed."""
     keep_checkpoints: int = 2
     progress_regex: str | None = None
     progress_file: str | None = None

@@ -9,19 +9,30 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 from elasticflow_airflow.runtime import manifest
-from elasticflow_airflow.runtime.manifest import MANIFEST, CandidateInfo, CheckpointError, FileEntry
+from elasticflow_airflow.runtime.manifest import (
+    MANIFEST,
+    CandidateInfo,
+    CheckpointError,
+    CheckpointUnreachable,
+    FileEntry,
+    unreachable,
+)
 from elasticflow_airflow.runtime.protocol import Promotion, candidate_name
+from elasticflow_airflow.runtime.retrying import retried
 from elasticflow_airflow.runtime.storage import Draft, Part, collect_parts, encode_part, not_written, part_name
 
 _PROMOTED = "promoted.json"
+T = TypeVar("T")
 
 
 class RemoteStore:
@@ -41,6 +52,22 @@ class RemoteStore:
             ) from error
         self._root = self._root.rstrip("/")
         self.where = url.rstrip("/")
+
+    def try_writing(self) -> None:
+        """See Store."""
+        name = f".probe-{uuid.uuid4().hex}"
+
+        def probe() -> Exception | None:
+            try:
+                self.replace(name, b"May be deleted.")
+                self._fs.rm_file(f"{self._root}/{name}")
+            except (FileNotFoundError, NotImplementedError, PermissionError) as error:
+                return error  # Trying again would not help.
+            return None
+
+        error = retried(probe, Exception)
+        if error is not None:
+            raise error
 
     @contextmanager
     def writing(self, generation: int, step: int, part: Part | None) -> Iterator[Draft]:
@@ -62,11 +89,23 @@ class RemoteStore:
             raise
 
     def candidates(self) -> list[str]:
-        """See Store."""
-        with _telling(self.where):
-            self._fs.invalidate_cache()
-            found = self._fs.glob(f"{self._root}/g*/step-*/{MANIFEST}")
-        return sorted("/".join(str(path).split("/")[-3:-1]) for path in found)
+        """See Store. Not by ``glob``: it takes a folder that cannot be listed for an empty one."""
+        self._fs.invalidate_cache()
+        names = [
+            f"{generation}/{step}"
+            for generation in self._listed("")
+            if re.fullmatch(r"g\d+", generation)
+            for step in self._listed(f"/{generation}")
+            if step.startswith("step-")
+        ]
+        return sorted(name for name in names if MANIFEST in self._listed(f"/{name}"))
+
+    def _listed(self, folder: str) -> list[str]:
+        try:
+            paths = self._reading(f"{self.where}{folder}", lambda: self._fs.ls(f"{self._root}{folder}", detail=False))
+        except FileNotFoundError:
+            return []
+        return [str(path).rstrip("/").rsplit("/", 1)[-1] for path in paths]
 
     @contextmanager
     def promoted(self, warn: Callable[[str], None]) -> Iterator[CandidateInfo | None]:
@@ -84,18 +123,38 @@ class RemoteStore:
     @contextmanager
     def fetch(self, name: str) -> Iterator[CandidateInfo]:
         """See Store. It is downloaded to the temporary folder of this machine (``TMPDIR``)."""
-        with tempfile.TemporaryDirectory(prefix="elasticflow-checkpoint-") as temporary:
+        where = f"{self.where}/{name}"
+        raw = self.read(f"{name}/{MANIFEST}")
+        if raw is None:
+            raise CheckpointError(f"checkpoint {where}: {MANIFEST} is missing")
+        _, files = manifest.decode_manifest(raw, Path(where))
+        new = tempfile.TemporaryDirectory
+        with self._reading(where, lambda: _made(lambda: new(prefix="elasticflow-checkpoint-"))) as temporary:
             folder = Path(temporary) / name
-            folder.mkdir(parents=True)
-            with _telling(f"{self.where}/{name}"):
-                raw = self.read(f"{name}/{MANIFEST}")
-                if raw is None:
-                    raise CheckpointError(f"checkpoint {self.where}/{name}: {MANIFEST} is missing")
-                _, files = manifest.decode_manifest(raw, Path(f"{self.where}/{name}"))
-                (folder / MANIFEST).write_bytes(raw)
-                for file in files:
-                    self._fs.get_file(f"{self._root}/{name}/{file}", str(folder / file))
+            self._reading(where, lambda: _made(lambda: _lay(folder, raw)))
+            for file, entry in files.items():
+                self._download(f"{name}/{file}", folder / file, entry.size_bytes)
             yield manifest.verify_candidate(folder)
+
+    def _download(self, name: str, target: Path, size_bytes: int) -> None:
+        """Bring an object here. It is damaged where it is itself too short, not where the copy is."""
+
+        def download() -> None:
+            try:
+                self._fs.get_file(f"{self._root}/{name}", str(target))
+                got = target.stat().st_size
+                if got != size_bytes and got != self._fs.info(f"{self._root}/{name}")["size"]:
+                    raise ConnectionError(f"the download of {name} broke off after {got} bytes")
+            except FileNotFoundError as error:
+                self._fs.invalidate_cache()
+                self._fs.info(f"{self._root}/{name}")  # Raises the same where it is the object that is not there.
+                raise unreachable(f"{self.where}/{name}", OSError(*error.args)) from error
+
+        try:
+            self._reading(f"{self.where}/{name}", download)
+        except FileNotFoundError as error:
+            folder, _, file = name.rpartition("/")
+            raise CheckpointError(f"checkpoint {self.where}/{folder}: {file} is missing") from error
 
     def newest_generation(self) -> int | None:
         """See Store. What has no manifest does not count here either: it may be written over."""
@@ -142,11 +201,25 @@ class RemoteStore:
             stream.write(data)
 
     def read(self, name: str) -> bytes | None:
-        """Read a small object; None where there is none."""
+        """Read a small object; None where there is none. Raises CheckpointUnreachable."""
         try:
-            return cast(bytes, self._fs.cat_file(f"{self._root}/{name}"))
+            raw = self._reading(f"{self.where}/{name}", lambda: self._fs.cat_file(f"{self._root}/{name}"))
         except FileNotFoundError:
             return None
+        return cast(bytes, raw)
+
+    def _reading(self, what: str, read: Callable[[], T]) -> T:
+        """Read, again where it fails. Raises CheckpointUnreachable, and FileNotFoundError for what is not there."""
+
+        def once() -> T:
+            try:
+                return read()
+            except (CheckpointError, FileNotFoundError):
+                raise
+            except Exception as error:  # Each store has errors of its own.
+                raise unreachable(what, error) from error
+
+        return retried(once, CheckpointUnreachable)
 
     def _promotion(self) -> Promotion | None:
         raw = self.read(_PROMOTED)
@@ -190,9 +263,22 @@ class _RemoteDraft:
         return info
 
 
+def _made(make: Callable[[], T]) -> T:
+    """Make something in the temporary folder of this machine: there FileNotFoundError says nothing of a checkpoint."""
+    try:
+        return make()
+    except FileNotFoundError as error:
+        raise unreachable("the temporary folder", OSError(*error.args)) from error
+
+
+def _lay(folder: Path, raw: bytes) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).write_bytes(raw)
+
+
 @contextmanager
 def _telling(where: str, writing: int | None = None) -> Iterator[None]:
-    """Say what fails as one kind of error, whatever the store: ``writing`` a step's checkpoint, or else reading."""
+    """Say what fails as one kind of error, whatever the store: ``writing`` a step's checkpoint, or else what counts."""
     try:
         yield
     except (CheckpointError, GeneratorExit):

@@ -8,7 +8,6 @@ May import torch and the standard library only.
 
 from __future__ import annotations
 
-import contextlib
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sized
 from pathlib import Path
@@ -181,10 +180,20 @@ class Session(SessionSteps):
         for name, value in scalars.items():
             self._scalars[name] = float(value)
 
-    def wait_for_all(self) -> None:
-        """Return when every worker has come here, or when one is gone: the next step, or ``finish``, sees to that."""
-        with contextlib.suppress(GroupBroken):
+    def wait_for_all(self) -> bool:
+        """Return True when every worker has come here.
+
+        False: one was gone, and those who live are a group again. Whatever it may have left undone is for who has its
+        rank now; then all call this once more.
+        """
+        try:
             self._group.wait_for_all()
+        except GroupBroken as error:
+            if self._place is None:
+                raise  # under a bare torchrun, which ends all workers when one dies
+            self._recover_for_the_dead(error)
+            return False
+        return True
 
     def finish(self, metrics: Mapping[str, Any] | None = None, *, early: str | None = None) -> None:
         """Say that training is done: the final checkpoint, with ``metrics``, becomes the job's result.
@@ -236,6 +245,7 @@ def init(
     logical_workers: int | None = None,
     consistency: str | None = None,
     target_loss: float | None = None,
+    shard_checkpoints_above_gb: float | None = None,
 ) -> Session:
     """Join the training: alone, under torchrun, or under the service; the same call.
 
@@ -248,6 +258,7 @@ def init(
     batch is cut in consistent mode: at least as many as there will ever be workers, and always the same for the same
     result. ``target_loss`` ends the training as soon as the smoothed loss is there
     (:class:`~elasticflow_airflow.runtime.target.LossTrack`), or at ``steps`` or ``epochs`` if those come first.
+    ``shard_checkpoints_above_gb``: larger states (4 GB) are written in parts, one a worker, in consistent mode.
     Under the service what was submitted wins over all of them. Raises ValueError for lengths that contradict
     each other.
     """
@@ -264,4 +275,5 @@ def init(
         logical_workers=logical_workers,
         consistency=consistency,
         target_loss=target_loss,
+        shard_checkpoints_above_gb=shard_checkpoints_above_gb,
     )

@@ -37,9 +37,15 @@ from elasticflow_airflow.runtime.protocol import Membership, ReportKind, heartbe
 from elasticflow_airflow.runtime.reduction import broadcast_model
 from elasticflow_airflow.runtime.reporting import Speedometer
 from elasticflow_airflow.runtime.resume import agree_on_checkpoint
-from elasticflow_airflow.runtime.saving import Saver
+from elasticflow_airflow.runtime.room import lack_of_room, refuse_full_disk
+from elasticflow_airflow.runtime.saving import PARTS_LIMIT_S, Saver
+from elasticflow_airflow.runtime.snapshot import size_of
+from elasticflow_airflow.runtime.storage import Part, is_remote
 from elasticflow_airflow.runtime.streams import PART, StreamBook
 from elasticflow_airflow.runtime.target import LossTrack, Outlook
+
+SHARD_ABOVE_GB = 4.0
+"""A larger state is written in parts, one a worker, unless the script says otherwise."""
 
 
 class Leaving(SystemExit):
@@ -69,7 +75,10 @@ class SessionCore:
         logical_workers: int | None = None,
         consistency: str | None = None,
         target_loss: float | None = None,
+        shard_checkpoints_above_gb: float | None = None,
     ) -> None:
+        if shard_checkpoints_above_gb is not None and not shard_checkpoints_above_gb >= 0:
+            raise ValueError(f"shard_checkpoints_above_gb={shard_checkpoints_above_gb}: it is 0 or more")
         config = context.config
         if not context.managed:
             config = replace(config, logical_workers=logical_workers, consistency=consistency or config.consistency)
@@ -97,6 +106,8 @@ class SessionCore:
         if self._place is None:
             size = int(os.environ.get("WORLD_SIZE", "1"))
             self._lone_group = WorkerGroup.of_torchrun(self.device, int(os.environ.get("RANK", "0")), size)
+        self._shards_above_bytes = self._find_least_to_shard(shard_checkpoints_above_gb)
+        self._state_bytes, self._measured = 0, False
         self._disbanded = False
         self._rehearsals = 0
         self._just_joined = False
@@ -113,7 +124,9 @@ class SessionCore:
         self._streams = False
         self._script_epochs: int | None = None
         self._step = 0
+        self._knows_size = False
         self._started = self._leaving = self._saving = self._finished = False
+        self._parts = 0, 0
         self._resumed_from: CandidateInfo | None = None
         self._initialised_from: str | None = None
         self._loss: float | None = None
@@ -150,6 +163,17 @@ class SessionCore:
             place.close()
             raise Leaving from None
         return place
+
+    def _find_least_to_shard(self, said_gb: float | None) -> float:
+        """How large a state must be to be written in parts, in bytes; infinite: it never is."""
+        if not self._consistent:
+            return math.inf  # The workers' states may differ in the last bits.
+        if said_gb is not None:
+            return said_gb * 1e9
+        here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", "1")
+        # The machines of a bare torchrun need not share a folder until the training is started again.
+        is_shared = self._context.managed or here or _is_network_url(self._context.checkpoints)
+        return SHARD_ABOVE_GB * 1e9 if is_shared else math.inf
 
     @property
     def _group(self) -> WorkerGroup:
@@ -251,6 +275,9 @@ class SessionCore:
                 )
                 self._step, self._resumed_from, self._loss = found.step, found, found.metadata.get("loss")
                 self._track.restore(found.metadata.get("loss_track"))
+                trained = found.metadata.get("trained") or {}
+                if self._context.managed and trained.get("incarnation") == incarnation:
+                    self._saver.carry_on(trained["seconds"])
                 bootstrap.current_step = self._step
                 return
         if self.config.init_from is not None:
@@ -276,6 +303,7 @@ class SessionCore:
         self._warn_of_single_samples()
         for sentence in what_may_not_repeat(self.device) if self._consistent else ():
             self._warn(sentence)
+        self._look_for_room(self._registered, steps=0)
         self._say_started(
             resumed_from=None if self._resumed_from is None else self._resumed_from.name,
             init_from=self._initialised_from,
@@ -285,6 +313,26 @@ class SessionCore:
         self._speed.leave_out()
         self._meter.begin()
         self._saver.restart_clock()
+
+    def _look_for_room(self, registered: Registered | None, *, steps: int) -> None:
+        """Find a full disk before the first step, as far as sizes are known then: optimizers have no state yet."""
+        checkpoints = self._context.checkpoints
+        if not self.is_main or registered is None or not isinstance(checkpoints, Path):
+            return
+        try:
+            if steps == 0:
+                model = checkpoint.contents_of(Registered(registered.model))
+                there = 0 if self._resumed_from is None else self._resumed_from.size_bytes
+                refuse_full_disk(checkpoints, max(size_of(model), there))
+                return
+            size_bytes = size_of(checkpoint.contents_of(registered))
+            refuse_full_disk(checkpoints, size_bytes)
+        except CheckpointError as error:
+            self._say(ReportKind.FAILED, message=str(error), kind="checkpoint_not_written")
+            raise
+        lacking = lack_of_room(checkpoints, size_bytes, self.config.keep_checkpoints)
+        if lacking is not None:
+            self._warn(lacking)
 
     def _check_same_data(self) -> None:
         if self._resumed_from is None or self._loader is None:
@@ -359,14 +407,37 @@ class SessionCore:
         self._say(ReportKind.FAILED, message=message, kind="nan_loss")
         raise NonFiniteLoss(message)
 
-    def _save(self, *, wait: bool, whoever: bool = False) -> str | None:
+    def _shards(self) -> bool:
+        """Whether a state of this size is written in parts, one a worker; before the first step it is not known."""
+        return self.world_size > 1 and self._state_bytes > self._shards_above_bytes
+
+    def _measure_state(self, registered: Registered) -> None:
+        """Find out how large a checkpoint is, for the decision whether to write it in parts."""
+        may_split = self._shards_above_bytes < math.inf and self._saver.can_write_parts
+        if self.world_size > 1 and not self._measured and may_split:
+            self._measured = True
+            with contextlib.suppress(CheckpointError):  # Whoever saves it says so.
+                self._state_bytes = size_of(checkpoint.contents_of(registered))
+
+    def _part(self, token: int) -> Part:
+        """This worker's part of a save that ``token`` names."""
+        return Part(rank=self.rank, size=self.world_size, token=f"{token:012x}", sweeps=True)
+
+    def _save(
+        self, *, wait: bool, whoever: bool = False, part: Part | None = None, generation: int | None = None
+    ) -> str | None:
         """Save a checkpoint (rank 0 only; every worker has the same state), and return its name if it waited for it.
 
         Without ``wait`` only a copy is made now; a later boundary tells when it is on disk. ``whoever``: of any rank.
+        ``part``: all workers call this, and each saves its part, of the ``generation`` that rank 0 says.
         """
         self._saver.restart_clock()
-        if not (self.is_main or whoever) or self._registered is None:
+        self._measured = False  # The state may have grown.
+        if not (self.is_main or whoever or part is not None) or self._registered is None:
             return None
+        if wait:
+            # A survivor is alone with its part.
+            self._tell_saved(lambda: self._saver.end_parts(0.0 if whoever else PARTS_LIMIT_S))
         if not self._allow_nonfinite_loss and not _all_finite(self._registered.model):
             # A finite loss with gradients that are not: found here, or the checkpoint would be spoilt.
             self._diverged(f"the model has weights that are no numbers after step {self._step}")
@@ -377,13 +448,19 @@ class SessionCore:
             "step_in_epoch": step_in_epoch,
             "loss": finite_or_none(self._loss),
             "loss_track": self._track.state(),
+            "trained": {"incarnation": self.config.incarnation, "seconds": self._saver.trained_s},
             "logical_workers": self._logical if self._consistent else None,
             **(asdict(self._loader.plan) if self._loader else {}),
         }
 
         def save() -> list[Saved]:
             saved = self._saver.save(
-                registered, generation=self._context.generation, step=self._step, metadata=metadata, wait=wait
+                registered,
+                generation=self._context.generation if generation is None else generation,
+                step=self._step,
+                metadata=metadata,
+                wait=wait,
+                part=part,
             )
             return [] if saved is None else [saved]
 
@@ -398,6 +475,8 @@ class SessionCore:
             self._say(ReportKind.FAILED, message=str(error), kind="checkpoint_not_written")
             raise
         for one in saved:
+            if one.digest is None:
+                continue  # A part; whoever has rank 0 tells of the whole.
             self._context.reporter.say(
                 ReportKind.CHECKPOINT,
                 self.rank,
@@ -468,6 +547,10 @@ class SessionCore:
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that gradients are computed for."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _is_network_url(where: str | Path) -> bool:
+    return is_remote(where) and not str(where).startswith(("file://", "local://"))
 
 
 def _all_finite(model: nn.Module) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,15 +20,20 @@ from elasticflow_airflow.runtime.logical import owned_by
 from elasticflow_airflow.runtime.machinery import Sums, from_rows, to_row
 from elasticflow_airflow.runtime.measuring import Activity
 from elasticflow_airflow.runtime.membership import Adoption, Dismissed, JoinerSilent
-from elasticflow_airflow.runtime.protocol import GENERATION_ENV, ReportKind, read_reports, report_path
+from elasticflow_airflow.runtime.protocol import GENERATION_ENV, Report, ReportKind, read_reports, report_path
 from elasticflow_airflow.runtime.reporting import WORKER_EVERY
 from elasticflow_airflow.runtime.saving import turn_of_survivors
 from elasticflow_airflow.runtime.session_core import Leaving, SessionCore, finite_or_none, trained_parameters
 
 REHEARSALS = 4
 """Steps that a joiner makes on its own before it joins: its first ones are several times slower."""
+_PREPARE = 1
+"""In the place of a token: no save yet, but each worker gets memory and writer ready for its part."""
+_TOKEN_BITS = 48
+_TOKEN = 1 << (_TOKEN_BITS - 1)
+"""In every token, so that none is zero or ``_PREPARE``; a float64 holds more bits."""
 _LAST_WORDS_BYTES = 1 << 16
-"""The last report of a worker is within so many bytes at the end of its file."""
+"""The last report of a worker is mostly within so many bytes at the end of its file."""
 
 
 class SessionSteps(SessionCore):
@@ -76,7 +82,7 @@ class SessionSteps(SessionCore):
         """Tell all workers that the gradients are summed, and agree on what happens at the next boundary.
 
         Who gets the answer knows that everybody has the whole sums: should it alone hear of it, the others can still
-        follow. Raises GroupBroken.
+        follow. Raises GroupBroken; TypeError when forward passes have changed what cannot be merged.
         """
         self._meter.reduced()
         if self._is_rehearsing:
@@ -84,18 +90,39 @@ class SessionSteps(SessionCore):
         if self._place is not None:
             self._place.watcher.look()
         leaving = self._terminated or (self._place is not None and self._place.told_to_stop)
-        saving = self.is_main and self._saver.is_due
+        saving, parts = self._wishes_to_save()
         switching = 0 if self._place is None else self._place.ready_for(self._epoch_of(self._step + 1))
-        flags = [float(leaving), float(saving), float(switching), float(self.is_main and self._norms.due)]
+        assert self._machinery is not None  # the sums are its own
+        measuring, strayed = self.is_main and self._norms.due, self._machinery.statistics.strayed()
+        # Where parts go is rank 0's word: elsewhere a listing of the same folder may have been stale.
+        generation = self._context.generation
+        flags = [float(flag) for flag in (leaving, saving, switching, measuring, strayed, parts, generation)]
         rows = self._group.exchange(to_row(sums, flags, self.logical_workers))
         sums, votes = from_rows(rows, sums, len(flags), self.logical_workers)
+        strayed = int(max(vote[4] for vote in votes))
+        if strayed:
+            # All hear of it, and all end here; the model is not what it should be any more.
+            raise TypeError(self._machinery.statistics.refusal(strayed))
         self._leaving, self._saving = any(vote[0] for vote in votes), any(vote[1] for vote in votes)
+        self._parts = int(votes[0][5]), int(votes[0][6])
         if self._place is not None:
             self._place.agree([int(vote[2]) for vote in votes])
         self._measures = any(vote[3] for vote in votes)
         self._committed = sums
         self._meter.enter(Activity.COMPUTE)
         return sums
+
+    def _wishes_to_save(self) -> tuple[bool, int]:
+        """Whether this worker, rank 0, wants a save at the next boundary; zero for a whole one, else a new token.
+
+        Without a save: ``_PREPARE``, where each is to get ready for its part.
+        """
+        if not (self.is_main and self._shards() and self._saver.can_write_parts):
+            return self.is_main and self._saver.is_due, 0
+        if self._saver.must_prepare_parts(self.world_size):
+            return False, _PREPARE
+        # Not of Python's or torch's generators: they are seeded, and a token is used once.
+        return (True, secrets.randbits(_TOKEN_BITS) | _TOKEN) if self._saver.is_due_in_parts else (False, 0)
 
     def recover(self, error: GroupBroken, sums: Sums | None) -> Sums | None:
         """Go on without those that are gone, from the states in memory; see Step. Raises GroupBroken without a plan."""
@@ -134,7 +161,12 @@ class SessionSteps(SessionCore):
         if self._place is not None:
             self._place.watcher.step = self._step
         if self.is_main and self._registered is not None:
-            self._saver.step_done(self._registered)
+            self._measure_state(self._registered)
+            if not self._shards():
+                self._saver.step_done(self._registered)
+            if not self._knows_size:
+                self._knows_size = True
+                self._look_for_room(self._registered, steps=1)
         if not math.isfinite(loss) and not self._allow_nonfinite_loss:
             self._diverged(f"the loss is {loss} at step {self._step}")
         if self._speed.due:
@@ -152,11 +184,15 @@ class SessionSteps(SessionCore):
         if self._leaving:
             self._leave()
         self._tell_saved(self._saver.poll)
+        token, generation = self._parts
+        if token == _PREPARE and self._registered is not None:
+            self._saver.prepare_part(self._registered, self._part(token))
         if self._saving:
             self._meter.enter(Activity.SAVE)
-            self._save(wait=False)
+            self._save(wait=False, part=self._part(token) if token else None, generation=generation if token else None)
             self._saving = False
             self._speed.leave_out()
+        self._parts = 0, 0
         if self._place is not None and self._place.switch_is_due:
             self._switch()
 
@@ -239,6 +275,7 @@ class SessionSteps(SessionCore):
             self._leave_at_once()
         # What was agreed on with the dead is agreed on anew: not all may have heard of it.
         self._leaving = self._saving = False
+        self._parts = 0, 0
         self._adopted(adoption)
         return adoption
 
@@ -248,16 +285,19 @@ class SessionSteps(SessionCore):
         folder, first = Path(self.config.incarnation_dir), self._place.members[0]
         path = report_path(folder, self._context.generation, first)
         try:
-            said = read_reports(path, max(0, path.stat().st_size - _LAST_WORDS_BYTES))
-            return any(report.kind is ReportKind.FINISHED for report, _ in said)
+            return any(report.kind is ReportKind.FINISHED for report in last_words(path))
         except FileNotFoundError:
             return False
 
     def _finish_for_the_dead(self, error: GroupBroken, data: dict[str, Any]) -> None:
         """A worker died while all were finishing: who is rank 0 now saves."""
+        self._recover_for_the_dead(error)
+        data["path"] = self._save(wait=True)
+
+    def _recover_for_the_dead(self, error: GroupBroken) -> None:
+        """A worker died outside of a step."""
         self._say(ReportKind.WARNING, message=f"{error}: waiting for the plan without it")
         self._recover(None)
-        data["path"] = self._save(wait=True)
 
     def _facts(self) -> dict[str, Any]:
         """What a member that joins, or is a step behind, must know beside the state."""
@@ -273,6 +313,7 @@ class SessionSteps(SessionCore):
             "counts": counts,
             "trained": trained,
             "track": self._track.state(),
+            "trained_s": self._saver.trained_s,
         }
 
     def _adopted(self, adoption: Adoption) -> None:
@@ -284,6 +325,7 @@ class SessionSteps(SessionCore):
             self._check_same_parameters(int(adoption.took_over["trained"]))
             self._step, self._loss = int(adoption.took_over["step"]), adoption.took_over["loss"]
             self._track.restore(adoption.took_over["track"])
+            self._saver.carry_on(adoption.took_over["trained_s"])
             self._committed = _committed_of(adoption.took_over, None)
             bootstrap.current_step = self._step
             self._saver.restart_clock()
@@ -314,6 +356,16 @@ class SessionSteps(SessionCore):
                 " is frozen follow from session.epoch or session.steps_done in every step, not from what a loop did"
                 " before this worker joined"
             )
+
+
+def last_words(path: Path) -> list[Report]:
+    """The last reports of a worker, at least one if there is any: it may be long, with a script's metrics."""
+    size, span = path.stat().st_size, _LAST_WORDS_BYTES
+    while True:
+        found = [report for report, _ in read_reports(path, max(0, size - span))]
+        if found or span >= size:
+            return found
+        span *= 2
 
 
 def _committed_of(facts: Mapping[str, Any], sums: Sums | None) -> Sums:

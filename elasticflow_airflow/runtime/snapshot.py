@@ -13,7 +13,7 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,16 +75,28 @@ def content_of(name: str, state: Mapping[str, Any]) -> Content:
     return Content(name, description, pieces)
 
 
-def shard(contents: Sequence[Content], rank: int, size: int) -> list[Content]:
+def shard(
+    contents: Sequence[Content],
+    rank: int,
+    size: int,
+    is_common: Callable[[Content, Piece], bool] = lambda _content, _piece: True,
+) -> list[Content]:
     """Return one worker's part of what all have: about the same number of bytes for each, the description with rank 0.
 
-    The split depends on nothing but the shapes, so that all workers agree on it without a word.
+    The split depends on nothing but the shapes, so that all workers agree on it without a word. What is not common to
+    all workers is with rank 0, too.
     """
     if size == 1:
         return list(contents)
     loads = [0] * size
     mine: dict[tuple[int, int], bool] = {}
-    order = [(-piece.nbytes, c, p) for c, content in enumerate(contents) for p, piece in enumerate(content.pieces)]
+    order = []
+    for c, content in enumerate(contents):
+        for p, piece in enumerate(content.pieces):
+            if is_common(content, piece):
+                order.append((-piece.nbytes, c, p))
+            else:
+                mine[c, p] = rank == 0  # No load: other workers may have more of it, or less.
     for negative_bytes, c, p in sorted(order):
         lightest = loads.index(min(loads))
         loads[lightest] -= negative_bytes

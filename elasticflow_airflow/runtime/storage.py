@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -28,11 +29,17 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One worker's part of a checkpoint that several write. ``token`` is the same for all of one save, never again."""
+    """One worker's part of a checkpoint that several write. ``token`` is the same for all of one save, never again.
+
+    All parts must come from equal states, as those of a session in consistent mode are: nothing here finds out whether
+    the workers' states are equal.
+    """
 
     rank: int
     size: int
     token: str
+    sweeps: bool = False
+    """Rank 0 removes what earlier saves left: no worker begins the next one before this one is there or given up."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size or not self.token.isalnum():
@@ -61,6 +68,10 @@ class Store(Protocol):
 
     where: str
 
+    def try_writing(self) -> None:
+        """Write something where checkpoints will be, and remove it. Raises what the disk or the store says."""
+        ...
+
     def writing(self, generation: int, step: int, part: Part | None) -> AbstractContextManager[Draft]:
         """Begin a checkpoint; what is not published is removed at the end of the context."""
         ...
@@ -70,11 +81,14 @@ class Store(Protocol):
         ...
 
     def promoted(self, warn: Callable[[str], None]) -> AbstractContextManager[CandidateInfo | None]:
-        """Find the one to resume from (see ``manifest.promoted``), verified; ``path`` is where it can be read now."""
+        """Find the one to resume from (see ``manifest.promoted``), verified; ``path`` is where it can be read now.
+
+        Reads that fail are tried again for a while here, and in ``fetch``. Raises CheckpointUnreachable.
+        """
         ...
 
     def fetch(self, name: str) -> AbstractContextManager[CandidateInfo]:
-        """Verify one, and have it in a folder while the context lasts. Raises CheckpointError."""
+        """Verify one, and have it in a folder while the context lasts. Raises CheckpointError where it is damaged."""
         ...
 
     def newest_generation(self) -> int | None:
@@ -116,6 +130,11 @@ class LocalStore:
         self.folder = folder
         self.where = str(folder)
 
+    def try_writing(self) -> None:
+        """See Store. The folder itself is not made yet."""
+        there = next(path for path in (self.folder, *self.folder.parents) if path.exists())
+        tempfile.TemporaryFile(dir=there).close()
+
     @contextmanager
     def writing(self, generation: int, step: int, part: Part | None) -> Iterator[Draft]:
         """See Store."""
@@ -128,6 +147,8 @@ class LocalStore:
         )
         try:
             temporary.mkdir(parents=True, exist_ok=True)
+            if part.rank == 0 and part.sweeps:
+                manifest.remove_leftovers(self.folder, generation, but=temporary)
         except OSError as error:
             raise not_written(step, self.where, error) from error
         draft = _LocalDraft(self.folder, temporary, generation, step, part)
@@ -149,7 +170,7 @@ class LocalStore:
     @contextmanager
     def fetch(self, name: str) -> Iterator[CandidateInfo]:
         """See Store."""
-        yield manifest.verify_candidate(self.folder / name)
+        yield manifest.verify_patiently(self.folder / name)
 
     def newest_generation(self) -> int | None:
         """See Store."""

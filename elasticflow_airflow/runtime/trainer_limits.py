@@ -5,16 +5,20 @@ May import torch, transformers and the standard library only; knows nothing of s
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
 from torch.utils.data import IterableDataset
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from elasticflow_airflow.runtime.protocol import SESSION_ENV
 
 _OURS = ("get_train_dataloader", "_get_train_sampler", "_inner_training_loop", "_run_epoch", "get_batch_samples")
 """Methods of the Trainer in whose place ours come: another override would be lost without a word."""
+
+_LAUNCHER = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
+"""What ``accelerate launch`` says to its workers."""
 
 
 def refuse_unsupported(trainer: Any, *, ours: type) -> None:
@@ -57,22 +61,43 @@ def refuse_unsupported(trainer: Any, *, ours: type) -> None:
             )
 
 
+def refuse_sharding_at_once() -> None:
+    """Let every ``TrainingArguments`` made from now on refuse what :func:`refuse_sharding` does.
+
+    Later is too late: these arguments look for deepspeed first, and the Trainer, before its callbacks are asked, for
+    several processes, which :mod:`trainer_world` hides. Does nothing the second time.
+    """
+    cls: Any = TrainingArguments
+    original = cls.__post_init__
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def post_init(self: Any) -> None:
+        refuse_sharding(self)
+        original(self)
+
+    cls.__post_init__ = post_init
+
+
 def refuse_sharding(args: Any) -> None:
-    """Raise ValueError for arguments that would spread the model over the workers."""
-    for name in ("deepspeed", "fsdp"):
-        if getattr(args, name, None):
-            raise ValueError(
-                f"{name}=: elastic workers have the whole model each, and this shares it out; leave it out"
-            )
+    """Raise ValueError for arguments, or a launcher, that would spread the model over the workers."""
+    asked = [f"{name}=" for name in ("deepspeed", "fsdp", "parallelism_config") if getattr(args, name, None)]
+    asked += [name for name in _LAUNCHER if os.environ.get(name, "").lower() in ("1", "true", "yes", "on", "y", "t")]
+    if asked:
+        raise ValueError(
+            f"{asked[0]}: elastic workers have the whole model each, and this shares it out; leave it out (the script "
+            "imports elasticflow_airflow.runtime.transformers)"
+        )
 
 
 def _refuse_parallelism(trainer: Any) -> None:
     args = trainer.args
     refuse_sharding(args)
-    if args.parallelism_config is not None or trainer.is_model_parallel:
+    if trainer.is_model_parallel:
         raise ValueError(
             "the model is spread over several devices: elastic workers have one device each, with the whole model; "
-            "leave parallelism_config= and device_map= out"
+            "leave device_map= out"
         )
     if args.n_gpu > 1:
         if SESSION_ENV not in os.environ and "LOCAL_RANK" not in os.environ:

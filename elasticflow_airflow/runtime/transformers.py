@@ -20,13 +20,13 @@ import torch
 import transformers
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_callback import ProgressCallback, TrainerState
 
 from elasticflow_airflow.runtime.context import detect
 from elasticflow_airflow.runtime.data import Batch, ElasticLoader, mix_seed
 from elasticflow_airflow.runtime.session import Session
 from elasticflow_airflow.runtime.step import Step
-from elasticflow_airflow.runtime.trainer_limits import refuse_sharding, refuse_unsupported
+from elasticflow_airflow.runtime.trainer_limits import refuse_sharding, refuse_sharding_at_once, refuse_unsupported
 from elasticflow_airflow.runtime.trainer_loss import divides_by_items, item_count
 from elasticflow_airflow.runtime.trainer_progress import TrainerProgress
 from elasticflow_airflow.runtime.trainer_world import hide_world, set_rank
@@ -39,8 +39,9 @@ if not hasattr(Trainer, "_run_epoch"):
         f"transformers {transformers.__version__}: pip install -U transformers"
     )
 
-# Before a script makes its TrainingArguments: they would set up a world.
+# Before a script makes its TrainingArguments: they would set up a world, or miss it.
 hide_world()
+refuse_sharding_at_once()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,7 @@ class ElasticOptions:
     consistency: str | None = None
     checkpoint_dir: str | Path | None = None
     checkpoint_interval_s: float | None = None
+    shard_checkpoints_above_gb: float | None = None
 
 
 class _TrainLoader:
@@ -157,6 +159,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
             checkpoint_interval_s=options.checkpoint_interval_s,
             logical_workers=options.logical_workers,
             consistency=options.consistency,
+            shard_checkpoints_above_gb=options.shard_checkpoints_above_gb,
         )
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -224,9 +227,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
     def _run_epoch(self, model: Any, epoch: int, start_time: float, **context: Any) -> None:
         """Train what is left of an epoch."""
         run = self._run
-        if not run.began:
-            run.began = True
-            run.progress.resume()
+        self._begin_or_go_on()
         grad_norm: Any = None
         learning_rate: Any = None
         for batch in run.data.loader:
@@ -380,19 +381,34 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
             folder = f"checkpoint-{self.state.best_global_step}"
             self.state.best_model_checkpoint = str(Path(self._get_output_dir(trial)) / folder)
 
+    def _begin_or_go_on(self) -> None:
+        """Once, when this worker's part begins: take up counters, and what was left half saved at this very step."""
+        run = self._run
+        if run.began:
+            return
+        run.began = True
+        run.progress.resume()
+        folder = self._folder_of_step()
+        if run.session.is_main and (folder.exists() or self.state.best_model_checkpoint == str(folder)):
+            self._complete_save()
+
+    def _folder_of_step(self) -> Path:
+        """Where the Trainer saves its checkpoint of this step."""
+        return Path(self._get_output_dir(None)) / f"checkpoint-{self.state.global_step}"
+
     def _complete_save(self) -> None:
         """Save what the first worker died over, from the same state: no step was applied since."""
-        folder = Path(self._get_output_dir(None)) / f"checkpoint-{self.state.global_step}"
-        if not (folder / TRAINER_STATE_NAME).exists():  # what is written last
+        folder = self._folder_of_step()
+        if not _is_whole(folder / TRAINER_STATE_NAME):  # what is written last
             super()._save_checkpoint(self.model, None)
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
         """End the training: the session's final checkpoint holds the best model where that was asked for."""
         run = self._run
-        if not run.began:
-            run.progress.resume()
-        if self.args.load_best_model_at_end:
-            run.session.wait_for_all()  # the first worker may be writing it
+        self._begin_or_go_on()
+        # The first worker may be writing its last checkpoint, or the best model, which all load.
+        while not run.session.wait_for_all():
+            self._follow_rank()
         output = super()._finalize_training(trial, num_train_samples, start_time)
         numbers = {k: float(v) for k, v in output.metrics.items() if isinstance(v, int | float)}
         early = "the Trainer's callbacks have stopped it" if self.control.should_training_stop else None
@@ -420,12 +436,14 @@ class ElasticCallback(TrainerCallback):
         consistency: str | None = None,
         checkpoint_dir: str | Path | None = None,
         checkpoint_interval_s: float | None = None,
+        shard_checkpoints_above_gb: float | None = None,
     ) -> None:
         self._options = ElasticOptions(
             logical_workers=logical_workers,
             consistency=consistency,
             checkpoint_dir=checkpoint_dir,
             checkpoint_interval_s=checkpoint_interval_s,
+            shard_checkpoints_above_gb=shard_checkpoints_above_gb,
         )
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
@@ -457,6 +475,15 @@ class ElasticTrainer(ElasticMixin, Trainer):  # type: ignore[misc]  # transforme
         refuse_sharding(kwargs["args"] if "args" in kwargs else args[1] if len(args) > 1 else None)
         super().__init__(*args, **kwargs)
         _make_elastic(self, elastic or ElasticOptions())
+
+
+def _is_whole(state: Path) -> bool:
+    """Whether a Trainer's state is on disk to its end."""
+    try:
+        TrainerState.load_from_json(str(state))
+    except (FileNotFoundError, ValueError):
+        return False
+    return True
 
 
 def _make_elastic(trainer: Any, options: ElasticOptions) -> None:

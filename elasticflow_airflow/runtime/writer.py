@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -88,7 +88,7 @@ def write_checkpoint(store: Store, files: Sequence[FilePlan], order: Order) -> C
 
 def encode_work(where: str, order: Order, files: Sequence[Mapping[str, Any]]) -> bytes:
     """Describe work for the process; tensors are named by their places in the shared memory."""
-    part = None if order.part is None else [order.part.rank, order.part.size, order.part.token]
+    part = None if order.part is None else asdict(order.part)
     fields = {name: getattr(order, name) for name in ("incarnation", "generation", "step", "promotes", "keep")}
     body = {**fields, "metadata": order.metadata, "part": part, "part_limit_s": order.part_limit_s}
     return json.dumps({"where": where, "order": body, "files": list(files)}, allow_nan=False).encode()
@@ -98,7 +98,7 @@ def decode_work(raw: bytes, memory: memoryview) -> tuple[str, Order, list[FilePl
     """Undo :func:`encode_work`."""
     work = json.loads(raw)
     part = work["order"].pop("part")
-    order = Order(part=None if part is None else Part(rank=part[0], size=part[1], token=part[2]), **work["order"])
+    order = Order(part=None if part is None else Part(**part), **work["order"])
     files = [
         FilePlan(
             file["name"],

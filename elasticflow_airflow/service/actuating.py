@@ -58,12 +58,14 @@ class Actuator:
     _applied: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By job: the generation, and the fence with it, that the engine took."""
     _written: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
+    _held: list[str] = field(default_factory=list)
 
     def act(self, books: Books) -> None:
         """Make the engine do what the rows say."""
         renew = self.monotonic() - self._renewed_at_s >= self.settings.renew_interval_s
         if renew:
             self._renewed_at_s = self.monotonic()
+        self._held = sorted({row.job_id for row in books.rows if books.open_of(row)})
         for row in books.rows:
             self._write_promotion(row)
             generations = books.open_of(row)
@@ -79,6 +81,11 @@ class Actuator:
                 self._try("renew", self.engine.renew, row.job_id)
             if row.terminal and not row.drained and not generations:
                 self._forget(books, row)
+
+    def hold(self) -> None:
+        """While nothing can be decided: have those train on who trained at the last pass."""
+        for job_id in self._held:
+            self._try("renew", self.engine.renew, job_id)
 
     def _apply_or_wait(self, books: Books, row: IncarnationRow, due: GenerationRow) -> None:
         """Have the engine bring a generation about, once nobody else is on its slots."""

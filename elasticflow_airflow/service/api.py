@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+import structlog
 from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
@@ -35,7 +36,7 @@ from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.refusal import Refusal, no_such_job
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import SnapshotRefusedError, Snapshots
-from elasticflow_airflow.service.store import Store
+from elasticflow_airflow.service.store import DATABASE_AWAY, Store
 from elasticflow_airflow.service.view import event_of, slot_statuses
 from elasticflow_airflow.wire import (
     API_VERSION,
@@ -56,6 +57,8 @@ from elasticflow_airflow.wire import (
     LogPiece,
     Problem,
 )
+
+log = structlog.get_logger(__name__)
 
 _KEEP_ALIVE_S = 15.0
 _STREAM_CHUNK = 200
@@ -187,6 +190,15 @@ def _add_errors(app: FastAPI) -> None:
     async def http_error(_request: Request, error: HTTPException) -> JSONResponse:
         return _problem(Refusal(error.status_code, "http", str(error.detail)))
 
+    async def database_away(_request: Request, error: Exception) -> JSONResponse:
+        # Only what the driver said: the statement's parameters may be secrets.
+        log.warning("the database could not be used", said=str(getattr(error, "orig", None) or error))
+        reason = "the service cannot use its database now; nothing was promised"
+        return _problem(Refusal(503, "database", reason, "it is tried again by itself; the service's log says more"))
+
+    for kind in DATABASE_AWAY:
+        app.add_exception_handler(kind, database_away)
+
     @app.exception_handler(Exception)
     async def defect(_request: Request, _error: Exception) -> JSONResponse:
         # The server logs it; its text may hold what was sent.
@@ -290,12 +302,21 @@ def _add_jobs(app: FastAPI, parts: ServiceParts) -> None:
     @app.get("/v1/jobs")
     def list_jobs(
         state: str | None = None,
-        dag_id: str | None = None,
+        dag_id: Annotated[list[str] | None, Query()] = None,
         live: bool | None = None,
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+        namespace: str | None = None,
+        run_id: str | None = None,
+        task_id: str | None = None,
+        map_index: Annotated[int | None, Query(ge=-1, lt=1 << 31)] = None,
     ) -> list[JobStatus]:
-        """List jobs, newest first."""
-        return desk.list_jobs(state, dag_id, live, limit)
+        """List jobs, newest first: the newest of those that all of this is true of.
+
+        dag_id may be given several times: for jobs of any of these DAGs.
+        """
+        given = {"namespace": namespace, "run_id": run_id, "task_id": task_id, "map_index": map_index}
+        shared = {part: value for part, value in given.items() if value is not None}
+        return desk.list_jobs(state, dag_id, live, limit, shared)
 
     @app.get("/v1/jobs/{job_id}")
     def status(job_id: JobId) -> JobStatus:

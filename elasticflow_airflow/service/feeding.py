@@ -5,10 +5,10 @@ Runs in the threads of HTTP handlers: writes rows, some hundreds in a transactio
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
-from elasticflow_airflow.insight import CalendarAnswer, CalendarRequest, DueRuns
+from elasticflow_airflow.insight import CalendarAnswer, CalendarRequest, DueRuns, WholeNamespace
 from elasticflow_airflow.service import recurring
 from elasticflow_airflow.service.models import RecurringTaskRow
 from elasticflow_airflow.service.refusal import Refusal
@@ -32,7 +32,10 @@ class CalendarDesk:
     clock: Callable[[], float]
 
     def feed(self, request: CalendarRequest) -> CalendarAnswer:
-        """Replace what was known of the runs to come of the named tasks. Raises Refusal 422."""
+        """Replace what was known of the runs to come of the named tasks, and forget those of tasks that are no more.
+
+        Raises Refusal 422.
+        """
         now = self.clock()
         wanted = _by_key(request, now)
         keys = list(wanted)
@@ -49,9 +52,32 @@ class CalendarDesk:
                     for key in some
                     if key not in tasks or not recurring.is_known(self.settings, reader, tasks[key])
                 ]
-        if news:
+        forgotten = self._forget_all_but(request.whole, wanted, now) if request.whole is not None else []
+        if news or forgotten:
             self.changed()
-        return CalendarAnswer(taken=len(keys), unknown=sorted(unknown))
+        return CalendarAnswer(
+            taken=len(keys), unknown=sorted(unknown), forgotten=sorted(map(recurring.name_of, forgotten))
+        )
+
+    def _forget_all_but(self, whole: WholeNamespace, named: Container[str], now: float) -> list[str]:
+        """Expect no run to come of the tasks of a namespace that are not there; their keys.
+
+        Never of another namespace, nor of a task that was heard of since: it may be new.
+        """
+        there = _Tasks.of(whole)
+        with self.store.read() as reader:
+            gone = [
+                task.recurring_key
+                for task in reader.recurring_tasks()
+                if task.recurring_key not in named and there.lack(task.recurring_key)
+            ]
+        forgotten: list[str] = []
+        for start in range(0, len(gone), _AT_ONCE):
+            with self.store.write() as tx:
+                for key, task in tx.recurring_tasks_of(gone[start : start + _AT_ONCE]).items():
+                    if task.updated_at <= whole.read_at and recurring.replace_due(task, (), now):
+                        forgotten.append(key)
+        return forgotten
 
     def _write(self, keys: list[str], wanted: dict[str, DueRuns], now: float) -> bool:
         news = False
@@ -68,6 +94,34 @@ class CalendarDesk:
         return news
 
 
+@dataclass(frozen=True, slots=True)
+class _Tasks:
+    """Which recurring tasks there are in a namespace."""
+
+    namespace: str
+    named: frozenset[str]
+    whole: frozenset[tuple[str, str]]
+
+    @classmethod
+    def of(cls, message: WholeNamespace) -> _Tasks:
+        named = (
+            _key(message.namespace, task.dag_id, task.task_id, index)
+            for task in message.tasks
+            for index in task.map_indexes or ()
+        )
+        whole = ((task.dag_id, task.task_id) for task in message.tasks if task.map_indexes is None)
+        return cls(message.namespace, frozenset(named), frozenset(whole))
+
+    def lack(self, key: str) -> bool:
+        namespace, dag_id, task_id = recurring.task_of(key)
+        return namespace == self.namespace and key not in self.named and (dag_id, task_id) not in self.whole
+
+
+def _key(namespace: str, dag_id: str, task_id: str, map_index: int) -> str:
+    identity = JobIdentity(namespace=namespace, dag_id=dag_id, run_id="", task_id=task_id, map_index=map_index)
+    return identity.recurring_key
+
+
 def _by_key(request: CalendarRequest, now: float) -> dict[str, DueRuns]:
     found: dict[str, DueRuns] = {}
     runs = sum(len(one.due_at) for one in request.tasks)
@@ -76,10 +130,8 @@ def _by_key(request: CalendarRequest, now: float) -> dict[str, DueRuns]:
             422, "invalid", f"tasks: {runs} due runs in one request", f"send at most {MOST_RUNS}, the next two days"
         )
     for one in request.tasks:
-        identity = JobIdentity(
-            namespace=one.namespace, dag_id=one.dag_id, run_id="", task_id=one.task_id, map_index=one.map_index
-        )
-        key, name = identity.recurring_key, recurring.name_of(identity.recurring_key)
+        key = _key(one.namespace, one.dag_id, one.task_id, one.map_index)
+        name = recurring.name_of(key)
         if key in found:
             raise Refusal(422, "invalid", f"tasks: {name} is there twice", "give all due runs of a task together")
         far = [due for due in one.due_at if not 0.0 <= due <= now + _AHEAD_S]

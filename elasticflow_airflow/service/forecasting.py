@@ -34,6 +34,14 @@ from elasticflow_airflow.wire import (
 )
 
 _HOUR_S = 3600.0
+_TAKES_LATER = (OnReject.RENEGOTIATE, OnReject.LATE)
+_INSTEAD = {
+    "best_effort": "it would train as best effort then, without a promise",
+    "wait": "it would wait for capacity then",
+    "renegotiate": "nothing up to its latest_deadline can be promised either",
+    "late": "nothing up to its latest_deadline can be promised either",
+}
+"""What becomes of a planned run that is missed, by ``on_reject``, unless it fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +76,7 @@ class ForecastDesk:
             told = {one.run_id for one in found.outlooks}
             runs = recurring.expected_runs_of(self.settings, reader)
         replaced = {run.submission.identity.recurring_key for run in planned}
-        items = [
-            _item(one, identities).model_copy(update={"planned": one.run_id in planned_ids}) for one in found.outlooks
-        ]
+        items = [_planned(_item(one, identities), planned_ids.get(one.run_id)) for one in found.outlooks]
         items += told_at_once
         for run_id, (key, due_at, run) in runs.items():
             if run is None and run_id not in told and due_at <= until_s and key not in replaced:
@@ -122,14 +128,14 @@ class ForecastDesk:
 
     def _take_planned(
         self, scheduler: Scheduler, reader: Reader, planned: Sequence[PlannedRun], now: float
-    ) -> tuple[set[str], list[ForecastItem]]:
-        """Have a copy of the scheduler expect planned runs; their ids, and what can be said without it."""
+    ) -> tuple[dict[str, JobSubmission], list[ForecastItem]]:
+        """Have a copy of the scheduler expect planned runs; them by id, and what can be said without it."""
         keys = {run.submission.identity.recurring_key for run in planned}
         for expected in scheduler.expected_runs():
             if expected.task in keys:
                 scheduler.handle(ev.RunForgotten(expected.run_id), now)
         slots = sum(node.slots for node in scheduler.nodes())
-        ids: set[str] = set()
+        ids: dict[str, JobSubmission] = {}
         items: list[ForecastItem] = []
         for planned_run in planned:
             identity = planned_run.submission.identity
@@ -149,8 +155,9 @@ class ForecastDesk:
                 costs=job.costs,
                 min_workers=job.min_workers,
                 max_workers=job.max_workers,
+                latest_s=job.latest_deadline_s if job.on_reject in _TAKES_LATER else None,
             )
-            ids.add(run.run_id)
+            ids[run.run_id] = planned_run.submission
             scheduler.handle(ev.RunExpected(run), now)
         return ids, items
 
@@ -186,6 +193,15 @@ class ForecastDesk:
             explore=not submission.scaling_curve,
             task=key if expected else "",
         )
+
+
+def _planned(item: ForecastItem, submission: JobSubmission | None) -> ForecastItem:
+    """The outlook of a planned run, with what its author has chosen for a miss; of another, as it is."""
+    if submission is None:
+        return item
+    instead = _INSTEAD.get(submission.on_reject, "") if item.outcome == "missed" else ""
+    reason = f"{item.reason}; {instead}" if instead else item.reason
+    return item.model_copy(update={"planned": True, "reason": reason})
 
 
 def _told_at_once(planned: PlannedRun, job: Job, deadline_s: float) -> ForecastItem:
@@ -283,6 +299,8 @@ def _summary(items: list[ForecastItem], found: Forecast) -> str:
     bad = [item for item in items if item.outcome in (Outcome.AT_RISK.value, Outcome.MISSED.value)]
     unknown = sum(item.outcome in ("unknown", Outcome.UNDECIDED.value) for item in items)
     rest = f"; of {unknown} nobody can say" if unknown else ""
+    later = sum(item.outcome == "kept" and item.earliest_deadline_at is not None for item in items)
+    rest = (f"; {later} by a later deadline, as they allow" if later else "") + rest
     if not bad:
         return f"all {len(items) - unknown} will be kept{rest}"
     if found.extra_nodes is None:

@@ -80,7 +80,10 @@ def add_insight(app: FastAPI, parts: ServiceParts) -> None:
 
     @app.post("/v1/calendar")
     def feed(request: CalendarRequest) -> CalendarAnswer:
-        """Say when the runs of recurring tasks are due; replaces what was said of the same tasks before."""
+        """Say when the runs of recurring tasks are due; replaces what was said of the same tasks before.
+
+        With `whole`, the runs to come of tasks of that namespace that are not named are forgotten.
+        """
         return desks().calendar.feed(request)
 
     @app.post("/v1/jobs/{job_id}/stacks")

@@ -6,12 +6,13 @@ clock that jumps expires nobody's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elasticflow_airflow.runtime.manifest import CheckpointError, adopt
+from elasticflow_airflow.runtime.manifest import CheckpointError, CheckpointUnreachable, adopt
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.config import Objective
@@ -24,8 +25,29 @@ from elasticflow_airflow.service.deciding import feed, when
 from elasticflow_airflow.service.models import CandidateRow, IncarnationRow
 from elasticflow_airflow.wire import Length, State, largest_share
 
+_TRY_AGAIN_S = 10.0
 
-def introduce(books: Books, device_type: str, slots: int) -> None:
+
+class Unready:
+    """When to try again, in this process' monotonic time, what waits for a checkpoint that cannot be read now."""
+
+    def __init__(self) -> None:
+        self._again_s: dict[tuple[str, int], float] = {}
+
+    def rests(self, row: IncarnationRow, monotonic_s: float) -> bool:
+        """Whether it is too early: each try reads the whole checkpoint."""
+        return monotonic_s < self._again_s.get((row.job_id, row.incarnation), -math.inf)
+
+    def tried(self, row: IncarnationRow, monotonic_s: float) -> None:
+        """It was in vain once more."""
+        self._again_s[row.job_id, row.incarnation] = monotonic_s + _TRY_AGAIN_S
+
+    def begins(self, row: IncarnationRow) -> None:
+        """It need not be remembered any more."""
+        self._again_s.pop((row.job_id, row.incarnation), None)
+
+
+def introduce(books: Books, device_type: str, slots: int, unready: Unready, monotonic_s: float) -> None:
     """Ask the scheduler about every new incarnation whose predecessors have all come to their end.
 
     ``slots`` is how many the cluster has, by which a job without ``logical_workers`` gets its number of them.
@@ -35,18 +57,21 @@ def introduce(books: Books, device_type: str, slots: int) -> None:
             continue
         if any(r.job_id == row.job_id and r.incarnation < row.incarnation and not r.terminal for r in books.rows):
             continue
-        if row.cancel_reason is None and not row.ending:
-            _introduce(books, row, device_type, slots)
+        if row.cancel_reason is not None or row.ending or unready.rests(row, monotonic_s):
+            continue
+        row.logical_workers = logical_workers(row.submission, slots)
+        if row.resume_from is not None and not _resume(books, row):
+            unready.tried(row, monotonic_s)
+            continue
+        unready.begins(row)
+        _introduce(books, row, device_type)
 
 
-def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) -> None:
+def _introduce(books: Books, row: IncarnationRow, device_type: str) -> None:
     submission = row.submission
     job = books.jobs[row.job_id]
     row.introduced = True
-    row.logical_workers = logical_workers(submission, slots)
     row.verdict = {"decision": "undecided", "reason": ""}
-    if row.resume_from is not None:
-        _resume(books, row)
     row.signature = history.signature_of(submission, device_type, row.logical_workers)
     past = books.tx.history(job.recurring_key, row.signature)
     if past is not None:
@@ -153,21 +178,30 @@ def known_speeds(submission: Mapping[str, Any], past: Mapping[str, float] | None
     return {str(workers): float(speed) for workers, speed in given.items()} if given else None
 
 
-def _resume(books: Books, row: IncarnationRow) -> None:
-    """Take over the last valid checkpoint of the incarnation before, which did not succeed."""
+def _resume(books: Books, row: IncarnationRow) -> bool:
+    """Take over the last valid checkpoint of the incarnation before, which did not succeed.
+
+    False: it cannot be read or copied now. To begin anew instead would throw away what was trained.
+    """
     before = books.tx.incarnation(row.job_id, row.resume_from or 0)
     while before is not None and before.promoted is None and before.resume_from is not None:
         before = books.tx.incarnation(row.job_id, before.resume_from)  # It ended before it had any of its own.
     if before is None or before.promoted is None:
-        return
+        return True
     state_dir = books.settings.state_dir
     source = incarnation_dir(state_dir, row.job_id, before.incarnation) / "checkpoints" / before.promoted["path"]
     target = incarnation_dir(state_dir, row.job_id, row.incarnation) / "checkpoints"
     try:
         info = adopt(source, target, incarnation=row.incarnation)
+    except CheckpointUnreachable as error:
+        reason = f"waits for its checkpoint, and tries again: {error}"
+        if row.state_reason != reason:
+            books.event("warning", reason, row)
+            row.state_reason = reason
+        return False
     except CheckpointError as error:
         books.event("warning", f"starts from the beginning: {error}", row)
-        return
+        return True
     path = str(info.path.relative_to(target))
     row.promoted = {"path": path, "generation": info.generation, "step": info.step, "digest": info.digest}
     row.step = row.restart_step = info.step
@@ -186,6 +220,7 @@ def _resume(books: Books, row: IncarnationRow) -> None:
     )
     reason = f"goes on from step {info.step}, the last valid checkpoint of incarnation {before.incarnation}"
     books.event("resumed", reason, row, step=info.step)
+    return True
 
 
 def _say_where_it_starts(books: Books, row: IncarnationRow) -> None:
@@ -252,27 +287,32 @@ class _Lease:
 class Leases:
     """When each owner was heard last, in this process' monotonic time; a restart gives everybody a new first limit.
 
-    What a check finds counts once it is stored: an owner that came back in a pass that failed is heard in the next.
+    So does a time without a pass that was stored (the database was away, the process was stopped): whoever asked then
+    was not heard. What a check finds counts once it is stored: an owner that came back in a pass that failed is heard
+    in the next.
     """
 
     def __init__(self) -> None:
         self._stored: dict[tuple[str, int], _Lease] = {}
         self._leases: dict[tuple[str, int], _Lease] = {}
+        self._stored_at_s = self._checked_at_s = -math.inf
 
     def stored(self) -> None:
         """What the last check found is in the store."""
-        self._stored = self._leases
+        self._stored, self._stored_at_s = self._leases, self._checked_at_s
 
     def check(self, books: Books, monotonic_s: float) -> None:
         """Park jobs whose owner is away, cancel those whose owner stays away, and take back who is there again."""
         live = {(row.job_id, row.incarnation): row for row in books.rows if row.introduced and not row.terminal}
         self._leases = {key: lease for key, lease in self._stored.items() if key in live}
+        deaf_s = monotonic_s - self._stored_at_s - books.settings.running_interval_s
+        self._checked_at_s = monotonic_s
         for key, row in live.items():
             lease = self._leases.get(key)
-            if lease is None or lease.renewals != row.renewals:
+            if lease is None or lease.renewals != row.renewals or deaf_s > row.lease_s / 2:
                 self._leases[key] = _Lease(row.renewals, monotonic_s)
                 row.lease_expires_at = books.now + row.lease_s
-                if row.parked and lease is not None:
+                if row.parked and lease is not None and lease.renewals != row.renewals:
                     _unpark(books, row)
             elif not row.ending:
                 _expire(books, row, monotonic_s - lease.renewed_at_monotonic_s)

@@ -6,7 +6,7 @@ neither the scheduler nor the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,10 +84,17 @@ class JobDesk:
             job, row = _current(reader, job_id)
             return status_of(job, row, reader.generations(job_id, row.incarnation))
 
-    def list_jobs(self, state: str | None, dag_id: str | None, live: bool | None, limit: int) -> list[JobStatus]:
-        """Jobs, newest first."""
+    def list_jobs(
+        self,
+        state: str | None,
+        dag_id: str | Sequence[str] | None,
+        live: bool | None,
+        limit: int,
+        identity: Mapping[str, str | int] | None = None,
+    ) -> list[JobStatus]:
+        """Jobs, newest first. ``identity``: what they share, of namespace, run_id, task_id and map_index."""
         with self.store.read() as reader:
-            found = reader.list_current(state=state, dag_id=dag_id, live=live, limit=limit)
+            found = reader.list_current(state=state, dag_id=dag_id, live=live, limit=limit, identity=identity)
             return [status_of(job, row, reader.generations(row.job_id, row.incarnation)) for job, row in found]
 
     def renew(self, job_id: str, claim: int) -> JobStatus:

@@ -47,7 +47,7 @@ from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.secrets import SecretBox, SecretError
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import Snapshots
-from elasticflow_airflow.service.store import Store
+from elasticflow_airflow.service.store import DATABASE_AWAY, Store
 
 _RETRY_S = 1.0
 _CLOCK_JUMP_S = 5.0
@@ -78,6 +78,7 @@ class Reconciler:
         self._actuator = Actuator(engine, settings, snapshots, self._secrets_of, monotonic)
         self._inbox = observing.Inbox()
         self._leases = introducing.Leases()
+        self._unready = introducing.Unready()
         self._patience = watching.Patience()
         self._almanac = recurring.Almanac()
         self._retention = retention.Retention()
@@ -136,7 +137,10 @@ class Reconciler:
             self._notifier.sleep(self.try_once())
 
     def try_once(self) -> float | None:
-        """One pass. A pass that fails is logged, and the next one begins with a scheduler rebuilt from the store."""
+        """One pass. A pass that fails is logged, and the next one begins with a scheduler rebuilt from the store.
+
+        While the database is away nobody's workers stop for it.
+        """
         try:
             wait_s = self.run_once()
         except Exception as error:
@@ -144,6 +148,8 @@ class Reconciler:
             if self._problem != repr(error):
                 log.exception("the reconcile pass failed; it is tried again")
             self._problem = repr(error)
+            if isinstance(error, DATABASE_AWAY):
+                self._actuator.hold()
             return _RETRY_S
         self._problem = ""
         return wait_s
@@ -218,7 +224,8 @@ class Reconciler:
         introducing.cancel(books)
         self._leases.check(books, monotonic_s)
         self._almanac.keep(books)
-        introducing.introduce(books, self._device_type(), sum(node.slots for node in self._nodes))
+        slots = sum(node.slots for node in self._nodes)
+        introducing.introduce(books, self._device_type(), slots, self._unready, monotonic_s)
         introducing.amend(books)
         watching.watch_deadlines(books)
         self._patience.watch_gangs(books, monotonic_s)

@@ -210,8 +210,13 @@ def _run_id(task: RecurringTaskRow, due_at: float) -> str:
 
 def owner_of(recurring_key: str) -> tuple[str, str]:
     """The namespace and the DAG that a task belongs to."""
-    namespace, dag_id, _, _ = json.loads(recurring_key)
-    return str(namespace), str(dag_id)
+    return task_of(recurring_key)[:2]
+
+
+def task_of(recurring_key: str) -> tuple[str, str, str]:
+    """Namespace, DAG and task id of a task, whichever of its mapped instances it is."""
+    namespace, dag_id, task_id, _ = json.loads(recurring_key)
+    return str(namespace), str(dag_id), str(task_id)
 
 
 def name_of(recurring_key: str) -> str:

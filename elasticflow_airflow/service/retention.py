@@ -1,14 +1,22 @@
 """Forgets the details of jobs that ended long ago: their generations, samples, times of workers, and old events.
 
-A few at a time, in the transaction of a pass. What remains is the job with its result and its checkpoints: its id stays
-taken, its numbers never start again, and the history by which its task is planned is kept elsewhere.
+A few at a time, in the transaction of a pass, and with them what their folders hold: logs, reports, plans. What remains
+is the job with its result and its checkpoints: its id stays taken, its numbers never start again, and the history by
+which its task is planned is kept elsewhere.
 """
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
-from elasticflow_airflow.service.books import Books
+import structlog
+
+from elasticflow_airflow.runtime.protocol import checkpoint_dir
+from elasticflow_airflow.service.books import Books, incarnation_dir
+from elasticflow_airflow.service.snapshots import remove_tree
+
+log = structlog.get_logger(__name__)
 
 EVERY_S = 600.0
 """How often to look, while there is nothing to do."""
@@ -31,7 +39,23 @@ class Retention:
             return
         over = books.tx.incarnations_over_before(before, _INCARNATIONS_AT_ONCE)
         for job_id, incarnation in over:
+            # Before the commit: what is left behind by a crash is found again.
+            _empty(incarnation_dir(books.settings.state_dir, job_id, incarnation))
             books.tx.forget_details(job_id, incarnation)
         events = books.tx.forget_events(before, _EVENTS_AT_ONCE)
         more = len(over) == _INCARNATIONS_AT_ONCE or events == _EVENTS_AT_ONCE
         self._next_s = monotonic_s + (_BUSY_EVERY_S if more else EVERY_S)
+
+
+def _empty(folder: Path) -> None:
+    """Delete all but the checkpoints; what cannot be deleted is said and left."""
+    try:
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if path == checkpoint_dir(folder):
+                continue
+            if path.is_dir() and not path.is_symlink():
+                remove_tree(path)
+            else:
+                path.unlink()
+    except OSError as error:
+        log.warning("the folder of an old job could not be emptied", folder=str(folder), error=str(error))

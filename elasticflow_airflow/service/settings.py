@@ -119,7 +119,10 @@ class ServiceSettings(BaseSettings):
     straggler_avoid_s: float = Field(default=600.0, gt=0)
     """How long nothing is planned on a slot that was left for that."""
     keep_days: float = Field(default=90.0, gt=0)
-    """How long events, samples and generations of jobs that have ended are kept; ``inf``: for ever. Jobs stay known."""
+    """How long events, samples, generations, logs and reports of jobs that have ended are kept; ``inf``: for ever.
+
+    Jobs stay known, with their results and checkpoints.
+    """
     tail_limit_s: float = Field(default=3600.0, gt=0)
     """A script may work on for so long after its last step (evaluation)."""
     apply_attempts: int = Field(default=3, ge=1)

@@ -11,7 +11,7 @@ import itertools
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,10 @@ from elasticflow_airflow.service.models import (
     WorkerTimesRow,
 )
 from elasticflow_airflow.service.schema import ensure_schema
+from elasticflow_airflow.wire import JobIdentity
 
+DATABASE_AWAY = (sa.exc.OperationalError, sa.exc.InterfaceError, sa.exc.TimeoutError)
+"""What is raised when the database cannot be used now: it is away, locked, or has no room."""
 _BUSY_TIMEOUT_S = 30.0
 _IDS_AT_ONCE = 500
 _MEASURED = (GenerationRow.window, GenerationRow.folded, GenerationRow.log_names, GenerationRow.lost)
@@ -73,9 +76,18 @@ class Reader:
         return (job, row) if job and row else None
 
     def list_current(
-        self, *, state: str | None, dag_id: str | None, live: bool | None, limit: int
+        self,
+        *,
+        state: str | None,
+        dag_id: str | Sequence[str] | None,
+        live: bool | None,
+        limit: int,
+        identity: Mapping[str, str | int] | None = None,
     ) -> list[tuple[JobRow, IncarnationRow]]:
-        """Jobs with their current incarnations, newest first."""
+        """Jobs with their current incarnations, newest first; of one DAG or of several.
+
+        ``identity``: what else they share, of namespace, run_id, task_id and map_index.
+        """
         query = (
             sa.select(JobRow, IncarnationRow)
             .join(
@@ -87,10 +99,19 @@ class Reader:
         )
         if state is not None:
             query = query.where(IncarnationRow.state == state)
-        if dag_id is not None:
-            query = query.where(JobRow.dag_id == dag_id)
+        dag_ids = [dag_id] if isinstance(dag_id, str) else dag_id
+        if dag_ids is not None:
+            query = query.where(JobRow.dag_id.in_(dag_ids))
         if live is not None:
             query = query.where(IncarnationRow.terminal.is_(not live))
+        shared = dict(identity or {})
+        if dag_ids is not None and len(dag_ids) == 1 and shared.keys() >= {"namespace", "task_id", "map_index"}:
+            whole = JobIdentity.model_validate({"run_id": "any", **shared, "dag_id": dag_ids[0]})
+            query = query.where(JobRow.recurring_key == whole.recurring_key)  # by its index: a DAG may map thousands
+            shared = {part: value for part, value in shared.items() if part == "run_id"}
+        for part, value in shared.items():
+            known: Any = JobRow.identity[part]
+            query = query.where((known.as_integer() if part == "map_index" else known.as_string()) == value)
         return [(job, row) for job, row in self.session.execute(query)]
 
     def undrained(self) -> list[tuple[JobRow, IncarnationRow]]:

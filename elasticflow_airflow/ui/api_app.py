@@ -7,7 +7,9 @@ about one job carry its DAG in the path, where Airflow's own check looks for it,
 # No `from __future__ import annotations`: FastAPI would take the dependencies for query parameters.
 
 import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
+from urllib.parse import quote
 
 from airflow.api_fastapi.app import get_auth_manager
 from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessEntity, DagDetails
@@ -42,6 +44,7 @@ from elasticflow_airflow.wire import AmendAnswer, AmendRequest, Event, JobStatus
 _NOW_S, _HISTORY_S, _FORECAST_S = 1.0, 5.0, 20.0
 _RECENT = 300
 _LOOKED_INTO, _LATEST_S = 20, 30.0
+_ADDRESS_AT_MOST = 4000
 _EVENTS_AT_MOST = 5000
 _EVENT_PAGE = 1000
 _LONGEST_S = 31 * 86400.0
@@ -238,21 +241,27 @@ def _add_cluster(app: FastAPI, source: Source) -> None:
         dag_id: Annotated[str | None, Query(max_length=250)] = None,
         run_id: Annotated[str | None, Query(max_length=250)] = None,
         task_id: Annotated[str | None, Query(max_length=250)] = None,
-        map_index: Annotated[int | None, Query(ge=-1)] = None,
+        map_index: Annotated[int | None, Query(ge=-1, lt=1 << 31)] = None,
         live: bool | None = None,
         limit: Annotated[int, Query(ge=1, le=1000)] = 300,
     ) -> JobList:
         now = source.share(questions.cluster(), _NOW_S)
         sight = _sight(source, user)
-        found = source.share(calls.list_jobs(None, dag_id, live, limit), _NOW_S)
-        wanted = [
-            job
-            for job in found
-            if sight.sees(job.identity)
-            and run_id in (None, job.identity.run_id)
-            and task_id in (None, job.identity.task_id)
-            and map_index in (None, job.identity.map_index)
-        ]
+
+        def newest(dag_ids: Sequence[str] | None) -> list[JobStatus]:
+            call = calls.list_jobs(
+                None,
+                dag_ids,
+                live,
+                limit,
+                namespace=sight.namespace,
+                run_id=run_id,
+                task_id=task_id,
+                map_index=map_index,
+            )
+            return source.share(call, _NOW_S)
+
+        wanted = _newest_seen(sight, dag_id, limit, newest)
         answer = JobList(
             at=now.at,
             jobs=wanted,
@@ -261,6 +270,37 @@ def _add_cluster(app: FastAPI, source: Source) -> None:
             may_edit=_editable(user),
         )
         return JobList.model_validate(sight.plain(answer.model_dump(mode="json")))
+
+
+def _newest_seen(
+    sight: Sight, dag_id: str | None, limit: int, newest: Callable[[Sequence[str] | None], list[JobStatus]]
+) -> list[JobStatus]:
+    """The newest jobs that may be seen. ``newest`` asks for those of some DAGs, at most ``limit``; None: of all."""
+    if dag_id is not None and dag_id not in sight.readable:
+        return []
+    found = newest(None if dag_id is None else [dag_id])
+    seen = [job for job in found if sight.sees(job.identity)]
+    if len(seen) == len(found) or len(found) < limit:
+        return seen
+    # What may not be seen stands before what may: the service is asked for the user's own DAGs.
+    found = [job for dag_ids in _portions(sorted(sight.readable)) for job in newest(dag_ids)]
+    found.sort(key=lambda job: (-job.submitted_at, job.job_id))
+    return [job for job in found if sight.sees(job.identity)][:limit]
+
+
+def _portions(dag_ids: list[str]) -> Iterator[list[str]]:
+    """DAGs in portions, each of which fits into an address that proxies let pass."""
+    portion: list[str] = []
+    length = 0
+    for dag_id in dag_ids:
+        here = len("&dag_id=") + len(quote(dag_id, safe=""))
+        if portion and length + here > _ADDRESS_AT_MOST:
+            yield portion
+            portion, length = [], 0
+        portion.append(dag_id)
+        length += here
+    if portion:
+        yield portion
 
 
 def _latest(source: Source, jobs: list[JobStatus]) -> dict[str, float]:

@@ -23,14 +23,14 @@ Where it differs, and why:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.decisions import Decision, Resize
 from elasticflow_airflow.scheduler_core.placement import Layout, level_of
 from elasticflow_airflow.scheduler_core.policies.gang import Claim, GangPolicy, Scene, Wanted
-from elasticflow_airflow.scheduler_core.policies.live import GangJob, JobView
+from elasticflow_airflow.scheduler_core.policies.live import GangJob, JobView, SharingJob
 from elasticflow_airflow.scheduler_core.policies.seating import Room, seat
 from elasticflow_airflow.scheduler_core.values import Node
 
@@ -42,21 +42,10 @@ LEAST_PART = 0.1
 _GUARANTEED = "guaranteed"
 
 
-@dataclass(slots=True)
-class GuestJob(GangJob):
-    """A live job that may run beside others, at a part of its speed."""
-
-    part: float = 1.0
-
-    def sizes(self, largest: int, config: SchedulerConfig) -> dict[int, float]:
-        """Measured sizes at the part of the speed that there is."""
-        return {size: speed * self.part for size, speed in GangJob.sizes(self, largest, config).items()}
-
-
 class AntMan(GangPolicy):
     """Guaranteed and opportunistic jobs. Deterministic."""
 
-    job_type = GuestJob
+    job_type = SharingJob
 
     def __init__(
         self,
@@ -194,7 +183,7 @@ class AntMan(GangPolicy):
     def _rate_guests(self, held: dict[str, int], seats: dict[str, int]) -> None:
         """From now on each guest makes the part of its steps that its new hosts leave; what it made is settled."""
         for job in self.jobs.values():
-            if isinstance(job, GuestJob) and self._may_be_guest(job):
+            if isinstance(job, SharingJob) and self._may_be_guest(job):
                 mask = seats.get(job.job_id, 0)
                 part = self._part(job, mask, held) if mask else 1.0
                 if part != job.part:

@@ -14,7 +14,7 @@ from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.cluster import neighbours, nodes_avoiding
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.placement import Layout
-from elasticflow_airflow.scheduler_core.policies.live import GangJob, JobView
+from elasticflow_airflow.scheduler_core.policies.live import GangJob, JobView, SharingJob
 from elasticflow_airflow.scheduler_core.values import (
     Job,
     JobState,
@@ -118,9 +118,14 @@ class Books:
         job.changed()
 
     def _know(self, job: GangJob, size: int, steps_per_s: float, weight: float = 1.0) -> None:
-        """Move the curve towards a speed seen at one size: all of it in proportion when it is not the first there."""
+        """Move the curve towards a speed seen at one size: all of it in proportion when it is not the first there.
+
+        What is seen beside others on a slot is a part of it.
+        """
         if size < 1 or size & (size - 1):
             return
+        if isinstance(job, SharingJob):
+            steps_per_s /= job.part
         speeds = dict(job.job.curve.steps_per_s) if job.job.curve is not None else {}
         known = speeds.get(size)
         if known is None or weight == 1.0:

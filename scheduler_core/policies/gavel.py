@@ -16,7 +16,12 @@ Where it differs, and why:
   the refinement of max-min), so that no share lies idle.
 - A gang never stands on two types, and a move from one to another costs its pause.
 - Gangs are capped at the knee of their curve by default; ``gavel+plain`` holds what was asked for.
-- Idle slots may be used within a round by whoever waits. Space sharing (section 3.1) needs two jobs on one slot.
+- Idle slots may be used within a round by whoever waits.
+- No space sharing (section 3.1): in the paper pairs of jobs that share a GPU are further columns of the program, in
+  which a job's time over all its columns may not pass 1, and rounds place pairs as they place jobs. It is not built. It
+  could be simulated, since the simulator seats two jobs on a slot and pairs were measured (see ``gandiva`` and
+  ``antman``), but on K80, P100 and V100 only: no trace with deadlines has its curves there. In the service a slot has
+  one worker.
 """
 
 from __future__ import annotations

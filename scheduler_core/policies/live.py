@@ -64,6 +64,17 @@ class GangJob(LiveJob):
         return replace(LiveJob.state(self, layout), memory=memory)
 
 
+@dataclass(slots=True)
+class SharingJob(GangJob):
+    """A live job that may run beside others, at a part of its speed."""
+
+    part: float = 1.0
+
+    def sizes(self, largest: int, config: SchedulerConfig) -> dict[int, float]:
+        """Measured sizes at the part of the speed that there is."""
+        return {size: speed * self.part for size, speed in GangJob.sizes(self, largest, config).items()}
+
+
 class JobView:
     """One live job at one moment, as a policy looks at it: sizes, speeds, what is left. Times in seconds."""
 

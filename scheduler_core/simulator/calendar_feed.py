@@ -20,6 +20,8 @@ from elasticflow_airflow.scheduler_core.values import Job
 
 _KEPT = 30
 """How many past runs of a task are remembered."""
+_SAME_S = 60.0
+"""Due times of a task that are closer than this are one: cron knows no shorter period."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,8 @@ class Timetable:
 def timetables(rows: Iterable[TraceJob]) -> dict[str, Timetable]:
     """The timetables of a trace's expected tasks: the smallest distance of two due times is the period.
 
-    A task with one due time has no period and is left out: nothing can be expected of it.
+    A task with one due time has no period and is left out: nothing can be expected of it. Due times within a minute are
+    one, so that no slip of the clock makes a task of every second.
     """
     dues: dict[str, set[float]] = defaultdict(set)
     last = 0.0
@@ -53,7 +56,10 @@ def timetables(rows: Iterable[TraceJob]) -> dict[str, Timetable]:
             dues[row.task].add(row.due_s)
     found = {}
     for task, times in dues.items():
-        ordered = sorted(times)
+        ordered: list[float] = []
+        for due in sorted(times):
+            if not ordered or due - ordered[-1] >= _SAME_S:
+                ordered.append(due)
         if len(ordered) > 1:
             found[task] = Timetable(ordered[0], min(b - a for a, b in pairwise(ordered)), last)
     return found

@@ -44,6 +44,9 @@ class Troubles:
     """Mean length of a slow spell (exponential)."""
     straggler_factor: tuple[float, float] = (0.4, 0.8)
     """A slow slot lets a gang make this part of its steps, uniform between the two."""
+    straggler_named_s: float | None = None
+    """A gang of several that has trained so long with a slow slot is told which it is, and is better off without; None:
+    never, then only reported speeds tell."""
 
     def __post_init__(self) -> None:
         for name in ("mtbf_h", "drain_every_h", "straggler_every_h"):
@@ -56,9 +59,41 @@ class Troubles:
                 raise InputError(f"{name} is {value!r}; it must be a number of hours above 0")
         if not 0.0 <= self.drain_notice_h < math.inf:
             raise InputError(f"drain_notice_h is {self.drain_notice_h!r}; it must be a number of at least 0")
+        named_s = self.straggler_named_s
+        if named_s is not None and not 0.0 <= named_s < math.inf:
+            raise InputError(
+                f"straggler_named_s is {named_s!r}; it must be a number of at least 0 (leave it out for never)"
+            )
         low, high = self.straggler_factor
         if not 0.0 < low <= high <= 1.0:
             raise InputError(f"straggler_factor is {self.straggler_factor!r}; it must rise, above 0 and at most 1")
+
+    def sentences(self) -> list[str]:
+        """What is not as in an ideal world, each in a few words, for people."""
+        said = []
+        if self.mtbf_h is not None:
+            said.append(f"a node fails every {self.mtbf_h:g} h")
+        if self.drain_every_h is not None:
+            said.append(f"maintenance of a node every {self.drain_every_h:g} h, known {self.drain_notice_h:g} h before")
+        if self.straggler_every_h is not None:
+            said.append(f"a slot is slow every {self.straggler_every_h:g} h, for {self.straggler_h:g} h")
+        return said
+
+    def facts(self) -> dict[str, float | int | str | None]:
+        """What a reader must know to draw the same again, by option; None where it plays no part."""
+        low, high = self.straggler_factor
+        fails, drained, slow = (n is not None for n in (self.mtbf_h, self.drain_every_h, self.straggler_every_h))
+        return {
+            "mtbf_h": self.mtbf_h,
+            "repair_h": self.repair_h if fails else None,
+            "drain_every_h": self.drain_every_h,
+            "drain_notice_h": self.drain_notice_h if drained else None,
+            "drain_away_h": self.drain_away_h if drained else None,
+            "straggler_every_h": self.straggler_every_h,
+            "straggler_h": self.straggler_h if slow else None,
+            "straggler_factor": f"{low:g} to {high:g}" if slow else None,
+            "straggler_named_s": self.straggler_named_s if slow else None,
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from elasticflow_airflow.scheduler_core.config import Objective, SchedulerConfig
+from elasticflow_airflow.scheduler_core.policies.port import Policy
 from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES, make_policy
+from elasticflow_airflow.scheduler_core.scheduler import Scheduler
+from elasticflow_airflow.scheduler_core.simulator.calendar_feed import CalendarFeed, timetables
 from elasticflow_airflow.scheduler_core.simulator.curves import Curves
 from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles, disturbances
 from elasticflow_airflow.scheduler_core.simulator.outcome import Result
@@ -21,6 +24,8 @@ from elasticflow_airflow.scheduler_core.values import Node, OnReject
 
 OBJECTIVES = tuple(Objective)
 ON_REJECT = (OnReject.FAIL, OnReject.WAIT, OnReject.LATE)
+CALENDAR = {"calendar": True, "no-calendar": False}
+"""Whether one contender is told of expected runs, where it is not to be as the setting says."""
 OURS = "elasticflow"
 """The policy that has objectives, as its variants do."""
 REPORT_AFTER_S = 60.0
@@ -29,11 +34,12 @@ REPORT_AFTER_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """A policy as it takes part. ``on_reject`` None: as the conditions say."""
+    """A policy as it takes part. ``on_reject`` None: as the conditions say; ``calendar`` None: as the setting says."""
 
     policy: str
     objective: Objective = Objective.FIRST_COME
     on_reject: OnReject | None = None
+    calendar: bool | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in POLICY_NAMES:
@@ -41,7 +47,7 @@ class Contender:
 
     @classmethod
     def parse(cls, text: str) -> Contender:
-        """Read ``POLICY[:OBJECTIVE][:fail|wait|late]``, such as ``elasticflow:value:wait``.
+        """Read ``POLICY[:OBJECTIVE][:fail|wait|late][:calendar|no-calendar]``, such as ``elasticflow:value:wait``.
 
         Raises:
             InputError: a part is unknown.
@@ -53,8 +59,10 @@ class Contender:
                 contender = replace(contender, objective=Objective(choice))
             elif choice in ON_REJECT:
                 contender = replace(contender, on_reject=OnReject(choice))
+            elif choice in CALENDAR:
+                contender = replace(contender, calendar=CALENDAR[choice])
             else:
-                known = ", ".join([*OBJECTIVES, *ON_REJECT])
+                known = ", ".join([*OBJECTIVES, *ON_REJECT, *CALENDAR])
                 raise InputError(f"{text!r}: {choice!r} is no choice of a policy; there are {known}")
         return contender
 
@@ -64,6 +72,11 @@ class Contender:
         return self.policy.split("+")[0] == OURS
 
     @property
+    def knows_calendar(self) -> bool:
+        """Whether it can be told of expected runs: one scheduler a type of GPU cannot, nor can other policies."""
+        return self.policy == OURS
+
+    @property
     def label(self) -> str:
         """What :meth:`parse` reads, short: what is as usual is left out."""
         parts = [self.policy]
@@ -71,6 +84,7 @@ class Contender:
             parts.append(str(self.objective))
         if self.on_reject is not None:
             parts.append(str(self.on_reject))
+        parts += [word for word, told in CALENDAR.items() if told is self.calendar]
         return ":".join(parts)
 
 
@@ -83,6 +97,13 @@ class Setting:
     nodes: tuple[Node, ...]
     conditions: Conditions
     troubles: Troubles = field(default_factory=Troubles)
+    calendar: bool = True
+    """Whether our scheduler is told of the runs that the trace says are expected, as far as they are known by then."""
+
+    @property
+    def recurring(self) -> int:
+        """How many tasks the calendar knows; 0 where it is not to know any."""
+        return len(timetables(self.trace.jobs)) if self.calendar else 0
 
     @property
     def horizon_s(self) -> tuple[float, float]:
@@ -109,7 +130,8 @@ class Setting:
             "startup_s": conditions.pause_s if conditions.startup_s is None else conditions.startup_s,
             "on_reject": str(conditions.on_reject),
             "throughput_error": conditions.throughput_error,
-            "mtbf_h": self.troubles.mtbf_h,
+            **self.troubles.facts(),
+            "calendar": int(self.recurring > 0),
             "seed": conditions.seed,
         }
 
@@ -163,15 +185,25 @@ def play(
     exact = setting.conditions.throughput_error == 0.0 and not trouble
     simulation = Simulation(
         name=contender.label,
-        policy=make_policy(contender.policy, setting.nodes, config_for(setting, contender, config)),
+        policy=policy_for(setting, contender, config),
         nodes=setting.nodes,
         jobs=setting.jobs(contender),
         disturbances=trouble,
         report_after_s=None if exact else REPORT_AFTER_S,
+        straggler_after_s=setting.troubles.straggler_named_s,
         on_change=note,
         on_progress=on_progress,
     )
     return Played(contender, simulation.run(), tuple(changes))
+
+
+def policy_for(setting: Setting, contender: Contender, base: SchedulerConfig | None = None) -> Policy:
+    """A fresh policy; our scheduler behind the calendar of the trace's recurring tasks, where it has one."""
+    policy = make_policy(contender.policy, setting.nodes, config_for(setting, contender, base))
+    told = setting.calendar if contender.calendar is None else contender.calendar
+    if told and isinstance(policy, Scheduler) and timetables(setting.trace.jobs):
+        return CalendarFeed.of(policy, setting.trace.jobs)
+    return policy
 
 
 def config_for(setting: Setting, contender: Contender, base: SchedulerConfig | None = None) -> SchedulerConfig:

@@ -309,8 +309,7 @@ def _title(axes: Axes, text: str, setting: Setting, note: str = "", *, sized: bo
     facts.append(f"pause {conditions.pause_s:g} s")
     if conditions.throughput_error:
         facts.append(f"speed error {conditions.throughput_error:g}")
-    if setting.troubles.mtbf_h:
-        facts.append(f"a node fails every {setting.troubles.mtbf_h:g} h")
+    facts += setting.troubles.sentences()
     if note:
         facts.append(note)
     axes.annotate(

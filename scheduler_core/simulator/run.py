@@ -122,7 +122,10 @@ class Simulation:
     straggler_avoid_s: float = 3600.0
     leftover: Callable[[str, str], float] | None = None
     """Part of its speed that a job keeps beside another one on the same slot: of the holder's workload and its own.
-    None: no slot is shared, whatever a policy says."""
+    None: no slot is shared in this way, whatever a policy says."""
+    packed: Callable[[str, str], float] | None = None
+    """Part of its speed that a job keeps beside another one on the same slot where neither is held back for the other:
+    of its own workload and the other's. None: as ``leftover`` says."""
     on_change: Callable[[Change], None] | None = None
     on_progress: Callable[[int, float], None] | None = None
     """Called now and then with the number of jobs that are over and the virtual time."""
@@ -279,7 +282,7 @@ class Simulation:
                 case de.Resize():
                     run.settle(now)
                     run.batch = decision.batch_size
-                    if self.leftover is not None:
+                    if self.leftover is not None or self.packed is not None:
                         run.beside = decision.beside
                     wanted[decision.job_id] = decision.placement.slots
                 case de.Suspend():
@@ -309,8 +312,10 @@ class Simulation:
                     if other != run.record.job_id:
                         raise SimulationError(f"{self.name} gives {slot} to {run.record.job_id!r} beside {other!r}")
             self._hold(run, slots if not run.gone else (), now)
-        if self._guests:
-            self._slow_guests(now)
+        if self.packed is not None:
+            self._rate({*self._owner.values(), *self._guests.values()}, now)
+        elif self._guests:
+            self._rate(set(self._guests.values()), now)
 
     def _let_go(self, run: _Run, slots: Iterable[Slot]) -> None:
         for slot in slots:
@@ -318,9 +323,9 @@ class Simulation:
                 if taken.get(slot) == run.record.job_id:
                     del taken[slot]
 
-    def _slow_guests(self, now: float) -> None:
-        """Hosts may have come or gone: guests go on at what is left now."""
-        for job_id in sorted(set(self._guests.values())):
+    def _rate(self, job_ids: set[str], now: float) -> None:
+        """Others on their slots may have come or gone: jobs go on at what is left now."""
+        for job_id in sorted(job_ids):
             run = self._runs[job_id]
             if run.slots and abs(self._speed(run) - run.speed) > 1e-12:
                 run.settle(now)
@@ -394,6 +399,10 @@ class Simulation:
             speed *= min(
                 (self.leftover(self._runs[h].simulated.job.workload, mine) for h in sorted(hosts)), default=1.0
             )
+        if self.packed is not None:
+            here = {taken[slot] for slot in run.slots for taken in (self._owner, self._guests) if slot in taken}
+            others = [self._runs[job_id].simulated.job.workload for job_id in sorted(here - {run.record.job_id})]
+            speed *= min((self.packed(run.simulated.job.workload, other) for other in others), default=1.0)
         return speed
 
     def _go_on(self, run: _Run, now: float) -> None:

@@ -192,6 +192,19 @@ def _job(row: list[str], width: int, columns: Mapping[str, int], path: Path, lin
             path,
             line,
         )
+    task, expected = text("task"), bool(whole("expected", 0.0, 0))
+    due = number("due_s") if text("due_s") else None
+    if expected and not task:
+        raise InputError(
+            "expected is 1, but there is no task that it is a run of; name it in the column task", path, line
+        )
+    if expected and due is not None and due > submitted:
+        raise InputError(
+            f"due_s is {due:g}, after the submission at {submitted:g}; a run that is expected is submitted when it is"
+            " due, or later",
+            path,
+            line,
+        )
     return TraceJob(
         job_id=text("job_id"),
         submitted_s=submitted,
@@ -202,8 +215,8 @@ def _job(row: list[str], width: int, columns: Mapping[str, int], path: Path, lin
         workers=whole("workers", 1.0, 1),
         duration_s=number("duration_s") if text("duration_s") else None,
         value=value,
-        task=text("task"),
-        expected=bool(whole("expected", 0.0, 0)),
-        due_s=number("due_s") if text("due_s") else None,
+        task=task,
+        expected=expected,
+        due_s=due,
         line=line,
     )

@@ -34,7 +34,7 @@ def make(**arguments):
         ({**GOOD, "global_batch_size": None}, "global_batch_size=None"),
         ({**GOOD, "min_workers": 3}, "min_workers=3 must be a power of two"),
         ({**GOOD, "max_workers": 6}, "max_workers=6 must be a power of two"),
-        ({**GOOD, "min_workers": 4, "max_workers": 2}, "max_workers=2 is less than min_workers=4"),
+        ({**GOOD, "min_workers": 4, "max_workers": 2}, "max_workers=2 is less than min_workers=4: give at least 4"),
         ({**GOOD, "max_workers": 16}, "max_workers=16 is more than global_batch_size=8"),
         ({**GOOD, "global_batch_size": 12, "min_workers": 8}, "at most 4 workers, or consistency="),
         ({**GOOD, "consistency": "sloppy"}, "consistency='sloppy' is none of 'consistent', 'fast'"),
@@ -158,6 +158,19 @@ def test_missing_xcom_is_named():
         rendered_texts("script_args", ["--n", "None"], ["--n", "{{ ti.xcom_pull('x') }}"])
     assert rendered_texts("script_args", ["--n", 3], ["--n", 3]) == ("--n", "3")
     present("init_from", None, None)
+
+
+def test_the_text_none_that_an_author_wrote_is_taken():
+    assert rendered_texts("script_args", ["--cap", "None"], ["--cap", "None"]) == ("--cap", "None")
+    present("env['CAP']", "None", "None")
+    from airflow.providers.standard.operators.empty import EmptyOperator
+    from airflow.sdk import DAG
+
+    with DAG("d", schedule=None):
+        upstream = EmptyOperator(task_id="extract")
+    assert rendered_texts("script_args", ["--cap", "None"], upstream.output) == ("--cap", "None")
+    with pytest.raises(ArgumentError, match=r"script_args\[1\] rendered to 'None': the upstream task 'extract'"):
+        rendered_texts("script_args", ["--cap", None], upstream.output)
 
 
 @pytest.mark.parametrize("value", ["12.5", "", "-1", "many", 0, True])

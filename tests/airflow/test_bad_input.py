@@ -13,8 +13,10 @@ import httpx
 import pytest
 from airflow.sdk import DAG
 from starlette.testclient import TestClient
+from support.quiet_service import QuietService
 
 from elasticflow_airflow.client import ElasticFlowClient
+from elasticflow_airflow.client.errors import raise_for_answer
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.operators import ElasticTrainOperator
 from elasticflow_airflow.service.api import TokenGuard
@@ -92,9 +94,7 @@ def something_else_on_that_port(connect, **_):
     connect(lambda _: httpx.Response(200, html="<html>a wiki</html>")).health()
 
 
-def a_job_id_of_another_dag(**_):
-    from elasticflow_airflow.service.refusal import wrong_job_id
-
+def a_job_id_of_another_dag(tmp_path, dry_run=False, **_):
     mine, other = (JobIdentity(dag_id=dag, run_id="r", task_id="train") for dag in ("mine", "other"))
     submission = JobSubmission(
         identity=mine,
@@ -103,7 +103,18 @@ def a_job_id_of_another_dag(**_):
         global_batch_size=1,
         best_effort=True,
     )
-    raise wrong_job_id(other.job_id, submission.identity.job_id)
+    service = QuietService(tmp_path)
+    try:
+        # By hand, as with curl: the clients make the id from the identity.
+        address = f"http://gpu-host/v1/jobs/{other.job_id}?dry_run={str(dry_run).lower()}"
+        answer = service(httpx.Request("PUT", address, json=submission.model_dump(mode="json")))
+    finally:
+        service.close()
+    raise_for_answer(answer, "http://gpu-host")
+
+
+def a_dry_run_for_a_job_id_of_another_dag(tmp_path, **_):
+    a_job_id_of_another_dag(tmp_path, dry_run=True)
 
 
 def a_checkpoint_folder_that_cannot_be_written(tmp_path, monkeypatch, **_):
@@ -151,6 +162,7 @@ TABLE = {
     a_service_of_another_version: ["elasticflow_conn_id='gpu'", "9.1", "install the same version"],
     something_else_on_that_port: ["elasticflow_conn_id='gpu'", "install the same version"],
     a_job_id_of_another_dag: ["'mine-train-", "not 'other-train-", "send it to the id"],
+    a_dry_run_for_a_job_id_of_another_dag: ["'mine-train-", "not 'other-train-", "send it to the id"],
     a_checkpoint_folder_that_cannot_be_written: ["ELASTICFLOW_CHECKPOINT_DIR='", "Choose another folder"],
     a_state_directory_that_cannot_be_used: ["/file/state", "choose another: [elasticflow] state_dir"],
     a_state_directory_that_a_service_cannot_use: ["/file/state", "ELASTICFLOW_STATE_DIR"],

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pendulum
 import pytest
 from airflow.sdk import DAG, task
+from airflow.sdk.exceptions import AirflowNotFoundException
 
 from elasticflow_airflow import calendar_feed
-from elasticflow_airflow.calendar_feed import ElasticTaskOfDag, TaskDue, elastic_tasks, feed_services, find_due_runs
+from elasticflow_airflow.calendar_feed import (
+    ElasticTaskOfDag,
+    Found,
+    TaskDue,
+    elastic_tasks,
+    feed_services,
+    find_due_runs,
+)
+from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, ServiceUnavailable
 from elasticflow_airflow.feed_command import feed
-from elasticflow_airflow.insight import CalendarAnswer
+from elasticflow_airflow.insight import CalendarAnswer, CalendarRequest, DueRuns
 from elasticflow_airflow.operators import ElasticTrainOperator
 
 START = pendulum.datetime(2026, 1, 1, tz="UTC")
@@ -73,10 +83,68 @@ def test_each_service_is_told_of_its_own_tasks_in_pieces():
         assert request.tasks[0].due_at == [due[0].timestamp()]
         return CalendarAnswer(taken=len(request.tasks), unknown=[request.tasks[-1].task_id])
 
-    answers = feed_services([one("a", "x"), one("b", "y", tuple(range(1500))), one("c", "x")], post)
+    told = feed_services(found_as(one("a", "x"), one("b", "y", tuple(range(1500))), one("c", "x")), post, whole=False)
     assert sent == [("x", 2), *[("y", 250)] * 6]
+    answers = told.answers
     assert (answers["x"].taken, answers["x"].unknown) == (2, ["c"])
     assert (answers["y"].taken, answers["y"].unknown) == (1500, ["b"] * 6)
+
+
+def found_as(*tasks, **more):
+    return Found(read_at=READ_AT, tasks=list(tasks), **more)
+
+
+READ_AT = pendulum.datetime(2026, 11, 20, 6)
+
+
+def test_a_service_that_is_away_keeps_no_other_from_being_told():
+    tasks = [
+        TaskDue(dag_id="d", task_id=name, conn_id=name, map_indexes=(-1,), due=(READ_AT.add(hours=1),))
+        for name in ("a", "b", "c", "d")
+    ]
+    wrong = {"a": ServiceUnavailable("nobody answers"), "c": AirflowNotFoundException("no such connection")}
+
+    def post(conn_id, make):
+        if conn_id in wrong:
+            raise wrong[conn_id]
+        return CalendarAnswer(taken=len(make("default").tasks), unknown=[])
+
+    told = feed_services(found_as(*tasks), post, whole=True)
+    assert told.errors == wrong
+    assert set(told.answers) == {"b", "d"}
+
+
+def test_each_service_hears_what_there_is_besides_and_nobody_of_a_part():
+    due = (READ_AT.add(hours=1),)
+    found = found_as(
+        TaskDue(dag_id="d", task_id="one", conn_id="x", map_indexes=(-1,), due=due),
+        TaskDue(dag_id="d", task_id="many", conn_id="x", map_indexes=(0, 1), due=due),
+        TaskDue(dag_id="d", task_id="countless", conn_id="x", map_indexes=tuple(range(1000)), due=due),
+        TaskDue(dag_id="d", task_id="elsewhere", conn_id="y", map_indexes=(-1,), due=due),
+        unsure=[("d", "templated")],
+        former={"z"},
+    )
+    sent = {}
+
+    def post(conn_id, make):
+        request = make(f"ns-{conn_id}")
+        if request.whole is not None:
+            named = {f"{task.dag_id}.{task.task_id}": task.map_indexes for task in request.whole.tasks}
+            assert request.whole.read_at == READ_AT.timestamp()
+            sent[conn_id] = (request.whole.namespace, named)
+        return CalendarAnswer(taken=len(request.tasks), unknown=[], forgotten=["d.old"] if request.whole else [])
+
+    told = feed_services(found, post, whole=True)
+    everywhere = {"d.countless": None, "d.elsewhere": None, "d.many": None, "d.one": None, "d.templated": None}
+    assert sent == {
+        "x": ("ns-x", {**everywhere, "d.one": [-1], "d.many": [0, 1]}),
+        "y": ("ns-y", {**everywhere, "d.elsewhere": [-1]}),
+        "z": ("ns-z", everywhere),
+    }
+    assert [answer.forgotten for answer in told.answers.values()] == [["d.old"]] * 3
+    sent.clear()
+    assert set(feed_services(found, post, whole=False).answers) == {"x", "y"}
+    assert sent == {}
 
 
 @pytest.fixture
@@ -158,6 +226,7 @@ def test_what_is_due_of_every_kind_of_dag(store):
         "delta": ["20 09:00", "21 05:00", "22 01:00"],
         "late": ["21 05:00", "22 05:00"],
     }
+    assert answer.unsure == [("feed_template", "train")]
     assert [problem.split(":")[0] for problem in answer.problems] == [
         "DAG 'feed_missing' is not there",
         "task feed_template.train",
@@ -237,7 +306,92 @@ def test_a_service_that_is_away_ends_the_command_with_a_status(store, monkeypatc
     with pytest.raises(SystemExit) as ended:
         feed(SimpleNamespace(hours=48.0, dag_id="feed_away", dry_run=False))
     assert ended.value.code == 1
-    assert "the service was not told:" in capsys.readouterr().out
+    assert "elasticflow_default: the service was not told:" in capsys.readouterr().out
+
+
+def test_the_command_tells_the_others_when_a_service_is_away(store, monkeypatch, capsys):
+    with DAG("feed_both", schedule="0 5 * * *", start_date=START) as dag:
+        train("first", elasticflow_conn_id="a_is_away")
+        train("second", elasticflow_conn_id="b_is_there")
+    store(dag)
+
+    def post(conn_id, make):
+        if conn_id != "b_is_there":
+            raise ServiceUnavailable("nobody answers", "start it")
+        return CalendarAnswer(taken=len(make("default").tasks), unknown=[])
+
+    monkeypatch.setattr("elasticflow_airflow.feed_command.post_to_service", post)
+    with pytest.raises(SystemExit) as ended:
+        feed(SimpleNamespace(hours=48.0, dag_id="feed_both", dry_run=False))
+    assert ended.value.code == 1
+    said = capsys.readouterr().out
+    assert "a_is_away: the service was not told: nobody answers (start it)" in said
+    assert "b_is_there: 1 tasks told" in said
+    monkeypatch.setattr(calendar_feed, "post_to_service", post)
+    with pytest.raises(ElasticFlowError, match="not every service was told: a_is_away: nobody answers"):
+        calendar_feed.feed_calendar()
+    store(dag, is_stale=True)
+
+
+def expected_in_two_days(client):
+    items = client.forecast(48.0).items
+    return {f"{item.namespace}: {item.task}" for item in items if item.kind == "expected"}
+
+
+def test_the_real_service_forgets_what_is_no_more(store, embedded_service, monkeypatch, capsys):
+    """A DAG that is deleted, one that loses a task, one that is paused; and another Airflow's."""
+    monkeypatch.setenv("AIRFLOW__CORE__MIN_SERIALIZED_DAG_UPDATE_INTERVAL", "0")
+    monkeypatch.setenv("_AIRFLOW_PROCESS_CONTEXT", "server")
+
+    def put(dag_id, *task_ids, conn_id="elasticflow_default", **changes):
+        with DAG(dag_id, schedule="0 5 * * *", start_date=START) as dag:
+            for task_id in task_ids:
+                train(task_id, elasticflow_conn_id=conn_id)
+        store(dag, **changes)
+
+    def tell(dag_id=None):
+        feed(SimpleNamespace(hours=48.0, dag_id=dag_id, dry_run=False))
+        return capsys.readouterr().out
+
+    put("feed_deleted", "train")
+    put("feed_changed", "train", "old")
+    put("feed_pausing", "train")
+    tell()
+    with ElasticFlowClient(embedded_service) as client:
+        theirs = DueRuns(namespace="theirs", dag_id="d", task_id="t", due_at=[time.time() + 3600.0])
+        client.feed_calendar(CalendarRequest(tasks=[theirs]))
+        before = expected_in_two_days(client)
+        ours = {f"default: feed_{name}" for name in ("deleted.train", "changed.train", "changed.old", "pausing.train")}
+        assert before >= {*ours, "theirs: d.t"}
+        put("feed_deleted", "train", is_stale=True)
+        put("feed_changed", "train")
+        put("feed_pausing", "train", is_paused=True)
+        said = tell("feed_changed")
+        assert "are no more" not in said
+        assert expected_in_two_days(client) == before
+        said = tell()
+        assert "nothing is kept free any more for feed_changed.old, feed_deleted.train: they are no more" in said
+        gone = {f"default: feed_{name}" for name in ("deleted.train", "changed.old", "pausing.train")}
+        assert expected_in_two_days(client) == before - gone
+
+
+def test_a_service_that_only_deleted_dags_name_is_told_if_it_is_there(store, monkeypatch, capsys):
+    with DAG("feed_former", schedule="@daily", start_date=START) as dag:
+        train(elasticflow_conn_id="former")
+    store(dag, is_stale=True)
+    told = []
+
+    def post(conn_id, make):
+        told.append(conn_id)
+        if conn_id == "former":
+            raise AirflowNotFoundException("no such connection")
+        return CalendarAnswer(taken=len(make("default").tasks), unknown=[])
+
+    monkeypatch.setattr("elasticflow_airflow.feed_command.post_to_service", post)
+    feed(SimpleNamespace(hours=48.0, dag_id=None, dry_run=False))
+    assert "former" in told
+    said = capsys.readouterr().out
+    assert "former: only DAGs that are no more name it, and it was not told: no such connection" in said
 
 
 def test_the_function_for_people_with_a_dag_of_their_own(store, monkeypatch):

@@ -72,6 +72,14 @@ def test_each_time_a_job_comes_to_be_at_risk_is_told_once(service, make_status, 
     assert "one node is slow" in heard[0]["message"]
 
 
+def test_nobody_is_told_of_a_risk_when_it_is_over(service, make_status, make_task, heard):
+    """A job that has ended may still be said to be at risk; Airflow's own alerts fire after the run has failed."""
+    service.statuses = [make_status(), success(make_status).model_copy(update={"at_risk": True, "slack_s": -300.0})]
+    task = make_task(on_at_risk=hear)
+    assert task.execute(context_of(task))["steps"] == 10
+    assert heard == []
+
+
 def test_a_callback_that_breaks_ends_no_training_and_no_other_callback(service, make_status, make_task, heard, capsys):
     service.statuses = [make_status(), make_status(at_risk=True), success(make_status)]
 

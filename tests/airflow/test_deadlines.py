@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, time, timedelta, timezone
+from datetime import UTC, datetime, time, timedelta, timezone, tzinfo
 from zoneinfo import ZoneInfo
 
 import pendulum
@@ -17,6 +17,7 @@ from elasticflow_airflow.deadlines import (
     resolve,
     show_duration,
     training_deadline,
+    written,
     zone_from,
     zone_name,
 )
@@ -70,6 +71,88 @@ def test_of_a_doubled_time_the_first_after_the_run_is_due_counts():
     ):
         # By timestamp: Python never finds a doubled wall-clock time equal to one of another zone.
         assert resolve("02:30", run_due=due, timezone=BERLIN).timestamp() == expected.timestamp()
+
+
+@pytest.mark.parametrize("given", ["2026-03-29T02:30", "2026-03-29 02:30:00", datetime(2026, 3, 29, 2, 30)])
+def test_a_skipped_moment_moves_on_like_a_skipped_time_of_day(given):
+    assert resolve(given, run_due=at("2026-03-29T00:10"), timezone=BERLIN) == at("2026-03-29T03:30")
+    assert resolve(given, run_due=at("2026-03-28T12:00"), timezone=ZoneInfo("Europe/Berlin")) == at("2026-03-29T03:30")
+
+
+@pytest.mark.parametrize("given", ["2026-10-25T02:30", "2026-10-25 02:30:00", datetime(2026, 10, 25, 2, 30)])
+def test_of_a_doubled_moment_the_first_after_the_run_is_due_counts(given):
+    first, second = at("2026-10-25T00:30", "UTC"), at("2026-10-25T01:30", "UTC")
+    for due, expected in ((at("2026-10-24T12:00"), first), (first, second), (at("2026-10-26T00:00"), second)):
+        assert resolve(given, run_due=due, timezone=BERLIN).timestamp() == expected.timestamp()
+
+
+@pytest.mark.parametrize("fold", [0, 1])
+def test_a_moment_that_says_which_it_means_is_that_one(fold):
+    zoned = datetime(2026, 10, 25, 2, 30, tzinfo=ZoneInfo("Europe/Berlin"), fold=fold)
+    expected = at(f"2026-10-25T0{fold}:30", "UTC").timestamp()
+    assert resolve(zoned, run_due=at("2026-10-26T00:00"), timezone=NEW_YORK).timestamp() == expected
+    skipped = datetime(2026, 3, 29, 2, 30, tzinfo=ZoneInfo("Europe/Berlin"), fold=fold)
+    moved = at("2026-03-29T01:30", "UTC").timestamp()
+    assert resolve(skipped, run_due=at("2026-03-29T00:10"), timezone=NEW_YORK).timestamp() == moved
+
+
+def test_the_second_of_a_doubled_moment_can_be_asked_for():
+    second = datetime(2026, 10, 25, 2, 30, fold=1)
+    found = resolve(second, run_due=at("2026-10-24T12:00"), timezone=BERLIN)
+    assert found.timestamp() == at("2026-10-25T01:30", "UTC").timestamp()
+
+
+@pytest.mark.parametrize("zone", [UTC, ZoneInfo("UTC"), pendulum.UTC, timezone(timedelta(0))])
+def test_a_time_of_day_with_a_zone_is_of_that_zone(zone):
+    given = time(7, 30, tzinfo=zone)
+    check_deadline(given, "deadline")
+    found = resolve(given, run_due=at("2026-07-01T05:00"), timezone=BERLIN)
+    assert (found.hour, found.minute, found.timezone_name) == (9, 30, "Europe/Berlin")
+    assert resolve(given, run_due=at("2026-07-01T09:30"), timezone=BERLIN) == at("2026-07-02T09:30")
+
+
+def test_a_time_of_day_of_another_zone_follows_the_clocks_there():
+    given = time(2, 30, tzinfo=ZoneInfo("America/New_York"))
+    due = at("2026-03-08T06:00", "UTC")
+    skipped = resolve(given, run_due=due, timezone=BERLIN)
+    assert skipped.timestamp() == at("2026-03-08T07:30", "UTC").timestamp()
+    assert "America/New_York" in training_deadline(given, run_due=due, timezone=BERLIN, now=due).arithmetic
+
+
+def test_times_of_day_in_two_zones_are_two_deadlines():
+    zones = (None, UTC, ZoneInfo("Europe/Berlin"), ZoneInfo("Asia/Tokyo"))
+    assert len({written(time(7, 30, tzinfo=zone)) for zone in zones}) == len(zones)
+    assert written(time(7, 30)) == "07:30:00"
+
+
+class Nowhere(tzinfo):
+    """A zone that says nothing of itself."""
+
+    def utcoffset(self, when):
+        return None
+
+    def __repr__(self):
+        return "Nowhere()"
+
+
+class Hour(Nowhere):
+    """An offset that has no name and asks for a date."""
+
+    def utcoffset(self, when):
+        return None if when is None else timedelta(hours=1)
+
+    def dst(self, when):
+        return timedelta(0)
+
+
+def test_a_datetime_may_be_in_a_zone_without_a_name():
+    given = datetime(2026, 11, 22, 6, 0, tzinfo=Hour())
+    assert resolve(given, run_due=at("2026-11-20T05:00"), timezone=BERLIN) == at("2026-11-22T06:00")
+
+
+def test_a_time_of_day_in_a_zone_that_nobody_can_read_is_refused_at_parse():
+    with pytest.raises(DeadlineError, match=r"deadline=.*Nowhere\(\).*give a ZoneInfo or UTC"):
+        check_deadline(time(7, 30, tzinfo=Nowhere()), "deadline")
 
 
 def test_a_duration_is_real_time_across_a_change_of_clocks():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from types import SimpleNamespace
 
@@ -32,10 +33,13 @@ def ask(tmp_path, embedded_service, monkeypatch, capsys):
             assert time.monotonic() < limit, "the service has not looked at its nodes"
             time.sleep(0.05)
 
+    numbers = itertools.count()
+
     def run(*texts: str, hours=1.0, **options) -> tuple[int, str]:
         files = []
-        for number, text in enumerate(texts):
-            path = tmp_path / f"dag{number}.py"
+        for text in texts:
+            # Of its own: byte code of another text of the same length and second would be taken for it.
+            path = tmp_path / f"dag{next(numbers)}.py"
             path.write_text(text)
             files.append(str(path))
         given = {"fail_on_miss": True, "only_new": False, "check": False, "conn_id": None, **options}
@@ -68,6 +72,19 @@ def test_a_miss_ends_with_status_1_and_says_what_would_do(ask):
     assert "too long even with the cluster to itself" in said
     assert ask(hopeless, fail_on_miss=False)[0] == 0
     assert ask(hopeless, fail_on_miss=False, check=True)[0] == 3
+
+
+def test_a_later_deadline_that_the_author_allows_is_no_miss(ask):
+    def late(minutes):
+        more = f"on_reject='late', latest_deadline=timedelta(minutes={minutes})"
+        return dag("late", schedule="0 * * * *", steps=32 * 1200, more=more)
+
+    status, said = ask(late(40))
+    assert status == 0, said
+    assert "all 1 will be kept; 1 by a later deadline, as they allow" in said
+    status, said = ask(late(12))
+    assert status == 1, said
+    assert "nothing up to its latest_deadline can be promised either" in said
 
 
 def test_files_are_judged_together(ask):

@@ -87,6 +87,14 @@ async def test_async_missing(monkeypatch):
     await client.aclose()
 
 
+def test_a_pod_of_the_kubernetes_executor_starts_no_service(monkeypatch):
+    """Airflow's chart tells such a pod that its executor is the local one."""
+    monkeypatch.setenv("AIRFLOW__CORE__EXECUTOR", "LocalExecutor")
+    monkeypatch.setenv("AIRFLOW_IS_K8S_EXECUTOR_POD", "True")
+    with pytest.raises(AirflowNotFoundException, match=r"\[core\] executor = 'KubernetesExecutor'"):
+        ElasticFlowHook().endpoint(start=False)
+
+
 def test_state_dir_is_configured(monkeypatch):
     monkeypatch.setenv("AIRFLOW__ELASTICFLOW__STATE_DIR", "/srv/ef")
     assert str(embedded_state_dir()) == "/srv/ef"

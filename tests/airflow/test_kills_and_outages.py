@@ -166,6 +166,21 @@ def test_a_retry_that_finds_its_job_finished_returns_it_without_deferring(servic
     assert task.execute(context_of(task, try_number=2))["steps"] == 10
 
 
+@pytest.mark.parametrize(("max_tries", "acknowledged"), [(0, 0), (1, 1)])
+def test_a_clear_after_a_success_that_was_never_acknowledged_trains_anew(
+    service, make_status, make_task, max_tries, acknowledged
+):
+    """Whoever would have acknowledged it was ended too soon, or found no service; a mere retry returns the result."""
+    service.statuses = [success(make_status)]
+    store = Store()
+    for attempt, allowed in ((1, 0), (2, max_tries)):
+        task = make_task(deferrable=False)
+        assert task.execute(context_of(task, store, try_number=attempt, max_tries=allowed))["steps"] == 10
+    said = [verb for _, verb, _ in service.calls if verb in ("submit", "acknowledge")]
+    assert said == ["submit", *["acknowledge"] * acknowledged, "submit"]
+    assert [body["claim"] for body in service.did("acknowledge")] == [1] * acknowledged
+
+
 # -- outages -----------------------------------------------------------------------------------------------------
 
 

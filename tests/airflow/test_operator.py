@@ -260,7 +260,11 @@ def test_secrets_come_from_connections_and_are_not_shown(service, make_status, m
     said = capsys.readouterr().out
     assert "submitted job" in said
     assert "hunter22" not in said
-    for reference, words in (("conn:nope.password", "'nope' is not defined"), ("conn:hub.login", "no such value")):
+    for reference, words in (
+        ("conn:nope.password", r"'nope' is not defined: define it .*AIRFLOW_CONN_NOPE\), or name another"),
+        ("conn:hub.login", "no such value: give it a login, or name the field"),
+        ("conn:hub.extra.nope", "no such value: give it a 'nope' in its extra, or name the field"),
+    ):
         task = make_task(secret_env={"A": reference})
         with pytest.raises(AirflowFailException, match=words):
             task.execute(context_of(task))

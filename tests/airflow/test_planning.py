@@ -114,6 +114,26 @@ def test_a_deadline_that_only_a_run_knows_is_unknown(made):
     assert "needs a run: it asks for ti.xcom_pull" in unknown.reason
 
 
+def test_what_an_author_chose_for_a_rejection_is_asked_about(made):
+    found = made(
+        "with daily('nightly', params={'until': '09:00'}):\n"
+        "    train('a', on_reject='best_effort')\n"
+        "    train('b', on_reject='renegotiate', latest_deadline='{{ params.until }}')\n"
+        "    train('c', on_reject='late', latest_deadline=timedelta(hours=3))\n"
+        "    train('d', on_reject='late', latest_deadline='{{ ti.xcom_pull(\"x\") }}')\n",
+        hours=24.0,
+    )
+    asked = {run.submission.identity.task_id: run.submission for run in the_runs(found)}
+    latest = {name: one.latest_deadline_at and utc(one.latest_deadline_at) for name, one in asked.items()}
+    assert {name: one.on_reject for name, one in asked.items()} == {
+        "a": "best_effort",
+        "b": "renegotiate",
+        "c": "late",
+        "d": "fail",
+    }
+    assert latest == {"a": None, "b": "21 09:00", "c": "21 08:00", "d": None}
+
+
 def test_mapped_tasks(made):
     found = made(
         "with daily('nightly'):\n"

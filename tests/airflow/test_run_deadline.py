@@ -186,14 +186,21 @@ def test_past_trainings_are_those_of_this_task_in_other_runs(service, make_statu
     from elasticflow_airflow.client import ElasticFlowClient, ServiceUnavailable
     from elasticflow_airflow.hooks import ElasticFlowHook
 
-    def job(task_id="train", run_id="run0", finished_at=5.0, **changes):
-        identity = JobIdentity(dag_id="daily", run_id=run_id, task_id=task_id)
+    def job(run_id="run0", finished_at=5.0, **changes):
+        identity = JobIdentity(dag_id="daily", run_id=run_id, task_id="train")
         return make_status(State.SUCCEEDED, identity=identity, result=JobResult(finished_at=finished_at), **changes)
 
-    jobs = [job(run_id="run1"), job(run_id="run0"), job(task_id="other"), job(run_id="run-1", finished_at=None)]
-    monkeypatch.setattr(ElasticFlowClient, "list_jobs", lambda self, **_: jobs)
+    jobs, asked = [job(run_id="run1"), job(run_id="run0"), job(run_id="run-1", finished_at=None)], []
+
+    def list_jobs(self, **given):
+        asked.append(given)
+        return jobs
+
+    monkeypatch.setattr(ElasticFlowClient, "list_jobs", list_jobs)
     ti = SimpleNamespace(dag_id="daily", run_id="run1", task_id="train", map_index=None)
     assert [(one.run_id, one.ended_at) for one in ended_jobs(ElasticFlowHook(), ti)] == [("run0", 5.0)]
+    whose = {"namespace": "default", "dag_id": "daily", "task_id": "train", "map_index": -1}
+    assert asked == [{"state": "succeeded", "limit": 100, **whose}]  # others do not use up the limit
 
     def away(self, **_):
         raise ServiceUnavailable("nobody answers")

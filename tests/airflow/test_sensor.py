@@ -7,13 +7,21 @@ from datetime import timedelta
 import pytest
 from airflow.sdk import DAG
 from airflow.sdk.bases.operator import ExecutorSafeguard
-from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowSkipException, TaskDeferred
-from support.elastic_tasks import context_of, success
+from airflow.sdk.exceptions import (
+    AirflowException,
+    AirflowFailException,
+    AirflowNotFoundException,
+    AirflowSkipException,
+    TaskDeferred,
+)
+from support.elastic_tasks import Store, context_of, success
+from support.quiet_service import QuietService
 
 from elasticflow_airflow.client import AsyncElasticFlowClient, ElasticFlowClient, Endpoint, RequestRefused, Unauthorized
 from elasticflow_airflow.exceptions import ServiceAway, ServiceRefused
 from elasticflow_airflow.operators import ElasticTrainSensor
-from elasticflow_airflow.sensing import judge, newest_of
+from elasticflow_airflow.sensing import judge
+from elasticflow_airflow.sensor_trigger import ElasticFlowSensorTrigger
 from elasticflow_airflow.wire import Event, JobIdentity, State
 
 
@@ -70,17 +78,6 @@ def test_what_a_look_comes_to(make_status):
     assert "ZeroDivisionError" in judge("succeeded", failed).why
 
 
-def test_the_newest_of_a_task(make_status):
-    def job(run_id, at, **changes):
-        identity = JobIdentity(dag_id="daily", run_id=run_id, task_id="train").model_copy(update=changes)
-        return make_status(identity=identity, submitted_at=at)
-
-    found = [job("a", 1.0), job("b", 3.0), job("c", 9.0, task_id="other"), job("d", 9.0, map_index=0),
-             job("e", 9.0, namespace="elsewhere")]  # fmt: skip
-    assert newest_of(found, "train", -1, "default").identity.run_id == "b"
-    assert newest_of([], "train", -1, "default") is None
-
-
 async def test_defers_and_goes_on_from_the_event(service, make_status):
     service.known = service.statuses[0]
     task = make(timeout=90, poke_interval=timedelta(seconds=2))
@@ -126,6 +123,26 @@ async def test_waits_for_a_job_that_is_not_there_yet(service, make_status, capsy
     assert fired.payload["checkpoint"]["checkpoint_path"] == "/c/4"
     assert task.execute_complete(context_of(task), fired.payload)["step"] == 4
     assert "not there yet" in capsys.readouterr().out
+
+
+async def test_the_latest_run_is_found_behind_any_number_of_other_jobs(service, tmp_path, monkeypatch):
+    quiet = QuietService(tmp_path)
+    mine = [JobIdentity(dag_id="daily", run_id=run, task_id="train") for run in ("old", "new")]
+    others = [JobIdentity(dag_id="daily", run_id="new", task_id="fold", map_index=n) for n in range(150)]
+    foreign = JobIdentity(namespace="elsewhere", dag_id="daily", run_id="new", task_id="train")
+    quiet.add(*mine, *others, foreign, state="succeeded", terminal=True)
+    monkeypatch.setattr(type(service), "__call__", lambda self, request: quiet(request))
+    try:
+        task = make(external_run_id="latest", deferrable=False)
+        found = task.poke(context_of(task)).xcom_value
+        assert found["job_id"] == mine[1].job_id
+        trigger = ElasticFlowSensorTrigger(
+            "succeeded", dag_id="daily", task_id="train", poll_interval_s=0.0, min_deferral_s=0.0, service_away_s=0.0
+        )
+        fired = await anext(trigger.run())
+        assert fired.payload["status"]["job_id"] == mine[1].job_id
+    finally:
+        quiet.close()
 
 
 def test_ends_in_the_first_look_without_a_triggerer(service, make_status):
@@ -178,21 +195,95 @@ async def test_a_service_that_is_away_is_waited_for_and_not_for_ever(service, ma
     trigger = deferred.value.trigger
     assert trigger.service_away_s == 3600.0
     trigger.poll_interval_s = trigger.min_deferral_s = trigger.service_away_s = 0.0
-    monkeypatch.setattr("elasticflow_airflow.hooks.ElasticFlowHook.async_client", impatient_async)
     fired = await anext(trigger.run())
     assert fired.payload["outcome"] == "away"
     with pytest.raises(ServiceAway, match="it has been away for"):
         task.execute_complete(context_of(task), fired.payload)
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_each_poke_waits_for_a_service_that_is_away_and_not_for_ever(service, make_status, monkeypatch, answered):
+    monkeypatch.setattr("elasticflow_airflow.hooks.ElasticFlowHook.client", impatient)
+    service.known, store = service.statuses[0], Store()
+    task = make(deferrable=False, mode="reschedule")
+
+    def poke(try_number=1):
+        return task.poke(context_of(task, store, try_number=try_number)).is_done
+
+    if answered:
+        assert poke() is False
+    service.away = 10**6
+    assert poke() is False
+    store["elasticflow"]["away_since"] -= 3500.0
+    assert poke() is False  # each poke may be a process of its own, and the time counts on
+    store["elasticflow"]["away_since"] -= 3700.0
     with pytest.raises(ServiceAway):
-        make(deferrable=False).execute(context_of(task))
+        poke()
+    assert poke(try_number=2) is False  # another try waits anew
+    service.away, service.statuses = 0, [success(make_status)]
+    assert poke(try_number=2) is True
+    assert store["elasticflow"]["away_since"] is None
+
+
+def test_a_poke_waits_out_what_may_pass_once_the_service_has_answered(service, make_status, monkeypatch):
+    service.known, store = service.statuses[0], Store()
+    task = make(deferrable=False)
+    context = context_of(task, store)
+    assert task.poke(context).is_done is False
+    for name, passing in (
+        ("elasticflow_airflow.client.sync.read_answer", Unauthorized("the token is wrong")),
+        ("elasticflow_airflow.hooks.ElasticFlowHook.client", AirflowNotFoundException("The conn_id isn't defined")),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, raising(passing))
+            assert task.poke(context).is_done is False
+            with pytest.raises(AirflowException, match=str(passing)):
+                task.poke(context_of(task))  # nothing was ever heard of it: it is wrong, and nobody waits for that
+    service.statuses = [success(make_status)]
+    assert task.poke(context).is_done is True
+
+
+def test_under_dag_test_a_service_that_is_not_there_is_said_at_once(service, monkeypatch):
+    monkeypatch.setattr("elasticflow_airflow.hooks.ElasticFlowHook.client", impatient)
+    service.away, task = 10**6, make()
+    with pytest.raises(ServiceAway):
+        task.poke(context_of(task, dag_test=True))
+
+
+async def test_the_trigger_reads_the_connection_again_until_it_fits(service, make_status, monkeypatch):
+    service.known, service.statuses = service.statuses[0], [success(make_status)]
+    opened = iter([AirflowNotFoundException("The conn_id isn't defined"), "old token", "new token"])
+
+    async def open_client(self, *, retry_for_s):
+        found = next(opened)
+        if isinstance(found, Exception):
+            raise found
+        return AsyncElasticFlowClient(Endpoint(base_url="http://127.0.0.1:1", token=found), retry_for_s=0.0)
+
+    def check(call, response, endpoint):
+        if endpoint.token == "old token":
+            raise Unauthorized("the token is wrong")
+        return call.read(response)
+
+    monkeypatch.setattr("elasticflow_airflow.hooks.ElasticFlowHook.async_client", open_client)
+    monkeypatch.setattr("elasticflow_airflow.client.aio.read_answer", check)
+    trigger = ElasticFlowSensorTrigger("succeeded", job_id="j", poll_interval_s=0.0, min_deferral_s=0.0)
+    fired = await anext(trigger.run())
+    assert fired.payload["outcome"] == "there"
+    service.away = 10**6
+    task = make()
+    assert task.execute_complete(context_of(task), fired.payload)["state"] == "succeeded"  # it need not ask any more
+
+
+def raising(error):
+    def call(*_, **__):
+        raise error
+
+    return call
 
 
 def impatient(self, **_):
     return ElasticFlowClient(Endpoint(base_url="http://127.0.0.1:1"), retry_for_s=0.0)
-
-
-async def impatient_async(self, **_):
-    return AsyncElasticFlowClient(Endpoint(base_url="http://127.0.0.1:1"), retry_for_s=0.0)
 
 
 def test_a_template_that_renders_none_is_named():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from airflow.sdk.exceptions import AirflowNotFoundException
 
+from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.triggers import ElasticFlowJobTrigger
 from elasticflow_airflow.wire import Event, State
 
@@ -52,6 +54,19 @@ async def test_waits_for_a_service_that_is_away(service, make_status, monkeypatc
 async def test_gives_up_on_a_service_that_stays_away(service):
     service.away = 10**6
     assert (await fired(trigger(service_away_s=0.0)))["outcome"] == "away"
+
+
+async def test_waits_for_a_connection_that_cannot_be_read_now(service, make_status, monkeypatch):
+    service.claim, service.statuses = 1, [make_status(State.SUCCEEDED)]
+    open_client, unreadable = ElasticFlowHook.async_client, iter([True, True])
+
+    async def open_or_fail(self, **given):
+        if next(unreadable, False):
+            raise AirflowNotFoundException("The conn_id `elasticflow_default` isn't defined")
+        return await open_client(self, **given)
+
+    monkeypatch.setattr(ElasticFlowHook, "async_client", open_or_fail)
+    assert (await fired(trigger()))["outcome"] == "ended"
 
 
 async def test_a_newer_attempt_ends_it(service):

@@ -92,6 +92,12 @@ def test_every_call_goes_where_the_api_says(make_status, attachment):
         (httpx.Response(200, json=[]), lambda c: c.events("j", after=7), "GET", b"/v1/jobs/j/events?after=7&limit=500"),
         (httpx.Response(200, json=[]), lambda c: c.list_jobs(live=True), "GET", b"/v1/jobs?live=true"),
         (
+            httpx.Response(200, json=[]),
+            lambda c: c.list_jobs(dag_id=["a", "b"], limit=1, namespace="n", task_id="t", map_index=-1),
+            "GET",
+            b"/v1/jobs?dag_id=a&dag_id=b&limit=1&namespace=n&task_id=t&map_index=-1",
+        ),
+        (
             ok(piece),
             lambda c: c.read_log("j", "g1-r0", 4, 10, 2),
             "GET",

@@ -5,25 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.schedule_checker import check, read_jobs
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core import decisions as de
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES, make_policy
-from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
-from elasticflow_airflow.scheduler_core.simulator.export import write_schedule
-from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, prepare
-from elasticflow_airflow.scheduler_core.simulator.run import Change, Simulation
-from elasticflow_airflow.scheduler_core.simulator.trace import read_trace
 from elasticflow_airflow.scheduler_core.values import Job, Node
 
 MakeJob = Callable[..., Job]
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 OURS = (
     "edf",
     "edf-plain",
@@ -133,24 +125,3 @@ def test_the_same_events_give_the_same_decisions(name: str, make: MakeJob, nodes
     jobs = synthetic(make, 3, 15, pause=5.0)
     schedules = [play(policy_of(name, cluster), jobs, cluster).changes for _ in range(2)]
     assert schedules[0] == schedules[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trace", [("195job", 16, 8), ("t4_195job", 16, 4), ("cluster10", 32, 8)], ids=lambda t: t[0])
-@pytest.mark.parametrize("name", OURS)
-def test_shared_traces_are_free_of_faults(name: str, trace: tuple[str, int, int], nodes: Any, tmp_path: Path) -> None:
-    if not DATA.is_dir():
-        pytest.skip(f"needs the data folder {DATA} beside the checkout")
-    title, count, slots = trace
-    tables = DATA / "throughput" / ("t4" if title.startswith("t4") else "a100")
-    path, cluster = DATA / "traces" / f"{title}.csv", nodes(count, slots)
-    jobs = prepare(read_trace(path), read_curves(tables), cluster, Conditions(pause_s=30.0))
-    changes: list[Change] = []
-    policy = policy_of(name, cluster)
-    result = Simulation(name=name, policy=policy, nodes=cluster, jobs=jobs, on_change=changes.append).run()
-    write_schedule(tmp_path / "schedule.jsonl", cluster, changes)
-    with (tmp_path / "schedule.jsonl").open() as lines:
-        report = check(lines, read_jobs(path, tables), [slots] * count, 30.0)
-    assert not report.violations, report.violations[:5]
-    assert (report.met, report.changes) == (result.summary()["met"], result.summary()["changes"])
-    assert result.summary()["late_though_admitted"] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import object_store
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -34,6 +36,27 @@ from elasticflow_airflow.runtime.protocol import (
 from elasticflow_airflow.runtime.reporting import ConsoleReporter, FileReporter
 
 SAMPLES = 20
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """A server of moto's that speaks S3 (not Amazon's), for this test run."""
+    with object_store.s3_server() as url:
+        yield url
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own of 64 KiB."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"no disk of its own can be had here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import time
-import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from support.object_store import bucket
 from torch import nn
 
 from elasticflow_airflow.runtime import checkpoint, load_weights
@@ -26,35 +25,6 @@ from elasticflow_airflow.runtime.manifest import CheckpointError
 from elasticflow_airflow.runtime.opening import open_store
 
 fsspec = pytest.importorskip("fsspec", reason="needs fsspec")
-
-LIMIT_S = 60.0
-
-
-@pytest.fixture(scope="session")
-def s3_server() -> Iterator[str]:
-    """A server of moto's that speaks S3 (not Amazon's), for this test run."""
-    pytest.importorskip("s3fs", reason="needs s3fs")
-    pytest.importorskip("moto", reason="needs moto[server]")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        end = time.monotonic() + LIMIT_S
-        while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/"):
-                break
-            assert server.poll() is None, "moto's server has ended"
-            assert time.monotonic() < end, "moto's server did not come up"
-            time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.kill()
-        server.wait()
 
 
 @pytest.fixture(params=["folder", "file", "memory", pytest.param("s3", marks=pytest.mark.slow)])
@@ -67,21 +37,6 @@ def where(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     if request.param == "memory":
         return f"memory://{name}"
     return bucket(request.getfixturevalue("s3_server"), monkeypatch, name)
-
-
-def bucket(server: str, monkeypatch: pytest.MonkeyPatch, name: str) -> str:
-    for variable, value in {
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": server,
-    }.items():
-        monkeypatch.setenv(variable, value)
-    import s3fs
-
-    s3fs.S3FileSystem.clear_instance_cache()
-    s3fs.S3FileSystem().mkdir(name)
-    return f"s3://{name}/training"
 
 
 def trained(seed: int = 0) -> Registered:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -122,3 +123,100 @@ def test_an_error_in_a_dataset_comes_through(fetchers):
         fetchers.append(make_fetcher(Noisy(10_001), default_collate, options))
         with pytest.raises(ValueError, match="row 10000 is damaged"):
             Worker(plan, fetchers[-1]).loader.batch(0, 0)
+
+
+class Counted(Noisy):
+    """Writes down, over processes, how often each sample was loaded."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        self.loads = torch.zeros(samples, dtype=torch.int64).share_memory_()
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor, float]:
+        self.loads[index] += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (1, 4), (4, 1), (2, 2)])
+def test_what_is_still_ours_after_a_change_is_not_loaded_again(fetchers, before, after):
+    plan = BatchPlan(samples=64, global_batch_size=8, seed=3, shuffle=True)
+    dataset = Counted(plan.samples)
+    lone = Worker(plan, DirectFetcher(Noisy(plan.samples), default_collate))
+    fetchers.append(WorkerFetcher(dataset, default_collate, {"num_workers": 1, "prefetch_factor": 6}))
+    worker = Worker(plan, fetchers[-1])
+    for step, size in enumerate([before] * 3 + [after] * 5):
+        lone.size = worker.size = size
+        if step == 3:
+            worker.loader.jump()  # as who has just joined
+        assert contents(worker.loader.batch(0, step)) == contents(lone.loader.batch(0, step))
+    assert int(dataset.loads.max()) == 1
+
+
+def test_many_changes_hold_no_more_than_a_few_batches(fetchers):
+    plan = BatchPlan(samples=400, global_batch_size=8, seed=3, shuffle=True)
+    lone = Worker(plan, DirectFetcher(Noisy(plan.samples), default_collate))
+    fetchers.append(WorkerFetcher(Noisy(plan.samples), default_collate, {"num_workers": 2, "prefetch_factor": 4}))
+    worker = Worker(plan, fetchers[-1])
+    held = 0
+    for step in range(plan.steps_per_epoch):
+        lone.size = worker.size = [1, 2, 4, 2][step % 4]
+        assert contents(worker.loader.batch(0, step)) == contents(lone.loader.batch(0, step))
+        held = max(held, len(fetchers[-1]._held))
+    assert 0 < held <= 8
+
+
+def test_a_change_at_the_end_of_an_epoch_leaves_the_next_one_all_its_prefetching(fetchers):
+    plan = BatchPlan(samples=32, global_batch_size=8, seed=1, shuffle=True)
+    fetchers.append(WorkerFetcher(Noisy(32), default_collate, {"num_workers": 1, "prefetch_factor": 6}))
+    worker = Worker(plan, fetchers[-1])
+    ahead = []
+    for number in range(3 * plan.steps_per_epoch):
+        worker.size = 2 if number == plan.steps_per_epoch - 1 else 1  # of the last batch some is not asked for
+        epoch, step = divmod(number, plan.steps_per_epoch)
+        worker.loader.batch(epoch, step)
+        ahead += [len(fetchers[-1]._queue.sent)] if step == 0 else []
+    assert ahead == [6, 6, 6]
+
+
+def test_another_epoch_than_the_expected_one(fetchers):
+    """Who joins has rehearsed elsewhere."""
+    plan = BatchPlan(samples=32, global_batch_size=8, seed=1, shuffle=True)
+    lone = Worker(plan, DirectFetcher(Noisy(32), default_collate))
+    fetchers.append(WorkerFetcher(Noisy(32), default_collate, {"num_workers": 2}))
+    worker = Worker(plan, fetchers[-1])
+    for epoch, step in [(5, 1), (5, 2), (2, 3), (3, 0), (3, 1), (9, 3), (3, 2), (3, 2), (3, 3), (4, 0)]:
+        assert contents(worker.loader.batch(epoch, step)) == contents(lone.loader.batch(epoch, step))
+
+
+def test_damage_in_a_share_that_is_no_longer_ours_is_its_owners(fetchers):
+    plan = BatchPlan(samples=16, global_batch_size=8, seed=0, shuffle=False)
+
+    class Damaged(Noisy):
+        def __getitem__(self, index: int) -> tuple[int, torch.Tensor, float]:
+            if index == 14:
+                raise KeyError("row 14 is damaged")
+            return super().__getitem__(index)
+
+    fetchers.append(WorkerFetcher(Damaged(16), default_collate, {"num_workers": 1, "prefetch_factor": 8}))
+    worker = Worker(plan, fetchers[-1])
+    worker.loader.batch(0, 0)
+    worker.size = 2
+    assert len(contents(worker.loader.batch(0, 1))) == 2
+    worker.size = 1
+    with pytest.raises(KeyError, match="row 14 is damaged") as failure:
+        worker.loader.batch(0, 1)
+    assert "__getitem__" in str(failure.value)  # where, in the other process
+
+
+def test_a_process_that_dies_is_told_of(fetchers):
+    class Deadly(Dataset[int]):
+        def __getitem__(self, index: int) -> int:
+            if index == 9:
+                os._exit(3)
+            return index
+
+    plan = BatchPlan(samples=16, global_batch_size=8, seed=0, shuffle=False)
+    fetchers.append(WorkerFetcher(Deadly(), list, {"num_workers": 1}))
+    worker = Worker(plan, fetchers[-1])
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        _ = [worker.loader.batch(0, step) for step in range(2)]

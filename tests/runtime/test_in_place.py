@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import signal
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.gang import Gang
+from support.gang import Gang, random_life
 
 from elasticflow_airflow.runtime.manifest import promote, verify_candidate
 from elasticflow_airflow.runtime.protocol import ReportKind, RescaleMode
@@ -210,46 +208,11 @@ def same_bits(gang: Callable[..., Gang], model: str, epochs: int, *sizes: int) -
     assert len(set(digests.values())) == 1, digests
 
 
-def random_life(run: Gang, seed: int) -> None:
-    """Rescale, and kill, at random until the training is nearly done."""
-    random_ = random.Random(seed)
-    names = (f"w{i}" for i in range(10_000))
-    members = [next(names)]
-    run.plan(*members)
-
-    def has_come_to(step: int) -> bool:
-        return run.step() >= step
-
-    while run.step() < STEPS - 40:
-        run.wait(partial(has_come_to, min(run.step() + random_.randint(2, 25), STEPS)), "progress")
-        victim = random_.choice(members)
-        if len(members) > 1 and random_.random() < 0.5:
-            run.kill(victim, random_.choice([signal.SIGKILL, signal.SIGSTOP]))
-            alive = [m for m in members if m != victim]
-            members = alive[: 1 << (len(alive).bit_length() - 1)]
-            run.plan(*members, lost=[victim])
-            run.wait_until_begun()
-            run.kill(victim)
-        else:
-            size = random_.choice([1, 2, 4])
-            stay = random_.sample(members, random_.randint(0, min(size, len(members))))
-            members = stay + [next(names) for _ in range(size - len(stay))]
-            random_.shuffle(members)
-            run.plan(*members)
-            run.wait(lambda: run.has_begun() or has_come_to(STEPS), "the switch")
-    if not run.has_begun():
-        # The training ended before the last switch: those who were to join are told to go.
-        run.wait(lambda: bool(run.reports(ReportKind.FINISHED)), "the end of training")
-        run.plan(mode=RescaleMode.RESTART)
-    run.finish()
-    assert len(run.reports(ReportKind.FINISHED)) == 1, run.story()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_random_life_ends_with_the_same_bits(gang, expected):
     run = gang(step_s=0.12)
-    random_life(run, 1)
+    random_life(run, 1, STEPS)
     assert trained(run)[0] == expected
 
 
@@ -259,5 +222,5 @@ def test_a_random_life_ends_with_the_same_bits(gang, expected):
 @pytest.mark.parametrize("model", ["convolution", "bert", "bfloat16", "float16"])
 def test_many_random_lives_end_with_the_same_bits(gang, model, seed):
     run = gang(model, step_s=0.12)
-    random_life(run, seed)
+    random_life(run, seed, STEPS)
     assert trained(run)[0] == undisturbed(gang, model=model)

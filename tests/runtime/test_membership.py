@@ -165,6 +165,19 @@ def test_a_plan_that_only_one_has_heard_of_when_all_agree(crew):
     crew.talk("a", "b")
 
 
+def test_a_model_of_any_number_of_layers_changes_its_workers(crew):
+    """What those who train say of the step grows with the parameters and the counters of the model."""
+    crew.plan("a")
+    facts = crew.facts(3) | {"present": "f" * 40_000, "counts": [123_456] * 3000, "trained": 160_000}
+    crew.facts = lambda step: facts
+    crew.plan("a", "b")
+    joined = crew.join("b")
+    crew.agreed("a")
+    assert crew.switch("a").result(LIMIT_S).generation == 2
+    assert joined.result(LIMIT_S).took_over == facts
+    crew.talk("a", "b")
+
+
 def test_a_plan_that_comes_during_the_transfer(crew, monkeypatch):
     crew.plan("a")
     crew.plan("a", "b")
@@ -203,6 +216,32 @@ def test_nobody_begins_before_everybody_has_the_state(crew, monkeypatch):
     for turned_round in joins:
         with pytest.raises(Dismissed):
             turned_round.result(LIMIT_S)
+    crew.talk("a", "b")
+
+
+def test_a_joiner_that_turned_round_at_the_last_moment_is_given_the_state_after_all(crew, monkeypatch):
+    """Those who trained took it for one of them: the change was complete, but for what the joiner had just heard."""
+    crew.plan("a")
+    crew.plan("a", "b")
+    take_place, heard = Place._take_place, threading.Event()
+
+    def late(place: Place, meeting: Any) -> None:
+        if place is crew.places["b"]:
+            assert heard.wait(LIMIT_S)
+        take_place(place, meeting)
+
+    monkeypatch.setattr(Place, "_take_place", late)
+    joined = crew.join("b")
+    crew.agreed("a")
+    assert crew.switch("a").result(LIMIT_S).generation == 2
+    crew.plan("a", "b")
+    crew.knows("a", "b")
+    heard.set()
+    recovered = crew.threads.submit(crew.places["a"].recover, crew.states["a"], crew.facts(3), None)
+    adopted = joined.result(LIMIT_S)
+    assert (recovered.result(LIMIT_S).generation, adopted.generation) == (3, 3)
+    assert adopted.took_over == crew.facts(3)
+    assert torch.equal(crew.states["a"].model.weight, crew.states["b"].model.weight)
     crew.talk("a", "b")
 
 

@@ -52,7 +52,8 @@ class Somewhere:
 
 
 def facts(**changes: Any) -> dict[str, Any]:
-    return {"step": 1, "loss": 0.5, "present": "3", "counts": [], "trained": 2, "track": None} | changes
+    plain = {"step": 1, "loss": 0.5, "present": "3", "counts": [], "trained": 2, "track": None, "trained_s": 0.0}
+    return plain | changes
 
 
 @pytest.fixture
@@ -99,10 +100,11 @@ def test_who_took_the_state_over_can_tell_others_of_its_last_step(session, tmp_p
     session._committed = None
     session._machinery.group = WorkerGroup()
     at(session, tmp_path)
-    adoption = replace(session._place.adoption, took_over=facts(step=1, counts=[4], loss=None))
+    adoption = replace(session._place.adoption, took_over=facts(step=1, counts=[4], loss=None, trained_s=5000.0))
     session._adopted(adoption)
     told = session._facts()
     assert (told["present"], told["counts"], told["loss"]) == ("3", [4], None)
+    assert told["trained_s"] >= 5000.0
     session._place = None
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroupGloo
 
-from elasticflow_airflow.runtime.group import GroupBroken, WorkerGroup
+from elasticflow_airflow.runtime.group import GroupBroken, WorkerGroup, sum_in_tree
 from elasticflow_airflow.runtime.reduction import GradientReducer
 
 SHARES = torch.randn(2, 4, 3, 9, 9, generator=torch.Generator().manual_seed(1))
@@ -98,3 +98,9 @@ def test_an_error_of_the_own_device_is_not_taken_for_the_loss_of_another_worker(
         group.wait(group.submit(raises(RuntimeError("connection closed by peer"))))
     group.close()
     assert group.join(30)
+
+
+@pytest.mark.parametrize("size", [0, 3, 6])
+def test_a_number_of_workers_that_no_tree_serves_is_refused_at_once(size: int) -> None:
+    with pytest.raises(ValueError, match=f"{size} workers cannot sum in a tree"):
+        sum_in_tree(torch.ones(4), torch.empty(2), None, 0, size)

@@ -28,6 +28,7 @@ from elasticflow_airflow.runtime.protocol import (
     report_path,
 )
 from elasticflow_airflow.runtime.reporting import ConsoleReporter, FileReporter, Speedometer, plain
+from elasticflow_airflow.runtime.session_steps import last_words
 
 
 def report(step: int = 1, **data) -> Report:
@@ -44,6 +45,15 @@ def test_what_is_appended_is_read_from_any_offset(tmp_path):
     assert [one for one, _ in found] == written
     assert [one for one, _ in read_reports(path, found[1][1])] == written[2:]
     assert found[-1][1] == path.stat().st_size
+
+
+@pytest.mark.parametrize("size", [10, 200_000])
+def test_the_last_report_is_found_however_long_it_is(tmp_path, size):
+    path = tmp_path / "reports.jsonl"
+    for step in range(3):
+        append_report(path, report(step))
+    append_report(path, report(7, metrics={"text": "x" * size}))
+    assert last_words(path)[-1].step == 7
 
 
 def test_a_torn_last_line_is_left_until_it_is_whole(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from elasticflow_airflow import runtime
 from elasticflow_airflow.runtime import bootstrap
 from elasticflow_airflow.runtime.context import detect
-from elasticflow_airflow.runtime.manifest import list_candidates
+from elasticflow_airflow.runtime.manifest import adopt, list_candidates
 from elasticflow_airflow.runtime.protocol import (
     Promotion,
     ReportKind,
@@ -277,6 +277,40 @@ def test_init_from_of_the_submission(service, training):
     assert new.session.steps_done == 0
     new.run()
     assert service.reports(2)[0].data["init_from"] == str(folder)
+
+
+def test_failures_and_the_time_in_which_they_came_are_counted_from_the_same_moment(service, training):
+    """Or the mean time between failures would be that of the last process alone."""
+    service.configure(checkpoint_interval_s=None)
+    service.start(1)
+    first = training()
+    first.session._saver.carry_on(90_000.0)
+    first.run().session.finish()
+    service.promote(service.reports(1, kind=ReportKind.CHECKPOINT)[0])
+    service.configure(checkpoint_interval_s=None, failures=5, epochs=3)
+    service.start(2)
+    second = training(epochs=3)
+    second.run().session.finish()
+    interval = second.session._saver._interval
+    assert (interval.failures, interval.trained_s >= 90_000.0) == (5, True)
+    assert interval.mtbf_s >= (interval.prior_mtbf_s + 90_000.0) / 6
+
+
+def test_failures_of_another_incarnation_are_not_counted_and_neither_is_its_time(service, training, tmp_path):
+    service.configure(incarnation=2)
+    service.start(1)
+    first = training()
+    first.session._saver.carry_on(90_000.0)
+    first.run().session.finish()
+    old = service.promote(service.reports(1, kind=ReportKind.CHECKPOINT)[0])
+    service.folder = tmp_path / "i000004"
+    made = adopt(old.path, service.folder / "checkpoints", incarnation=4)
+    Promotion(path=made.name, generation=0, step=made.step, digest=made.digest).write(service.folder)
+    service.configure(incarnation=4, epochs=3)
+    service.start(1)
+    second = training()
+    assert second.session.steps_done == made.step
+    assert second.session._saver.trained_s < 90_000.0
 
 
 def test_a_checkpoint_that_does_not_fit_fails_with_a_reason(service, training):

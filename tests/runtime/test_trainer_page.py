@@ -7,7 +7,10 @@ import inspect
 import os
 import re
 import runpy
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from torch import nn
 
 from elasticflow_airflow.runtime.protocol import Promotion
 
-pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate: pip install accelerate")
+accelerate = pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate: pip install accelerate")
 transformers = pytest.importorskip("transformers", reason="pip install 'elasticflow-airflow[transformers]'")
 datasets = pytest.importorskip("datasets", reason="Hugging Face datasets is not installed: pip install datasets")
 
@@ -154,17 +157,10 @@ def two_gpus(make: Callable[..., Any]) -> None:
     trainer_limits.refuse_unsupported(trainer, ours=elastic.ElasticMixin)
 
 
-def sharded(make: Callable[..., Any], **arguments: Any) -> None:
-    """As arguments that are made where deepspeed or several processes are."""
-    trainer = make(callbacks=[])
-    vars(trainer.args).update(arguments)
-    trainer_limits.refuse_unsupported(trainer, ours=elastic.ElasticMixin)
-
-
 REFUSED: dict[str, Callable[[Any], object]] = {
-    "deepspeed": lambda make: sharded(make, deepspeed="config.json"),
-    "fsdp": lambda make: sharded(make, fsdp="full_shard"),
-    "parallelism_config": lambda make: sharded(make, parallelism_config=object()),
+    "deepspeed": lambda make: make(deepspeed="config.json"),
+    "fsdp": lambda make: make(fsdp=True),
+    "parallelism_config": lambda make: make(parallelism_config=accelerate.ParallelismConfig(tp_size=2)),
     "device_map": lambda make: make(model=spread_model()),
     "CUDA_VISIBLE_DEVICES": two_gpus,
     "streaming": lambda make: make(dataset=samples().to_iterable_dataset(), max_steps=3),
@@ -188,6 +184,49 @@ def test_what_the_page_says_is_refused_is(make, name):
         REFUSED[name](make)
 
 
+SHARDED = """
+import sys
+from transformers import TrainingArguments
+from elasticflow_airflow.runtime.transformers import ElasticCallback
+arguments = TrainingArguments("out", report_to=[], fsdp=sys.argv[1:] == ["--fsdp"])
+sys.exit("the arguments were taken")
+"""
+"""Made by torchrun's worker or alone; the Trainer, with its callback, would come next."""
+WHOLE = "elastic workers have the whole model each"
+
+
+@pytest.mark.parametrize("cls", [transformers.Trainer, elastic.ElasticTrainer])
+@pytest.mark.parametrize("value", [True, "full_shard", ["full_shard", "offload"]])
+def test_sharding_is_refused_where_the_arguments_are_made(make, cls, value):
+    """Before the Trainer says that it needs several processes, which it never sees, and before deepspeed is missed."""
+    for asked in ({"fsdp": value}, {"deepspeed": {"stage": 2}, "use_cpu": False}):
+        with pytest.raises(ValueError, match=WHOLE) as refused:
+            make(cls, **asked)
+        assert str(refused.value).startswith(f"{min(asked)}=: ")
+    assert make(cls, deepspeed=None, fsdp=None).args.fsdp is None
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "PARALLELISM_CONFIG"])
+def test_sharding_that_accelerate_launch_asks_for_is_refused(make, monkeypatch, kind):
+    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
+    with pytest.raises(ValueError, match=f"ACCELERATE_USE_{kind}.*{WHOLE}"):
+        make()
+
+
+@pytest.mark.slow
+def test_workers_of_torchrun_are_refused_sharding(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SHARDED)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    logs = ["--log-dir", str(tmp_path / "logs"), "--redirects=3"]
+    done = subprocess.run([*torchrun, *logs, str(script), "--fsdp"], cwd=tmp_path, capture_output=True, timeout=250)
+    assert done.returncode == 1
+    said = [path.read_text() for path in tmp_path.glob("logs/*/attempt_0/*/stderr.log")]
+    # Who is second to fail may be ended by torchrun before it can say so.
+    assert any(f"ValueError: fsdp=: {WHOLE}" in text for text in said), said
+    assert not any("the arguments were taken" in text for text in said)
+
+
 def test_the_page_names_all_that_is_refused_and_nothing_else():
     rows = [row for row in REFUSED_ON_PAGE.splitlines() if row.startswith("| ")][1:]
     for row in rows:
@@ -206,7 +245,7 @@ def test_the_page_names_all_that_is_refused_and_nothing_else():
     internal = (
         5  # too old a transformers; no train_dataset; backward, _run before train(); a callback without a Trainer
     )
-    together = 2  # deepspeed and fsdp are one, so are parallelism_config and device_map
+    together = 2  # deepspeed, fsdp and parallelism_config are one
     assert len(raised) - internal + together == len(REFUSED)
 
 
@@ -273,6 +312,30 @@ def test_stops_early_with_the_best_model_and_a_second_start_knows_it(make, tmp_p
     second = train()
     assert (second.state.global_step, second.state.best_global_step) == (18, 6)
     assert weights(second) == weights(first)
+
+
+@pytest.mark.parametrize("left", ["torn", "nothing"])
+def test_a_start_completes_the_checkpoint_that_the_last_one_left_torn(make, tmp_path, left):
+    """All were told to stop while it was being written: the session's checkpoint is of the same step."""
+
+    def train() -> Any:
+        options = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+        trainer = make(more={"eval_dataset": samples(8)}, **options)
+        trainer.train()
+        return trainer
+
+    first = train()
+    best = tmp_path / "out/checkpoint-12"
+    assert first.state.best_model_checkpoint == str(best)
+    model = (best / "model.safetensors").read_bytes()
+    if left == "torn":
+        (best / "model.safetensors").write_bytes(model[: len(model) // 2])
+        (best / "trainer_state.json").write_text('{"epoch": ')
+    else:
+        shutil.rmtree(best)
+    second = train()
+    assert (weights(second), second.state.best_global_step) == (weights(first), 12)
+    assert (best / "model.safetensors").read_bytes() == model
 
 
 def test_a_checkpoint_of_the_trainers_is_where_to_start_until_there_is_one_of_the_sessions(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.gang import Gang
+from support.gang import Gang, random_life
 
 from elasticflow_airflow.runtime.manifest import promote, verify_candidate
 from elasticflow_airflow.runtime.protocol import ReportKind, RescaleMode
@@ -21,6 +21,7 @@ pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate:
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests/support/train_transformers.py"
 EPOCHS, STEPS_PER_EPOCH = 4, 5
+LIFE_EPOCHS = 40
 EVALUATE = {
     "eval_strategy": "steps",
     "eval_steps": 4,
@@ -114,10 +115,12 @@ def test_the_same_for_one_worker_and_while_a_second_comes_and_the_first_goes(gan
     ],
 )
 def test_the_same_for_any_number_of_workers(gang, kind):
-    expected = undisturbed(gang(TEST_KIND=kind), "alone")
-    assert undisturbed(gang(TEST_KIND=kind), "a", "b") == expected
-    assert undisturbed(gang({"dataloader_num_workers": 2}, TEST_KIND=kind), "a", "b", "c", "d") == expected
-    run = gang(TEST_KIND=kind)
+    # Joiners meet the training at an epoch of theirs: there must be some left for those who leave.
+    given = {"TEST_KIND": kind, "epochs": 2 * EPOCHS}
+    expected = undisturbed(gang(**given), "alone")
+    assert undisturbed(gang(**given), "a", "b") == expected
+    assert undisturbed(gang({"dataloader_num_workers": 2}, **given), "a", "b", "c", "d") == expected
+    run = gang(**given)
     run.plan("a")
     for members in (("a", "b"), ("a", "b", "c", "d"), ("a", "c"), ("c",)):
         progressed(run)
@@ -125,6 +128,43 @@ def test_the_same_for_any_number_of_workers(gang, kind):
     hurry(run)
     assert set(run.finish().values()) == {0}, run.story()
     assert outcome(run) == expected
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_the_same_for_eight_workers(gang):
+    expected = undisturbed(gang(EVALUATE), "alone")
+    assert undisturbed(gang(EVALUATE), *(f"w{i}" for i in range(8))) == expected
+    run = gang(EVALUATE)
+    run.plan("a")
+    progressed(run)
+    join(run, *"abcdefgh")
+    progressed(run)
+    run.kill("a")
+    run.plan(*"bcde", lost=["a"])
+    run.wait_until_begun()
+    hurry(run)
+    assert set(run.finish().values()) == {0, -9}, run.story()
+    assert outcome(run) == expected
+
+
+LIFE = {"eval_strategy": "steps", "eval_steps": 25}
+
+
+@pytest.fixture(scope="module")
+def expected_of_life(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    with make_gang(tmp_path_factory.mktemp("undisturbed"), LIFE, epochs=LIFE_EPOCHS) as one:
+        return undisturbed(one, "alone")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(10))
+def test_random_lives_end_with_the_same_bits(gang, expected_of_life, seed):
+    """Workers join, leave, are killed and stopped at random; evaluation, and all that is logged, included."""
+    run = gang(LIFE, epochs=LIFE_EPOCHS)
+    random_life(run, seed, LIFE_EPOCHS * STEPS_PER_EPOCH)
+    assert outcome(run) == expected_of_life
 
 
 @pytest.mark.slow
@@ -143,6 +183,27 @@ def test_the_same_when_workers_are_killed(gang):
     hurry(run)
     assert run.finish() == {"a": -9, "b": -9, "c": 0}, run.story()
     assert outcome(run) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("torn", ["model.safetensors", pytest.param("trainer_state.json", marks=pytest.mark.soak)])
+def test_the_best_model_is_not_lost_with_who_was_writing_it(gang, torn):
+    """The first worker dies over the checkpoint of the last step, which is the best one."""
+    last = EPOCHS * STEPS_PER_EPOCH
+    best_is_last = {**EVALUATE, "eval_steps": last, "save_steps": last}
+    whole, run = gang(best_is_last), gang(best_is_last, step_s=0.0, TEST_DIE_AT=str(last), TEST_TORN=torn)
+    expected = undisturbed(whole, "alone")
+    run.plan("a", "b")
+    run.wait(lambda: run.processes["a"].poll() is not None, "its death")
+    run.plan("b", lost=["a"])
+    assert run.finish() == {"a": -9, "b": 0}, run.story()
+    assert outcome(run) == expected
+    (end,) = run.reports(ReportKind.FINISHED)
+    assert (end.worker_id, end.step) == ("b", last)
+    there, here = (one.folder.parent / f"trainer/out/checkpoint-{last}" for one in (whole, run))
+    assert sorted(path.name for path in here.iterdir()) == sorted(path.name for path in there.iterdir())
+    assert (here / "model.safetensors").read_bytes() == (there / "model.safetensors").read_bytes()
+    json.loads((here / "trainer_state.json").read_text())
 
 
 @pytest.mark.slow

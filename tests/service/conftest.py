@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.postgres import postgres
+from support.postgres import Postgres, postgres
 
 from elasticflow_airflow.client import ElasticFlowClient, Endpoint, ensure_service, snapshot_folder
 from elasticflow_airflow.engines.fake import BEHAVIOUR_ENV, FakeEngine, fake_nodes
@@ -391,20 +391,19 @@ def open_client() -> Iterator[Callable[[Endpoint], ElasticFlowClient]]:
 
 
 @pytest.fixture(scope="session")
-def postgres_cluster() -> Iterator[tuple[str, Callable[[str], None]]]:
-    """A private PostgreSQL on a Unix socket: (URL with ``{}`` for the database's name, run one SQL command)."""
-    with postgres() as cluster:
-        yield cluster
+def postgres_server() -> Iterator[Postgres]:
+    """A private PostgreSQL on a Unix socket."""
+    with postgres() as server:
+        yield server
 
 
 @pytest.fixture
-def postgres_url(postgres_cluster: tuple[str, Callable[[str], None]]) -> Iterator[str]:
+def postgres_url(postgres_server: Postgres) -> Iterator[str]:
     """URL of an empty database."""
-    url, sql = postgres_cluster
     name = f"test{uuid.uuid4().hex}"
-    sql(f"CREATE DATABASE {name}")
-    yield ServiceSettings(database_url=url.format(name)).store_url()
-    sql(f"DROP DATABASE {name} WITH (FORCE)")
+    postgres_server.sql(f"CREATE DATABASE {name}")
+    yield ServiceSettings(database_url=postgres_server.url.format(name)).store_url()
+    postgres_server.sql(f"DROP DATABASE {name} WITH (FORCE)")
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])

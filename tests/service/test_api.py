@@ -466,7 +466,17 @@ async def test_the_pages_get_what_they_ask_for(world, http):
     answer = WhatIf.model_validate(await ask("POST", "/v1/what-if", json={"changes": changes}))
     assert answer.verdicts[0].verdict.decision == "best_effort"
     due = [{"dag_id": "daily", "task_id": "x", "due_at": [world.now_s + 60]}]
-    assert await ask("POST", "/v1/calendar", json={"tasks": due}) == {"taken": 1, "unknown": ["daily.x"]}
+    assert await ask("POST", "/v1/calendar", json={"tasks": due}) == {
+        "taken": 1,
+        "unknown": ["daily.x"],
+        "forgotten": [],
+    }
+    whole = {"read_at": world.now_s + 1.0, "tasks": []}
+    assert await ask("POST", "/v1/calendar", json={"tasks": [], "whole": whole}) == {
+        "taken": 0,
+        "unknown": [],
+        "forgotten": ["daily.x"],
+    }
     stacks = StackDump.model_validate(await ask("POST", f"/v1/jobs/{job_id}/stacks")).stacks
     assert len(stacks) == world.status(job).workers
 
@@ -485,6 +495,7 @@ async def test_the_pages_get_what_they_ask_for(world, http):
         ("POST", "/v1/what-if", {"changes": [{"job_id": "x"}]}, "deadline_at"),
         ("POST", "/v1/calendar", {"tasks": [{"dag_id": "x"}]}, "task_id"),
         ("POST", "/v1/calendar", {"tasks": "all"}, "tasks"),
+        ("POST", "/v1/calendar", {"tasks": [], "whole": {"tasks": []}}, "read_at"),
     ],
 )
 async def test_what_a_page_asks_wrongly_is_named(http, method, path, body, says):

@@ -230,6 +230,43 @@ def test_a_planned_run_stands_instead_of_what_is_expected_of_its_task(world):
     assert (item.planned, item.outcome, item.due_at) == (True, "missed", due)
 
 
+def test_a_planned_run_may_be_kept_by_a_later_deadline_as_it_allows(world):
+    world.step()
+    due = world.now_s + HOUR_S
+    alone = planned(world, "alone", due=due, steps=2000, scaling_curve=CURVE)
+    wants = {"within": 60.0, "steps": 2000, "scaling_curve": CURVE}
+    for on_reject in ("renegotiate", "late"):
+        for latest, outcome in ((due + 300.0, "kept"), (due + 65.0, "missed")):
+            run = planned(world, "late", due=due, on_reject=on_reject, latest_deadline_at=latest, **wants)
+            answer = desk_of(world).forecast(2.0, [run])
+            (item,) = answer.items
+            assert (item.outcome, item.deadline_at) == (outcome, due + 60.0)
+            if outcome == "kept":
+                assert due + 60.0 < item.earliest_deadline_at <= latest
+                assert "too long even with the cluster to itself" in item.reason
+                assert item.reason.endswith("instead, as it allows")
+                assert item.projected_at <= item.earliest_deadline_at
+                assert answer.summary == "all 1 will be kept; 1 by a later deadline, as they allow"
+            else:
+                assert "nothing up to its latest_deadline can be promised either" in item.reason
+    # What was agreed on is kept free, too: the next one has the less.
+    both = planned(world, "late", due=due, on_reject="late", latest_deadline_at=due + 400.0, **wants)
+    answer = desk_of(world).forecast(2.0, [alone, both])
+    assert {item.task: item.outcome for item in answer.items} == {"daily.alone": "kept", "daily.late": "kept"}
+    answer = desk_of(world).forecast(2.0, [alone, both, planned(world, "~third", due=due, **wants | {"within": 140.0})])
+    assert {item.task: item.outcome for item in answer.items}["daily.~third"] == "missed"
+
+
+@pytest.mark.parametrize(("on_reject", "says"), [("best_effort", "as best effort"), ("wait", "wait for capacity")])
+def test_a_planned_run_that_is_missed_says_what_becomes_of_it(world, on_reject, says):
+    world.step()
+    due = world.now_s + HOUR_S
+    run = planned(world, "new", due=due, within=60.0, steps=2000, scaling_curve=CURVE, on_reject=on_reject)
+    answer = desk_of(world).forecast(2.0, [run])
+    assert (answer.items[0].outcome, answer.not_kept) == ("missed", 1)
+    assert f"it would {'train ' if on_reject == 'best_effort' else ''}{says} then" in answer.items[0].reason
+
+
 def test_of_a_planned_run_that_says_too_little_nobody_can_say(world):
     due = world.now_s + HOUR_S
     world.step()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 
 import pytest
 
@@ -130,6 +132,29 @@ def test_a_damaged_checkpoint_is_not_taken_over_and_the_log_says_so(world):
     assert "starts from the beginning" in warning.reason
     assert "fake.json" in warning.reason
     assert world.ended(second).state == "succeeded"
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_waited_for(world, monkeypatch):
+    """A disk that is full, or a file system that is away: to begin anew would throw away what was trained."""
+    first = cancel(world)
+    saved, copyfile, tries = world.row(first).promoted["step"], shutil.copyfile, []
+
+    def no_room(*_: object) -> None:
+        tries.append(world.elapsed_s)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", no_room)
+    second = world.submit(within=600, scaling_curve=CURVE)
+    world.run(40)
+    (warning,) = world.events(second, "warning")
+    assert "waits for its checkpoint" in warning.reason
+    assert "No space left" in world.status(second).state_reason
+    assert 2 <= len(tries) <= 6
+    monkeypatch.setattr(shutil, "copyfile", copyfile)
+    done = world.ended(second)
+    assert (done.state, done.result.steps) == ("succeeded", 200)
+    (resumed,) = world.events(second, "resumed")
+    assert f"goes on from step {saved}" in resumed.reason
 
 
 def test_a_rejected_job_may_be_submitted_again(world):

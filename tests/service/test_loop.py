@@ -281,6 +281,21 @@ def test_a_service_that_was_away_gives_owners_a_new_first_limit(world):
     assert world.status(job).state == "running"
 
 
+@pytest.mark.parametrize("away_s", [15, 30, 300])
+def test_a_service_that_could_not_hear_its_owners_gives_them_a_new_first_limit(world, away_s):
+    """Its database was away, or the process was stopped: not one pass, for longer than a lease or than an orphan."""
+    job = world.submit(within=3600, steps=9000, scaling_curve=CURVE, lease_s=20, orphan_s=40)
+    world.run(15)
+    world.step(away_s)
+    world.run(15)
+    assert world.status(job).state == "running"
+    assert not [line for line in world.story() if "nobody has asked" in line]
+    world.reach(job, "suspended")
+    world.step(away_s)
+    assert world.status(job).state == "suspended", "nobody has come back"
+    assert world.ended(job).state == "cancelled"
+
+
 def test_an_owner_that_comes_back_while_a_pass_fails_is_heard(world):
     job = world.submit(within=3600, steps=1500, scaling_curve=CURVE, lease_s=10, orphan_s=500)
     world.reach(job, "suspended")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
+from elasticflow_airflow.runtime.protocol import checkpoint_dir
 from elasticflow_airflow.service import retention
+from elasticflow_airflow.service.books import incarnation_dir
 from elasticflow_airflow.service.models import EventRow, GenerationRow, SampleRow
 from elasticflow_airflow.service.tallies import Tallies
 
@@ -38,6 +40,40 @@ def test_details_of_jobs_that_ended_long_ago_are_forgotten_and_the_job_is_not(wo
     assert (after.state, after.result, after.generation) == ("succeeded", before.result, before.generation)
     assert world.generations(newer)
     assert world.events(newer)
+
+
+def test_of_its_folder_only_the_checkpoints_are_kept(world, tmp_path):
+    old, elsewhere = ended(world), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "data").write_text("of somebody else")
+    folder = incarnation_dir(world.settings.state_dir, old.job.job_id, 1)
+    kept = {path: path.read_bytes() for path in checkpoint_dir(folder).rglob("*") if path.is_file()}
+    (folder / "logs").mkdir(exist_ok=True)
+    (folder / "logs" / "w0.log").write_text("step 1")
+    (folder / "session.json").write_text("{}")
+    (folder / "link").symlink_to(elsewhere)
+    world.step(89 * DAY_S)
+    newer = ended(world, "r2")
+    young = incarnation_dir(world.settings.state_dir, newer.job.job_id, 1)
+    (young / "session.json").write_text("{}")
+    world.step(2 * DAY_S)
+    assert kept
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == kept
+    assert [path.name for path in folder.iterdir()] == ["checkpoints"]
+    assert (elsewhere / "data").exists()
+    assert (young / "session.json").exists()
+
+
+def test_a_folder_that_cannot_be_emptied_holds_up_nobody(world, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError("not yours")
+
+    job = ended(world)
+    (incarnation_dir(world.settings.state_dir, job.job.job_id, 1) / "logs").mkdir(exist_ok=True)
+    monkeypatch.setattr(retention, "remove_tree", refuse)
+    world.step(91 * DAY_S)
+    assert world.generations(job) == []
+    assert not world.reconciler.problem
 
 
 def test_a_task_that_is_cleared_after_that_trains_anew_with_numbers_of_its_own(world):

@@ -35,6 +35,7 @@ from elasticflow_airflow.service.models import (
 )
 from elasticflow_airflow.service.schema import SchemaTooNewError, current_revision, ensure_schema
 from elasticflow_airflow.service.store import Store, Writer
+from elasticflow_airflow.wire import JobIdentity
 
 
 @pytest.fixture
@@ -284,6 +285,38 @@ def test_jobs_are_listed_newest_first_and_by_what_was_asked(store):
     with store.read() as reader:
         assert [row.job_id for _, row in reader.undrained()] == ["b-1", "c-1"]
         assert reader.live_count() == 2
+
+
+def test_the_limit_counts_only_jobs_of_the_identity_that_was_asked_for(store):
+    asked = {"namespace": "default", "run_id": "run0", "task_id": "train", "map_index": 2}
+    others = ({"namespace": "elsewhere"}, {"run_id": "run1"}, {"task_id": "test"}, {"map_index": -1}, {"dag_id": "w"})
+    with store.write() as tx:
+        for at, change in enumerate(({}, *others)):
+            identity = JobIdentity.model_validate({"dag_id": "daily", **asked, **change})
+            row = add_job(
+                tx,
+                identity.job_id,
+                dag_id=identity.dag_id,
+                recurring_key=identity.recurring_key,
+                submitted_at=float(at),
+            )
+            found = tx.job(row.job_id)
+            assert found is not None
+            found.identity = identity.model_dump(mode="json")
+
+    def ats(dag_id, limit=1, **identity) -> list[float]:
+        with store.read() as reader:
+            found = reader.list_current(state=None, dag_id=dag_id, live=None, limit=limit, identity=identity)
+            return [row.submitted_at for _, row in found]
+
+    assert ats("daily", **asked) == [0.0]
+    assert ats(None, **asked) == [5.0]
+    assert ats(["w", "daily"], limit=9, **asked) == [5.0, 0.0]
+    assert ats([]) == []
+    for part, at in (("namespace", 4.0), ("run_id", 4.0), ("task_id", 4.0), ("map_index", 3.0)):
+        assert ats("daily", **{part: asked[part]}) == [at]
+    whole = {part: value for part, value in asked.items() if part != "run_id"}
+    assert ats("daily", limit=9, **whole) == [2.0, 0.0]
 
 
 def test_the_last_success_is_that_of_another_run(store):

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from elasticflow_airflow.insight import CalendarRequest, DeadlineChange, DueRuns, WhatIfRequest
+from elasticflow_airflow.insight import (
+    CalendarRequest,
+    DeadlineChange,
+    DueRuns,
+    TaskOfNamespace,
+    WhatIfRequest,
+    WholeNamespace,
+)
 from elasticflow_airflow.service import feeding
 from elasticflow_airflow.service.feeding import CalendarDesk
 from elasticflow_airflow.service.forecasting import ForecastDesk
@@ -112,9 +121,9 @@ def test_what_makes_no_sense_is_refused(world):
 # -- timetables --------------------------------------------------------------------------------------------------
 
 
-def feed(world, *tasks: DueRuns):
+def feed(world, *tasks: DueRuns, whole: WholeNamespace | None = None):
     desk = CalendarDesk(world.store, world.settings, world.reconciler.hear_of_runs, clock=world.clock)
-    answer = desk.feed(CalendarRequest(tasks=list(tasks)))
+    answer = desk.feed(CalendarRequest(tasks=list(tasks), whole=whole))
     world.step()
     return answer
 
@@ -148,6 +157,66 @@ def test_runs_of_a_task_with_a_history_are_expected(world):
     assert expected(world) == times[1:]
     feed(world, due("nightly"))
     assert expected(world) == []
+
+
+def all_of(world, *tasks: TaskOfNamespace, namespace: str = "default", ago: float = 0.0) -> WholeNamespace:
+    return WholeNamespace(namespace=namespace, read_at=world.now_s - ago, tasks=list(tasks))
+
+
+def due_tasks(world) -> set[str]:
+    with world.store.read() as reader:
+        return {row.recurring_key for row in reader.recurring_tasks()}
+
+
+def test_nothing_is_kept_free_for_tasks_that_are_no_more(world):
+    known_task(world, next_run_at=world.now_s + 2 * HOUR_S)
+    assert len(expected(world)) == 1
+    answer = feed(world, due("other", world.now_s + HOUR_S))
+    assert (len(expected(world)), answer.forgotten) == (1, [])  # that is not all there is
+    other = TaskOfNamespace(dag_id="daily", task_id="other", map_indexes=[-1])
+    answer = feed(world, whole=all_of(world, other))
+    assert (expected(world), answer.forgotten) == ([], ["daily.nightly"])
+    assert len(due_tasks(world)) == 1
+    assert feed(world, whole=all_of(world, other)).forgotten == []
+
+
+def test_what_is_named_stays_expected(world):
+    known_task(world, next_run_at=world.now_s + 2 * HOUR_S)
+    for indexes in ([-1], None):
+        task = TaskOfNamespace(dag_id="daily", task_id="nightly", map_indexes=indexes)
+        assert feed(world, whole=all_of(world, task)).forgotten == []
+    when = world.now_s + HOUR_S
+    assert feed(world, due("nightly", when), whole=all_of(world)).forgotten == []
+    assert expected(world) == [when]
+
+
+def test_another_airflows_namespace_is_left_alone(world):
+    when = world.now_s + HOUR_S
+    feed(world, DueRuns(namespace="theirs", dag_id="daily", task_id="train", due_at=[when]), due("ours", when))
+    assert feed(world, whole=all_of(world)).forgotten == ["daily.ours"]
+    assert {json.loads(key)[0] for key in due_tasks(world)} == {"theirs"}
+
+
+def test_instances_that_a_mapped_task_has_no_more_are_forgotten(world):
+    when = world.now_s + HOUR_S
+    runs = [DueRuns(dag_id="daily", task_id="many", map_index=index, due_at=[when]) for index in range(3)]
+    feed(world, *runs)
+    now_two = TaskOfNamespace(dag_id="daily", task_id="many", map_indexes=[0, 1])
+    assert feed(world, whole=all_of(world, now_two)).forgotten == ["daily.many[2]"]
+
+
+def test_a_task_that_was_heard_of_since_is_not_forgotten(world):
+    known_task(world, next_run_at=world.now_s + 2 * HOUR_S)
+    assert feed(world, whole=all_of(world, ago=HOUR_S)).forgotten == []
+    assert len(expected(world)) == 1
+
+
+def test_a_run_that_is_due_already_may_still_come_of_a_task_that_is_no_more(world):
+    when = world.now_s + HOUR_S
+    known_task(world, next_run_at=when)
+    world.step(when + 30.0 - world.now_s)
+    assert feed(world, whole=all_of(world)).forgotten == []
+    assert expected(world) == [when]
 
 
 def test_a_run_that_has_come_is_not_expected_again(world):

@@ -101,6 +101,7 @@ def test_a_node_is_lost_only_while_it_is_there_and_joins_only_while_it_is_not(se
         ({"mtbf_h": 0.0}, "mtbf_h is 0.0; it must be a number of hours above 0"),
         ({"repair_h": -1.0}, "repair_h is -1.0"),
         ({"drain_notice_h": float("nan")}, "drain_notice_h is nan"),
+        ({"straggler_named_s": -1.0}, "straggler_named_s is -1.0"),
         ({"straggler_factor": (0.8, 0.4)}, "straggler_factor is"),
         ({"straggler_factor": (0.0, 0.4)}, "straggler_factor is"),
     ],

@@ -171,6 +171,22 @@ def test_blocks_of_uneven_nodes_are_aligned_among_their_equals() -> None:
 
 
 @pytest.mark.parametrize(
+    ("slots", "finds"),
+    [
+        pytest.param(block(0, 0, 4) + block(2, 0, 4), {}, id="the fast ones, neighbours among their kind"),
+        pytest.param(block(1, 0, 4) + block(3, 0, 4), {"work": 1}, id="the slow ones, as soon as on the fast"),
+        pytest.param(block(0, 0, 4) + block(1, 0, 4), {"type": 1, "work": 1}, id="both"),
+        pytest.param(block(4, 0, 4) + block(5, 0, 4), {"type": 1, "work": 1}, id="a type that it does not run on"),
+    ],
+)
+def test_work_is_counted_at_the_speed_of_the_type_it_is_done_on(slots: list[list[int]], finds: dict[str, int]) -> None:
+    jobs = {"a": CheckedJob(0.0, None, 400.0, {8: 20.0}, {"fast": {8: 40.0}, "slow": {8: 20.0}})}
+    types = ["fast", "slow", "fast", "slow", "other", "other"]
+    lines = [json.dumps(line) for line in (hold(0.0, "a", slots), hold(20.0, "a", []), over(20.0, "a"))]
+    assert check(lines, jobs, [4] * 6, PAUSE_S, node_types=types).kinds() == finds
+
+
+@pytest.mark.parametrize(
     ("trace", "kind", "nodes", "slots"),
     [
         ("195job", "a100", 16, 8),

@@ -16,7 +16,10 @@ from support.schedule_checker import check, read_jobs
 from typer.testing import CliRunner, Result
 
 from elasticflow_airflow.cli.main import app
+from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.simulator import run as loop
+from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles, disturbances
+from elasticflow_airflow.scheduler_core.simulator.prepare import cluster
 
 CURVE = "global_batch_size,1,2,4,8\n64,3.0,5.0,8.0,12.0\n"
 ROWS = ("a,0,3000,net,64,1500", "b,100,3000,net,64,1500", "c,200,600,net,64,", "d,300,90000,net,64,2000")
@@ -100,6 +103,51 @@ def test_trouble_is_drawn_from_the_seed(inputs: Callable[..., list[str]]) -> Non
     assert runs[0] == runs[1] != runs[2]
 
 
+MANY = tuple(f"j{i},{60 * i},3000,net,64,90000" for i in range(20))
+
+
+def test_drained_nodes_stand_empty_until_they_are_back(inputs: Callable[..., list[str]], tmp_path: Path) -> None:
+    export = tmp_path / "schedule.jsonl"
+    options = ["--drain-every-h", "1", "--drain-notice-h", "0.1", "--drain-away-h", "0.25", "--seed", "3"]
+    done = simulate(*inputs(*MANY), *options, "--export", str(export), "--json")
+    setting = json.loads(done.stdout)["setting"]
+    assert (setting["drain_every_h"], setting["drain_notice_h"], setting["drain_away_h"]) == (1.0, 0.1, 0.25)
+    troubles = Troubles(seed=3, drain_every_h=1.0, drain_notice_h=0.1, drain_away_h=0.25)
+    lines = [json.loads(line) for line in export.read_text().splitlines()]
+    events = disturbances(cluster(2, 4), troubles, 0.0, lines[-1]["t"])
+    away: dict[int, float] = {}
+    absences = []
+    for at_s, event, _ in events:
+        if isinstance(event, ev.NodeLost):
+            away[int(event.node_id[1:])] = at_s
+        elif isinstance(event, ev.NodeJoined):
+            node = int(event.node.node_id[1:])
+            absences.append((node, away.pop(node), at_s))
+    hit = [absence for absence in absences if absence[1] < lines[-1]["t"]]
+    assert hit
+    holds: dict[str, tuple[float, set[int]]] = {}
+    for line in lines:
+        since, before = holds.get(line["job"], (0.0, set()))
+        for node, gone, back in hit:
+            assert node not in before or min(line["t"], back) <= max(since, gone), (line, node, gone, back)
+        if "slots" in line:
+            holds[line["job"]] = line["t"], {node for node, _ in line["slots"]}
+
+
+def test_slow_slots_slow_their_gangs_and_may_be_named(inputs: Callable[..., list[str]]) -> None:
+    options = [*inputs(*MANY), "--json"]
+    slow = ["--straggler-every-h", "1", "--straggler-h", "2", "--straggler-factor", "0.2", "0.3"]
+
+    def mean_s(*more: str) -> float:
+        return float(json.loads(simulate(*options, *more).stdout)["result"]["completion_mean_s"])
+
+    healthy, slowed, named = mean_s(), mean_s(*slow), mean_s(*slow, "--straggler-named-s", "120")
+    assert healthy < named < slowed
+    assert mean_s(*slow) == slowed != mean_s(*slow, "--seed", "1")
+    told = simulate(*inputs(*MANY), *slow).stdout
+    assert "a slot is slow every 1 h, for 2 h, seed 0" in told
+
+
 LINE_3 = "trace.csv:3: "
 
 
@@ -146,6 +194,16 @@ def test_bad_curves_are_refused(curve: str, said: str, inputs: Callable[..., lis
         (["--policy", "best"], "unknown policy 'best'; there are elasticflow, "),
         (["--throughput-error", "inf"], "throughput_error is inf"),
         (["--mtbf-h", "0"], "mtbf_h is 0.0; it must be a number of hours above 0"),
+        (["--mtbf-h", "9", "--repair-h", "0"], "repair_h is 0.0; it must be a number of hours above 0"),
+        (["--repair-h", "2"], "--repair-h says nothing without --mtbf-h; give that, too"),
+        (["--drain-every-h", "inf"], "drain_every_h is inf; it must be a number of hours above 0"),
+        (["--drain-away-h", "2"], "--drain-away-h says nothing without --drain-every-h"),
+        (["--drain-every-h", "9", "--drain-away-h", "0"], "drain_away_h is 0.0; it must be a number of hours above 0"),
+        (["--drain-every-h", "9", "--drain-notice-h", "-1"], "should be greater than or equal to 0"),
+        (["--straggler-every-h", "0"], "straggler_every_h is 0.0; it must be a number of hours above 0"),
+        (["--straggler-every-h", "9", "--straggler-factor", "0.8", "0.4"], "straggler_factor is (0.8, 0.4); it must"),
+        (["--straggler-every-h", "9", "--straggler-named-s", "inf"], "straggler_named_s is inf; it must be a number"),
+        (["--straggler-named-s", "60"], "--straggler-named-s says nothing without --straggler-every-h"),
         (["--trace", "nowhere.csv"], "nowhere.csv: cannot be read as a CSV file"),
         (["--curves", "nowhere"], "nowhere: is not a folder"),
         (["--objective", "profit"], "'profit' is not one of 'first-come', 'value'"),

@@ -27,6 +27,7 @@ import psutil
 
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint
 from elasticflow_airflow.wire import Event, JobStatus, State
+from support.postgres import Postgres
 
 COMPONENTS = ("api-server", "scheduler", "triggerer", "dag-processor")
 LEASE_S, ORPHAN_S = 20.0, 70.0
@@ -92,6 +93,8 @@ class Stack:
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     tasks: dict[tuple[str, str, str], dict[str, Any]] = field(default_factory=dict)
     """Task instances by (dag, run, task), as of the last look: one question for all tests that wait."""
+    database: Postgres | None = None
+    """The server of all databases; None: they are SQLite's."""
     closing: bool = False
     one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
     """Many paths that ask at once would only keep each other from SQLite."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +147,38 @@ class Gang:
         """Logs and reports, for the message of a failure."""
         files = [*sorted((self.folder / "logs").iterdir()), *sorted(self.folder.glob("reports/*"))]
         return "\n".join(f"== {file.name}\n{file.read_text()[-3000:]}" for file in files)
+
+
+def random_life(run: Gang, seed: int, steps: int) -> None:
+    """Rescale, and kill, at random until the training, of so many steps, is nearly done."""
+    random_ = random.Random(seed)
+    names = (f"w{i}" for i in range(10_000))
+    members = [next(names)]
+    run.plan(*members)
+
+    def has_come_to(step: int) -> bool:
+        return run.step() >= step
+
+    while run.step() < steps - 40:
+        run.wait(partial(has_come_to, min(run.step() + random_.randint(2, 25), steps)), "progress")
+        victim = random_.choice(members)
+        if len(members) > 1 and random_.random() < 0.5:
+            run.kill(victim, random_.choice([signal.SIGKILL, signal.SIGSTOP]))
+            alive = [m for m in members if m != victim]
+            members = alive[: 1 << (len(alive).bit_length() - 1)]
+            run.plan(*members, lost=[victim])
+            run.wait_until_begun()
+            run.kill(victim)
+        else:
+            size = random_.choice([1, 2, 4])
+            stay = random_.sample(members, random_.randint(0, min(size, len(members))))
+            members = stay + [next(names) for _ in range(size - len(stay))]
+            random_.shuffle(members)
+            run.plan(*members)
+            run.wait(lambda: run.has_begun() or has_come_to(steps), "the switch")
+    if not run.has_begun():
+        # The training ended before the last switch: those who were to join are told to go.
+        run.wait(lambda: bool(run.reports(ReportKind.FINISHED)), "the end of training")
+        run.plan(mode=RescaleMode.RESTART)
+    run.finish()
+    assert len(run.reports(ReportKind.FINISHED)) == 1, run.story()

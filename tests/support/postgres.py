@@ -2,29 +2,77 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pwd
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 
+@dataclass
+class Postgres:
+    """A server that a test may stop and start."""
+
+    base: Path
+    programs: Path
+    user: str | None
+
+    @property
+    def url(self) -> str:
+        """URL with ``{}`` for the database's name."""
+        return f"postgresql://elasticflow@/{{}}?host={self.base}"
+
+    def sql(self, command: str) -> None:
+        """Run one command."""
+        import psycopg
+
+        with psycopg.connect(f"host={self.base} user=elasticflow dbname=postgres", autocommit=True) as connection:
+            connection.execute(command.encode())
+
+    def create(self) -> None:
+        self._run("initdb", "-U", "elasticflow", "-A", "trust", "--no-sync", "-E", "UTF8")
+
+    def start(self) -> None:
+        options = f"-c listen_addresses= -c unix_socket_directories={self.base} -c fsync=off"
+        self._run("pg_ctl", "-w", "-t", "60", "-l", str(self.base / "log"), "-o", options, "start")
+
+    def stop(self) -> None:
+        """As when its machine goes down: whoever is connected is not asked."""
+        self._run("pg_ctl", "-w", "-m", "immediate", "stop")
+
+    def _run(self, program: str, *words: str) -> None:
+        # Into a file: pg_ctl leaves a server behind that must not hold our pipes.
+        log, said = self.base / "log", self.base / "said"
+        with said.open("wb") as output:
+            done = subprocess.run(
+                [str(self.programs / program), "-D", str(self.base / "data"), *words],
+                user=self.user,
+                group=self.user and pwd.getpwnam(self.user).pw_gid,
+                cwd=self.base,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        ends = [path.read_text()[-3000:] for path in (said, log) if path.exists()]
+        assert done.returncode == 0, "\n".join([f"{program} {words} failed", *ends])
+
+
 @contextmanager
-def postgres() -> Iterator[tuple[str, Callable[[str], None]]]:
-    """Start one: (URL with ``{}`` for the database's name, run one SQL command). Skips the test where there is none."""
+def postgres() -> Iterator[Postgres]:
+    """Start one. Skips the test where there is none."""
     programs = _programs()
     if programs is None:
         pytest.skip(
             "no PostgreSQL on this machine: initdb and pg_ctl are neither in /usr/lib/postgresql/*/bin nor PATH"
         )
-    try:
-        import psycopg
-    except ImportError:
+    if importlib.util.find_spec("psycopg") is None:
         pytest.skip("psycopg is not installed: pip install elasticflow-airflow[postgres]")
     user: str | None = None  # PostgreSQL refuses to run as root.
     if os.geteuid() == 0:
@@ -33,39 +81,15 @@ def postgres() -> Iterator[tuple[str, Callable[[str], None]]]:
         if user is None:
             pytest.skip("PostgreSQL does not run as root, and there is neither a user postgres nor nobody")
     with tempfile.TemporaryDirectory(prefix="ef-pg-") as folder:
-        base = Path(folder)
         if user is not None:
-            shutil.chown(base, user)
-
-        def run(*words: str) -> None:
-            done = subprocess.run(words, user=user, group=user and _group_of(user), cwd=base, capture_output=True)
-            log = base / "log"
-            said = (done.stdout + done.stderr).decode() + (log.read_text() if log.exists() else "")
-            assert done.returncode == 0, f"{words} failed: {said}"
-
-        data = str(base / "data")
-        run(str(programs / "initdb"), "-D", data, "-U", "elasticflow", "-A", "trust", "--no-sync", "-E", "UTF8")
-        options = f"-c listen_addresses= -c unix_socket_directories={base} -c fsync=off"
-        # pg_ctl leaves a server behind that must not hold our pipes.
-        started = subprocess.run(
-            [str(programs / "pg_ctl"), "-D", data, "-w", "-t", "60", "-l", str(base / "log"), "-o", options, "start"],
-            user=user,
-            group=user and _group_of(user),
-            cwd=base,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+            shutil.chown(folder, user)
+        server = Postgres(Path(folder), programs, user)
+        server.create()
+        server.start()
         try:
-            assert started.returncode == 0, (base / "log").read_text() if (base / "log").exists() else "no log"
-
-            def sql(command: str) -> None:
-                with psycopg.connect(f"host={base} user=elasticflow dbname=postgres", autocommit=True) as connection:
-                    connection.execute(command.encode())
-
-            yield f"postgresql://elasticflow@/{{}}?host={base}", sql
+            yield server
         finally:
-            run(str(programs / "pg_ctl"), "-D", data, "-w", "-m", "immediate", "stop")
+            server.stop()
 
 
 def _programs() -> Path | None:
@@ -74,7 +98,3 @@ def _programs() -> Path | None:
     on_path = shutil.which("initdb")
     found = [*versions, *([Path(on_path)] if on_path else [])]
     return next((path.parent for path in found if (path.parent / "pg_ctl").exists()), None)
-
-
-def _group_of(user: str) -> int:
-    return pwd.getpwnam(user).pw_gid

@@ -32,12 +32,16 @@ Spot = tuple[int, int]
 
 @dataclass(frozen=True)
 class CheckedJob:
-    """What the trace says of a job, and its steps/s by number of workers."""
+    """What the trace says of a job, and its steps/s by number of workers.
+
+    ``typed``, if not empty, are its steps/s by type of node, and hold in place of ``speeds``.
+    """
 
     submitted_s: float
     deadline_s: float | None
     steps: float
     speeds: Mapping[int, float]
+    typed: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -122,26 +126,37 @@ def check(
     *,
     startup_s: float | None = None,
     blocks: bool = True,
+    node_types: Sequence[str] = (),
 ) -> Report:
     """Read a schedule line by line.
 
     ``startup_s`` is what a start costs if not ``pause_s``. ``blocks=False``: gangs may stand on any slots.
+    ``node_types`` names the type of each node where there are several.
 
     Kinds of violation: ``form`` (a line that is not of the documented form), ``order`` (time runs backwards),
     ``unknown`` (no such job in the trace), ``early`` (before its submission), ``slots`` (not there, or twice in one
     gang), ``double`` (two jobs on a slot), ``size`` (a gang that is no power of two, or too small to run), ``span``
-    (not an aligned block), ``work`` (finished before all steps were made), ``ended`` (something happens to a job that
-    is over, or it ends while it holds slots), ``forgotten`` (neither finished nor rejected).
+    (not an aligned block), ``type`` (on nodes of several types, or of one on which it does not run), ``work``
+    (finished before all steps were made), ``ended`` (something happens to a job that is over, or it ends while it
+    holds slots), ``forgotten`` (neither finished nor rejected).
     """
-    return _Reading(jobs, node_sizes, pause_s, pause_s if startup_s is None else startup_s, blocks).read(lines)
+    types = node_types or [""] * len(node_sizes)
+    return _Reading(jobs, node_sizes, types, pause_s, pause_s if startup_s is None else startup_s, blocks).read(lines)
 
 
 class _Reading:
     def __init__(
-        self, jobs: Mapping[str, CheckedJob], sizes: Sequence[int], pause_s: float, startup_s: float, blocks: bool
+        self,
+        jobs: Mapping[str, CheckedJob],
+        sizes: Sequence[int],
+        types: Sequence[str],
+        pause_s: float,
+        startup_s: float,
+        blocks: bool,
     ) -> None:
         self.jobs, self.sizes, self.pause_s, self.startup_s, self.blocks = jobs, sizes, pause_s, startup_s, blocks
-        self.place = _places_among_equals(sizes)
+        self.types = types
+        self.place = _places_among_equals(sizes, types)
         self.report = Report(jobs=len(jobs), deadlines=sum(job.deadline_s is not None for job in jobs.values()))
         self.held: dict[str, _Held] = {}
         self.owner: dict[Spot, str] = {}
@@ -237,18 +252,33 @@ class _Reading:
 
     def progress(self, job: CheckedJob, held: _Held, at: float) -> None:
         if held.spots:
-            run = [n for n in job.speeds if n <= len(held.spots)]
-            speed = job.speeds[max(run)] if run else 0.0
+            speeds = self.speeds(job, held.spots)
+            run = [n for n in speeds if n <= len(held.spots)]
+            speed = speeds[max(run)] if run else 0.0
             held.done += speed * max(0.0, at - max(held.ready_s, held.since_s))
             self.report.slot_s += len(held.spots) * (at - held.since_s)
         held.since_s = at
 
+    def speeds(self, job: CheckedJob, spots: frozenset[Spot]) -> Mapping[int, float]:
+        """Steps/s by number of workers on the type of node that a gang stands on; on several types it makes none."""
+        if not job.typed:
+            return job.speeds
+        types = self.types_of(spots)
+        return job.typed.get(types[0], {}) if len(types) == 1 else {}
+
+    def types_of(self, spots: frozenset[Spot]) -> list[str]:
+        return sorted({self.types[node] for node, _ in spots if 0 <= node < len(self.types)})
+
     def shape(self, job_id: str, job: CheckedJob, spots: frozenset[Spot], at: float) -> None:
-        size = len(spots)
+        size, speeds, types = len(spots), self.speeds(job, spots), self.types_of(spots)
         if size & (size - 1):
             self.wrong("size", f"{job_id} holds {size} slots at {at}, no power of two")
-        elif size < min(job.speeds):
-            self.wrong("size", f"{job_id} holds {size} slots at {at}; it runs on {min(job.speeds)} and more")
+        elif len(types) > 1:
+            self.wrong("type", f"{job_id} holds slots of several types at {at}: {types}")
+        elif not speeds:
+            self.wrong("type", f"{job_id} holds slots of {types} at {at}; it runs on {sorted(job.typed)}")
+        elif size < min(speeds):
+            self.wrong("size", f"{job_id} holds {size} slots at {at}; it runs on {min(speeds)} and more")
         elif self.blocks and not self.is_block(spots):
             self.wrong("span", f"{job_id} holds no aligned block at {at}: {sorted(spots)}")
 
@@ -285,12 +315,12 @@ class _Reading:
             self.report.met += not late
 
 
-def _places_among_equals(sizes: Sequence[int]) -> list[int]:
-    seen: Counter[int] = Counter()
+def _places_among_equals(sizes: Sequence[int], types: Sequence[str]) -> list[int]:
+    seen: Counter[tuple[int, str]] = Counter()
     places = []
-    for size in sizes:
-        places.append(seen[size])
-        seen[size] += 1
+    for kind in zip(sizes, types, strict=True):
+        places.append(seen[kind])
+        seen[kind] += 1
     return places
 
 

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
+
 from elasticflow_airflow.insight import (
     Admission,
     Checkpoint,
@@ -72,8 +74,10 @@ class ScriptedCluster:
     away: bool = False
     cancelled: set[str] = field(default_factory=set)
     deadlines: dict[str, float] = field(default_factory=dict)
+    further: list[JobStatus] = field(default_factory=list)
+    """More jobs that lists find."""
 
-    def answer(self, method: str, path: str, params: Mapping[str, str], body: bytes) -> tuple[int, Any]:
+    def answer(self, method: str, path: str, params: httpx.QueryParams, body: bytes) -> tuple[int, Any]:
         """The status and the JSON value for a request."""
         told = json.loads(body) if body[:1] == b"{" else None
         self.asked.append((method, path, told))
@@ -417,8 +421,15 @@ class ScriptedCluster:
             verdicts.append(WhatIfVerdict(job_id=job.job_id, verdict=verdict))
         return WhatIf(verdicts=verdicts, before=before, after=after)
 
-    def _list(self, params: Mapping[str, str]) -> list[JobStatus]:
-        return [job for job in self.jobs() if params.get("dag_id") in (None, job.identity.dag_id)]
+    def _list(self, params: httpx.QueryParams) -> list[JobStatus]:
+        """As the service does it: what is asked for is sought first, and only then cut to the limit."""
+        found = self.jobs() + self.further
+        for part in ("namespace", "run_id", "task_id", "map_index"):
+            found = [job for job in found if params.get(part) in (None, str(getattr(job.identity, part)))]
+        dag_ids = params.get_list("dag_id")
+        found = [job for job in found if not dag_ids or job.identity.dag_id in dag_ids]
+        found.sort(key=lambda job: (-job.submitted_at, job.job_id))
+        return found[: int(params.get("limit", 100))]
 
     def story(self, job: JobStatus) -> JobStory:
         why = self.cluster().why.get(job.job_id, job.state_reason)

@@ -2,12 +2,14 @@
 
 Nothing in it knows of workers but the callback. It prints the digests of the weights and of what it logged.
 TEST_KIND: classify, mask (BertForMaskedLM, which ignores num_items_in_batch) or gpt2; TEST_ARGUMENTS: more of
-TrainingArguments, as JSON; TEST_STOP: the patience of early stopping.
+TrainingArguments, as JSON; TEST_STOP: the patience of early stopping; TEST_DIE_AT: the step after which the first
+worker dies over saving, with TEST_TORN torn.
 """
 
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 
@@ -99,6 +101,25 @@ def tell_warm(model, inputs, outputs):
         open(f"{ROOT}/warm-{os.environ.get('ELASTICFLOW_WORKER')}", "w").close()
 
 
+class Dies(Trainer):
+    """Is killed once, in the middle of writing a file of a checkpoint."""
+
+    def _save_checkpoint(self, model, trial):
+        super()._save_checkpoint(model, trial)
+        if self.state.global_step == int(os.environ.get("TEST_DIE_AT", "-1")) and not os.path.exists(f"{ROOT}/died"):
+            open(f"{ROOT}/died", "w").close()
+            written = (f"{ROOT}/out/checkpoint-{self.state.global_step}/{name}" for name in AS_WRITTEN)
+            torn = os.environ["TEST_TORN"]
+            for path in written:
+                if os.path.basename(path) == torn:
+                    os.truncate(path, os.path.getsize(path) // 2)
+                    torn = None
+                elif torn is None:
+                    os.remove(path)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+AS_WRITTEN = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
 set_seed(5)
 arguments = {
     "output_dir": f"{ROOT}/out",
@@ -120,7 +141,7 @@ if "TEST_STOP" in os.environ:
     callbacks.append(EarlyStoppingCallback(int(os.environ["TEST_STOP"])))
 model = build()
 model.register_forward_hook(tell_warm)
-trainer = Trainer(
+trainer = Dies(
     model=model,
     args=TrainingArguments(**arguments),
     train_dataset=Sentences(0, 74),  # the last batch of an epoch is short: 10 of 16

@@ -85,7 +85,7 @@ def source(cluster: ScriptedCluster) -> Any:
         if cluster.away:
             raise httpx.ConnectError("refused")
         assert request.headers["authorization"] == f"Bearer {TOKEN}"
-        status, value = cluster.answer(request.method, request.url.path, dict(request.url.params), request.content)
+        status, value = cluster.answer(request.method, request.url.path, request.url.params, request.content)
         return httpx.Response(status, content=json.dumps(value))
 
     endpoint = Endpoint(base_url="http://service.test:8321", token=TOKEN)

@@ -10,6 +10,8 @@ import pytest
 from fastapi.routing import APIRoute
 from support.scripted_cluster import FOREIGN, HIDDEN, NODES, ScriptedCluster, identity
 
+from elasticflow_airflow.wire import JobIdentity
+
 MINE = identity("fraud_daily")
 JOB = f"api/dags/fraud_daily/jobs/{MINE.job_id}"
 READS = ["story", "events", "runs", "logs/w0", "trace.json"]
@@ -30,6 +32,21 @@ def test_nobody_gets_anything_without_signing_in(browse: Any, cluster: ScriptedC
             assert answer.status_code == 401, (method, path)
             assert "fraud" not in answer.text
     assert cluster.asked == []
+
+
+def test_no_route_asks_for_its_user_in_the_address(source: Any) -> None:
+    """What FastAPI makes of a dependency whose name it cannot resolve: every call would be refused for want of it."""
+    from elasticflow_airflow.ui.api_app import build_app
+
+    asked = {
+        parameter["name"]
+        for path in build_app(source).openapi()["paths"].values()
+        for route in path.values()
+        for parameter in route.get("parameters", ())
+        if parameter["in"] == "query"
+    }
+    assert "limit" in asked, "the page's routes do take something from the address"
+    assert not asked & {"user", "session", "_user", "_", "auth_manager", "request"}
 
 
 def test_a_forged_session_gets_nothing(browse: Any) -> None:
@@ -112,11 +129,45 @@ def test_only_an_editor_moves_a_deadline(browse: Any, cluster: ScriptedCluster) 
     assert cluster.deadlines == {MINE.job_id: cluster.now + 9000}
 
 
-def test_changes_from_other_sites_are_refused(browse: Any, cluster: ScriptedCluster) -> None:
-    foreign = {"Sec-Fetch-Site": "cross-site"}
-    assert browse("admin").post(f"{JOB}/cancel", json={"claim": 2}, headers=foreign).status_code == 403
-    assert browse("admin").post("api/what-if", json={}, headers=foreign).status_code == 403
-    assert cluster.cancelled == set()
+@pytest.mark.parametrize("who", [HIDDEN, FOREIGN], ids=["hidden", "foreign"])
+def test_an_editor_moves_no_deadline_through_a_dag_that_may_be_edited(
+    browse: Any, cluster: ScriptedCluster, who: JobIdentity
+) -> None:
+    change = {"claim": 2, "deadline_at": cluster.now + 9000}
+    answer = browse("user").patch(f"api/dags/fraud_daily/jobs/{who.job_id}", json=change)
+    assert (answer.status_code, cluster.deadlines) == (404, {})
+    assert answer.json()["message"] == f"DAG 'fraud_daily' has no job '{who.job_id}'"
+
+
+def test_who_may_read_the_logs_asks_what_the_workers_do(browse: Any, cluster: ScriptedCluster) -> None:
+    assert set(browse("viewer").post(f"{JOB}/stacks").json()["stacks"]) == {"w0", "w1"}
+    cluster.asked.clear()
+    hidden = f"api/dags/payroll/jobs/{HIDDEN.job_id}/stacks"
+    assert browse("viewer").post(hidden).status_code == 403
+    assert cluster.asked == []
+    for who in (HIDDEN, FOREIGN):
+        assert browse("viewer").post(f"api/dags/fraud_daily/jobs/{who.job_id}/stacks").status_code == 404
+    assert not [path for _, path, _ in cluster.asked if path.endswith("/stacks")]
+    assert browse("admin").post(hidden).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "sent"),
+    [
+        ("POST", f"{JOB}/cancel", {"claim": 2}),
+        ("PATCH", JOB, {"claim": 2, "deadline_at": 9e9}),
+        ("POST", f"{JOB}/stacks", None),
+        ("POST", "api/what-if", {}),
+    ],
+)
+def test_changes_from_other_sites_are_refused(
+    browse: Any, cluster: ScriptedCluster, method: str, path: str, sent: Any
+) -> None:
+    browser = browse("admin")
+    for foreign in ({"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}):
+        assert browser.request(method, path, json=sent, headers=foreign).status_code == 403
+    assert cluster.asked == []
+    assert browser.request(method, path, json=sent).status_code == 200
 
 
 def test_what_if_is_asked_about_visible_jobs_only(browse: Any, cluster: ScriptedCluster) -> None:
@@ -169,6 +220,36 @@ def test_one_task_instance_finds_its_job(browse: Any) -> None:
     jobs = browse("viewer").get("api/jobs", params=query).json()["jobs"]
     assert [job["identity"]["task_id"] for job in jobs] == ["backbone"]
     assert browse("viewer").get("api/jobs", params={**query, "run_id": "another"}).json()["jobs"] == []
+
+
+def more_jobs(cluster: ScriptedCluster, count: int, **changes: Any) -> None:
+    """Newer jobs than all others."""
+    like = cluster.jobs()[0]
+    for n in range(count):
+        who = MINE.model_copy(update={"run_id": f"backfill__{n}", **changes})
+        update = {"job_id": who.job_id, "identity": who, "submitted_at": cluster.now + n, "workers": 0}
+        cluster.further.append(like.model_copy(update=update))
+
+
+def test_an_old_run_of_a_busy_dag_is_found(browse: Any, cluster: ScriptedCluster) -> None:
+    more_jobs(cluster, 8)
+    query = {"dag_id": "fraud_daily", "run_id": "scheduled__1d", "limit": 3}
+    jobs = browse("viewer").get("api/jobs", params=query).json()["jobs"]
+    assert [job["job_id"] for job in jobs] == [identity("fraud_daily", "scheduled__1d").job_id]
+
+
+@pytest.mark.parametrize("others", [{"dag_id": "payroll"}, {"namespace": "elsewhere"}], ids=str)
+@pytest.mark.parametrize("address", [4000, 30])
+def test_a_viewers_jobs_do_not_vanish_behind_those_of_others(
+    browse: Any, cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch, others: dict[str, str], address: int
+) -> None:
+    monkeypatch.setattr("elasticflow_airflow.ui.api_app._ADDRESS_AT_MOST", address)
+    before = browse("viewer").get("api/jobs", params={"limit": 4}).json()["jobs"]
+    assert len(before) == 4
+    more_jobs(cluster, 9, **others)
+    after = browse("viewer").get("api/jobs", params={"limit": 4, "live": False}).json()["jobs"]
+    assert [job["job_id"] for job in after] == [job["job_id"] for job in before]
+    assert browse("viewer").get("api/jobs", params={"dag_id": "payroll"}).json()["jobs"] == []
 
 
 def test_the_trace_opens_in_trace_viewers(browse: Any, cluster: ScriptedCluster) -> None:

@@ -12,22 +12,29 @@ from support.postgres import postgres
 
 
 @pytest.fixture(scope="session")
-def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
+def sqlite_stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
     """Airflow and the services on SQLite."""
     opened = open_stack(PATHS.dag_file(), len(PATHS.dags))
     yield opened
     close(opened, request)
 
 
+@pytest.fixture
+def stack(sqlite_stack: Stack) -> Stack:
+    """The usual one."""
+    return sqlite_stack
+
+
 @pytest.fixture(scope="session")
 def postgres_stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
     """Airflow and the service on databases of a real PostgreSQL."""
-    with postgres() as (url, sql):
+    with postgres() as server:
         names = [f"{part}{uuid.uuid4().hex}" for part in ("airflow", "service")]
         for name in names:
-            sql(f"CREATE DATABASE {name}")
-        database, service_database = (url.format(n).replace("postgresql:", "postgresql+psycopg:") for n in names)
+            server.sql(f"CREATE DATABASE {name}")
+        database, service_database = (server.url.format(n).replace("postgresql:", "postgresql+psycopg:") for n in names)
         opened = open_stack(PATHS.dag_file(), len(PATHS.dags), database=database, service_database=service_database)
+        opened.database = server
         yield opened
         close(opened, request)
 

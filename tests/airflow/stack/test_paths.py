@@ -333,8 +333,8 @@ def selected(request: pytest.FixtureRequest, test: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def on_sqlite(stack: Stack, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[None]]]:
-    return PATHS.start(stack, selected(request, "test_path"))
+def on_sqlite(sqlite_stack: Stack, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[None]]]:
+    return PATHS.start(sqlite_stack, selected(request, "test_path"))
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Each part of the machinery is killed or restarted in turn while the same two trainings go on: neither notices.
 
-The tests of this file are the stages of one journey and run in this order. At its end the process table counts.
+The tests of this file are the stages of one journey and run in this order. At its end the process table counts. On
+PostgreSQL, whose server is killed, too, the journey is a long one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from support.airflow_stack import LEASE_S, Run, Stack, command_line
 
 from elasticflow_airflow.wire import State
 
-pytestmark = [pytest.mark.airflow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.airflow, pytest.mark.timeout(600), pytest.mark.xdist_group("restarts")]
 
 TRAVELLERS = PATHS.add_dag(
     "travellers",
@@ -51,6 +52,14 @@ class Journey:
                 return False
         self.steps = {task_id: self.run.job(task_id).step for task_id in TASKS}  # type: ignore[union-attr]
         return True
+
+
+@pytest.fixture(
+    scope="module", params=["sqlite", pytest.param("postgres", marks=(pytest.mark.postgres, pytest.mark.soak))]
+)
+def stack(request: pytest.FixtureRequest) -> Stack:
+    found: Stack = request.getfixturevalue(f"{request.param}_stack")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +143,26 @@ def test_the_scheduler_restarts(stack: Stack, journey: Journey) -> None:
     healthy(stack, "scheduler")
     stack.wait("the task has a new owner", lambda: journey.run.job("blocks").claim >= 2)
     journey.goes_on()
+    ends = stack.run(ENDS)
+    ends.reach("success")
+    assert ends.acknowledged().incarnation == 1
+
+
+def test_the_database_restarts(stack: Stack, journey: Journey) -> None:
+    """Airflow's and the service's. Airflow's scheduler may hang for good then: it is started anew, as people would."""
+    if stack.database is None:
+        pytest.skip("SQLite has no server that could be killed")
+    before = {task_id: len(journey.run.events("parked", task_id)) for task_id in TASKS}
+    stack.database.stop()
+    gone_at = time.monotonic()
+    stack.wait("it is away", lambda: time.monotonic() - gone_at > 5.0)
+    stack.database.start()
+    healthy(stack, "triggerer")
+    journey.goes_on()
+    for task_id in TASKS:
+        assert len(journey.run.events("parked", task_id)) == before[task_id]
+    stack.kill("scheduler")
+    stack.start("scheduler")
     ends = stack.run(ENDS)
     ends.reach("success")
     assert ends.acknowledged().incarnation == 1

@@ -1,0 +1,26 @@
+"""What all messages are made from, and how an error is said."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+API_VERSION = "v1"
+TRACEPARENT = "traceparent"
+"""Label of a submission: where the job belongs in a trace (W3C Trace Context)."""
+API_HEADER = "ElasticFlow-API"
+VERSION_HEADER = "ElasticFlow-Version"
+"""Every answer of a service carries the two, so that a client of another version can say so."""
+
+
+class Wire(BaseModel):
+    """Base of all messages: unknown fields are an error on the way in, so that a typing mistake is found at once."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Problem(Wire):
+    """Body of every error answer: what was wrong, and what to do."""
+
+    error: str
+    message: str
+    hint: str = ""
