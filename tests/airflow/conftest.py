@@ -178,7 +178,8 @@ def embedded_service():
 
     from elasticflow_airflow.client import ensure_service
 
-    state_dir = HOME / "s"
+    # A folder of this module's own: what another module's jobs and calendar left behind is not there.
+    state_dir = Path(tempfile.mkdtemp(prefix="s", dir=HOME))
     settings = {
         "ELASTICFLOW_ENGINE": "fake",
         "ELASTICFLOW_VIRTUAL_NODES": "1x4",
