@@ -34,7 +34,8 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 from bench_contended import TOO_SMALL
-from bench_policies import DATA, OWN_SIZE, Case, put_into, setting_of, table
+from bench_policies import DATA, OWN_SIZE, Case, setting_of
+from results import put_into, table
 
 from elasticflow_airflow.scheduler_core import planner
 from elasticflow_airflow.scheduler_core.config import Objective, SchedulerConfig

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 
-from bench_policies import DATA, OWN_SIZE, parser_of, put_into, setting_of, table
+from bench_policies import DATA, OWN_SIZE, parser_of, setting_of
+from results import put_into, table
 
 from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES
 from elasticflow_airflow.scheduler_core.simulator.capacity import achievable, smallest_cluster

@@ -25,7 +25,8 @@ from pathlib import Path
 from statistics import NormalDist
 
 from bench_contended import TOO_SMALL
-from bench_policies import CLUSTER01, DATA, OWN_SIZE, Case, put_into, table
+from bench_policies import CLUSTER01, DATA, OWN_SIZE, Case
+from results import put_into, table
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core.simulator.curves import read_curves

@@ -22,6 +22,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from results import put_into, table
+
 from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES
 from elasticflow_airflow.scheduler_core.simulator.compare import Comparison, bound_of
 from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
@@ -94,18 +96,6 @@ def run(case: Case, contenders: Sequence[Contender], pause_s: float, bound_limit
     return Comparison(setting=setting, played=tuple(played), bound=bound)
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table that reads well as text and is Markdown."""
-    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
-
-    def line(cells: Sequence[str]) -> str:
-        first, *rest = zip(cells, widths, strict=True)
-        return "| " + " | ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]) + " |"
-
-    rule = "|" + "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
-    return [line(heads), rule, *(line(row) for row in rows)]
-
-
 def one_case(case: Case, comparison: Comparison) -> list[str]:
     rows = []
     for row in comparison.rows():
@@ -136,18 +126,6 @@ def all_cases(done: dict[Case, Comparison]) -> list[str]:
             cells.append(f"{found[0]['met']}{late}" if found else "")
         rows.append([f"`{label}`", *cells])
     return ["Deadlines met:", "", *table(["policy", *(case.label for case in done)], rows)]
-
-
-def put_into(page: Path, name: str, lines: Sequence[str]) -> None:
-    """Replace what stands between the marker of these results and the next heading."""
-    text = page.read_text(encoding="utf-8")
-    marker = f"<!-- results: {name} -->"
-    if marker not in text:
-        sys.exit(f"{page} has no line {marker}")
-    before, after = text.split(marker, 1)
-    rest = re.search(r"^#", after, re.MULTILINE)
-    tail = after[rest.start() :] if rest else ""
-    page.write_text(f"{before}{marker}\n\n" + "\n".join(lines) + f"\n\n{tail}", encoding="utf-8")
 
 
 def reasons(comparison: Comparison) -> list[str]:

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench_contended import TOO_SMALL
-from bench_policies import CLUSTER01, DATA, OWN_SIZE, Case, put_into, setting_of, table
+from bench_policies import CLUSTER01, DATA, OWN_SIZE, Case, setting_of
+from results import put_into, table
 
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, play

@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench_policies import put_into, table
+from results import put_into, table
 
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.decisions import Admit, Decision, WakeMeAt

@@ -18,7 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
-from bench_policies import DATA, put_into, table
+from bench_policies import DATA
+from results import put_into, table
 
 from elasticflow_airflow.scheduler_core import SchedulerConfig
 from elasticflow_airflow.scheduler_core.bound import clairvoyant_bound
