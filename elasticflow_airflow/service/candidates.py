@@ -15,7 +15,7 @@ from pathlib import Path
 
 import structlog
 
-from elasticflow_airflow.runtime.manifest import CheckpointError, verify_candidate
+from elasticflow_airflow.runtime.manifest import CheckpointError, verify_patiently
 
 log = structlog.get_logger()
 
@@ -38,9 +38,9 @@ Verify = Callable[[Path], str]
 
 
 def verify_by_manifest(folder: Path) -> str:
-    """Verify what the runtime wrote (``manifest.json`` with a digest of every file)."""
+    """Verify what the runtime wrote (``manifest.json`` with a digest of every file), reading again what fails."""
     try:
-        return verify_candidate(folder).digest
+        return verify_patiently(folder).digest
     except CheckpointError as error:
         raise ValueError(str(error)) from error
 
