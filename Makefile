@@ -67,7 +67,7 @@ reference: $(STAMP) ## write the generated parts of docs/reference anew
 	$(BIN)/python docs/generate.py
 
 # Each as the pages in docs/ name it, so that their tables come out again.
-BENCHES := $(sort $(wildcard benchmarks/bench_*.py)) "benchmarks/bench_policies.py --full"
+BENCHES := $(sort $(wildcard benchmarks/bench_*.py)) "benchmarks/bench_policies.py --full" "benchmarks/bench_rescale.py --model base --changes 1-2"
 
 .PHONY: bench
 bench: $(STAMP) ## print the benchmarks

@@ -1,6 +1,7 @@
 """How long a save stops training: ours, beside torch.save and torch.distributed.checkpoint's thread, in one run.
 
     python benchmarks/bench_checkpoint.py [--megabytes 200] [--saves 5] [--step-s 0.05] [--folder FOLDER]
+        [--page docs/explanation/what-a-change-costs.md]
 
 A training (a multi-layer perceptron with AdamW, one thread) saves every few steps. *Stall* is the time for which the
 call stops it, *write* the time until the checkpoint is on disk and flushed, *meanwhile* a step while it is being
@@ -13,7 +14,6 @@ write that the trainer itself makes when it waits.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from results import show, table
 from torch import nn
 
 from elasticflow_airflow.runtime.checkpoint import Registered
@@ -164,7 +165,7 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=5, help="saves after the first one")
     parser.add_argument("--step-s", type=float, default=0.05, help="about how long a step takes")
     parser.add_argument("--folder", type=Path, default=None, help="where to write (a temporary folder)")
-    parser.add_argument("--json", action="store_true", help="numbers for a machine to read, as the last line")
+    parser.add_argument("--page", type=Path, help="put the table into this page")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch")
@@ -186,28 +187,34 @@ def main() -> None:
         other.close()
         dist.destroy_process_group()
 
-    print(f"state {training.nbytes / 1e6:.0f} MB, an undisturbed step {undisturbed_s * 1e3:.0f} ms, one thread")
-    print(f"{'':20}{'first':>9}{'later':>9}{'write':>9}{'of write':>10}{'meanwhile':>11}{'s per GB':>10}")
-    results: dict[str, dict[str, float]] = {}
+    rows, stalls_s, writes_s = [], {}, {}
     for name, way in measured.items():
         later_s, write_s = statistics.median(way.stalls_s[1:]), statistics.median(way.writes_s[1:])
         meanwhile = statistics.median(way.meanwhile_s) / undisturbed_s if way.meanwhile_s else None
-        results[name] = {
-            "first_stall_ms": way.stalls_s[0] * 1e3,
-            "later_stall_ms": later_s * 1e3,
-            "write_ms": write_s * 1e3,
-        }
-        print(
-            f"{name:20}{way.stalls_s[0] * 1e3:6.0f} ms{later_s * 1e3:6.0f} ms{write_s * 1e3:6.0f} ms"
-            f"{later_s / write_s:10.1%}{'-' if meanwhile is None else f'x{meanwhile:.2f}':>11}"
-            f"{later_s / training.nbytes * 1e9:10.3f}"
+        stalls_s[name], writes_s[name] = later_s, write_s
+        rows.append(
+            [
+                name,
+                f"{way.stalls_s[0] * 1e3:.0f}",
+                f"{later_s * 1e3:.0f}",
+                f"{write_s * 1e3:.0f}",
+                f"{100 * later_s / write_s:.1f} %",
+                "-" if meanwhile is None else f"x{meanwhile:.2f}",
+                f"{later_s / training.nbytes * 1e9:.3f}",
+            ]
         )
-    ours_ms = results["ours, prepared"]["later_stall_ms"]
-    print(f"our stall is {ours_ms / results['ours, wait=True']['write_ms']:.1%} of a write by the trainer itself")
-    for name in ("torch.save + fsync", "dcp async (thread)"):
-        print(f"{name} stops training {results[name]['later_stall_ms'] / ours_ms:.1f} times as long as ours")
-    if options.json:
-        print(json.dumps(results))
+    ours_s = stalls_s["ours, prepared"]
+    times = [f"{name} {stalls_s[name] / ours_s:.1f} times" for name in ("torch.save + fsync", "dcp async (thread)")]
+    said = (
+        f"A state of {training.nbytes / 1e6:.0f} MB, undisturbed steps of {undisturbed_s * 1e3:.0f} ms, one thread,"
+        f" medians of {options.saves} saves:"
+    )
+    beside = (
+        f"Our stall is {ours_s / writes_s['ours, wait=True']:.1%} of a write that the trainer makes itself."
+        f" As long as ours stop training: {', '.join(times)}."
+    )
+    lines = table(["", "first stall ms", "stall ms", "write ms", "of the write", "step meanwhile", "s per GB"], rows)
+    show("checkpoint", [said, "", *lines, "", beside], options.page)
 
 
 if __name__ == "__main__":

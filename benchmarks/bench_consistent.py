@@ -1,6 +1,6 @@
 """What it costs that the weights do not depend on the number of workers: consistent mode beside plain PyTorch.
 
-    python benchmarks/bench_consistent.py [--steps 30] [--repeat 5]
+    python benchmarks/bench_consistent.py [--steps 30] [--repeat 5] [--page docs/explanation/what-a-change-costs.md]
 
 Fine-tunes a small BERT (11 M parameters) on CPUs, batch 16 of 64 tokens, and prints steps/s, medians over the
 repetitions, all in one run: two workers in consistent mode (2 and 8 logical workers) and in fast mode, beside
@@ -17,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from results import show, table
 
 SCRIPT = """
 import contextlib, os, sys, time
@@ -106,6 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--page", type=Path, help="put the table into this page")
     options = parser.parse_args()
     found: dict[str, list[float]] = {name: [] for name in WAYS}
     with tempfile.TemporaryDirectory(prefix="bench-consistent-") as folder:
@@ -122,9 +125,12 @@ def main() -> None:
         "1 worker, consistent, 2 logical": "1 worker, plain loop, one full batch",
         "1 worker, consistent, 8 logical": "1 worker, plain loop, one full batch",
     }
+    rows = []
     for name, value in median.items():
-        ratio = f"  = {value / median[against[name]]:.2f} of {against[name]}" if name in against else ""
-        print(f"{name:40} {value:7.2f} steps/s{ratio}")
+        other = against.get(name)
+        rows.append([name, f"{value:.2f}", f"{value / median[other]:.2f}" if other else "-", other or "-"])
+    lines = table(["", "steps/s", "ratio", "to"], rows)
+    show("consistent", [f"Batch 16 of 64 tokens, medians of {options.repeat}:", "", *lines], options.page)
 
 
 if __name__ == "__main__":

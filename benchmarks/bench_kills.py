@@ -1,6 +1,7 @@
 """Time to N steps while workers are killed: survivors that go on from memory, beside restarts from checkpoints.
 
-    python benchmarks/bench_kills.py [--steps 300] [--every 30] [--repeat 5]
+    python benchmarks/bench_kills.py [--steps 200] [--every 30] [--repeat 5]
+        [--page docs/explanation/what-a-change-costs.md]
 
 Two real workers fine-tune a small BERT (4 layers of 256, 11 M parameters, AdamW) on this machine's CPUs, and one
 of them is killed with SIGKILL every so many seconds. *In place*: the survivor goes on alone, and another worker joins
@@ -27,6 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from bench_rescale import SCRIPT, steps
+from results import show, table
 from support.gang import Gang
 
 from elasticflow_airflow.runtime.manifest import promote, verify_candidate
@@ -124,9 +126,10 @@ def restart(count: int, every_s: float | None) -> tuple[float, int]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=float, default=30.0, help="seconds between kills")
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--page", type=Path, help="put the table into this page")
     options = parser.parse_args()
     ways = {
         "in place, undisturbed": (in_place, None),
@@ -139,10 +142,12 @@ def main() -> None:
             print(f"repetition {number + 1} of {options.repeat}: {name}", file=sys.stderr, flush=True)
             found[name].append(way(options.steps, every_s))
     bare_s = statistics.median(took for took, _ in found["in place, undisturbed"])
-    print(f"{options.steps} steps, 2 workers, one killed every {options.every:g} s; medians of {options.repeat}")
-    for name, rows in found.items():
-        took_s, kills = (statistics.median(column) for column in zip(*rows, strict=True))
-        print(f"{name:34} {took_s:7.1f} s, {kills:.0f} kills, {took_s / bare_s:5.2f} times the undisturbed")
+    rows = []
+    for name, runs in found.items():
+        took_s, kills = (statistics.median(column) for column in zip(*runs, strict=True))
+        rows.append([name, f"{took_s:.1f}", f"{kills:.0f}", f"{took_s / bare_s:.2f}"])
+    said = f"{options.steps} steps, two workers, one killed every {options.every:g} s, medians of {options.repeat}:"
+    show("kills", [said, "", *table(["", "s", "kills", "times the undisturbed"], rows)], options.page)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What reporting costs a step: clocks, norms for the noise scale, reports, predictions of a target.
 
-    python benchmarks/bench_reporting.py [--steps 120] [--repeat 5]
+    python benchmarks/bench_reporting.py [--steps 120] [--repeat 5] [--page docs/explanation/what-a-change-costs.md]
 
 Trains a small BERT (11 M parameters, one CPU thread, batch 16 of 32 tokens in 8 shares) and a small perceptron, each
 with all of it, reports written to a file as under the service. A comparison of two trainings would drown one percent in
@@ -17,6 +17,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
+
+from results import show, table
 
 SCRIPT = """
 import os, sys, time
@@ -126,8 +129,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--page", type=Path, help="put the table into this page")
     arguments = parser.parse_args()
-    print(f"python benchmarks/bench_reporting.py --steps {arguments.steps} --repeat {arguments.repeat}")
+    rows = []
     for kind, title in KINDS.items():
         steps = arguments.steps * (1 if kind == "bert" else 20)
         with_it, without = [], []
@@ -137,11 +141,19 @@ def main() -> None:
         cost, step_ms, reports, measured = (statistics.median(column) for column in zip(*with_it, strict=True))
         bare_ms = statistics.median(row[1] for row in without)
         worst = max(row[0] for row in with_it)
-        print(
-            f"{title}: reporting takes {100 * cost:.2f} % of the time (at most {100 * worst:.2f} %); "
-            f"{step_ms:.2f} ms a step with it, {bare_ms:.2f} ms without; "
-            f"{reports:.0f} reports, norms in {measured:.0f} of {steps} steps"
+        rows.append(
+            [
+                title,
+                f"{100 * cost:.2f} %",
+                f"{100 * worst:.2f} %",
+                f"{step_ms:.2f}",
+                f"{bare_ms:.2f}",
+                f"{reports:.0f}",
+                f"{measured:.0f} of {steps}",
+            ]
         )
+    heads = ["", "of the time", "worst", "ms a step", "without", "reports", "steps with norms"]
+    show("reporting", [f"Medians of {arguments.repeat}:", "", *table(heads, rows)], arguments.page)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """What a change of workers costs the training: in place, beside stop, save and restart by torchrun.
 
     python benchmarks/bench_rescale.py [--model small|base] [--repeat 5] [--changes 1-2,2-4,4-2,2-1]
+        [--page docs/explanation/what-a-change-costs.md]
 
 Real trainer processes on this machine's CPUs fine-tune a BERT (small: 4 layers of 256, 11 M parameters; base: 110 M)
 with AdamW. The pause is the time between the last step before a change and the first after it, less the median time of
 the steps after that; all numbers are medians over the repetitions, and everything runs side by side in one
-call. ``of state`` is the pause for each GB that a joiner received.
+call. A change by torchrun is one from one worker to two; the last column is the pause for each GB of state that a
+joiner received.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from results import show, table
 from support.gang import Gang
 
 from elasticflow_airflow.runtime.protocol import ReportKind
 
 SIZES = {"small": (256, 4, 4, 1024, 30_000), "base": (768, 12, 12, 3072, 30_522)}
+PARAMETERS = {"small": "11 M", "base": "110 M"}
 SCRIPT = """
 import os, time
 import torch
@@ -135,6 +139,7 @@ def main() -> None:
     parser.add_argument("--model", choices=SIZES, default="small")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--changes", default="1-2,2-4,4-2,2-1")
+    parser.add_argument("--page", type=Path, help="put the table into this page")
     options = parser.parse_args()
     pairs = [part.split("-") for part in options.changes.split(",")]
     changes = [(int(a), int(b)) for a, b in pairs]
@@ -148,16 +153,24 @@ def main() -> None:
             other = Path(folder) / "restart"
             restarts.append(restart(other, options.model, 1, 2))
     restart_s = statistics.median(restarts)
-    print(f"model {options.model}, medians of {options.repeat}")
-    print(f"stop, save, restart by torchrun, 1 -> 2: {restart_s:8.3f} s")
-    for name, rows in live.items():
-        pause_s, step_s, size = (statistics.median(column) for column in zip(*rows, strict=True))
-        worst_s = max(row[0] for row in rows)
-        per_gb = f", {pause_s / (size / 1e9):.2f} s per GB of state" if size else ""
-        print(
-            f"in place {name}: pause {pause_s:8.3f} s (worst {worst_s:.3f}) = {pause_s / step_s:5.2f} steps of"
-            f" {step_s:.3f} s, {restart_s / max(pause_s, 1e-3):7.0f} times less than a restart{per_gb}"
+    rows = [["stop, save, restart by torchrun", f"{restart_s:.3f}", f"{max(restarts):.3f}", "-", "-", "1", "-"]]
+    for name, found in live.items():
+        pause_s, step_s, size = (statistics.median(column) for column in zip(*found, strict=True))
+        rows.append(
+            [
+                f"in place, {name}",
+                f"{pause_s:.3f}",
+                f"{max(one[0] for one in found):.3f}",
+                f"{step_s:.3f}",
+                f"{pause_s / step_s:.2f}",
+                f"{restart_s / max(pause_s, 1e-3):.1f}",
+                f"{pause_s / (size / 1e9):.2f}" if size else "-",
+            ]
         )
+    heads = ["", "pause s", "worst s", "a step s", "in steps", "times less", "s per GB"]
+    said = f"BERT of {PARAMETERS[options.model]} parameters, medians of {options.repeat}:"
+    name = "rescale" if options.model == "small" else "rescale_base"
+    show(name, [said, "", *table(heads, rows)], options.page)
 
 
 if __name__ == "__main__":

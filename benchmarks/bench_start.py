@@ -1,6 +1,6 @@
 """From submit to the first step: with a warm pool beside without one.
 
-    python benchmarks/bench_start.py [--repeat 5]
+    python benchmarks/bench_start.py [--repeat 5] [--page docs/explanation/what-a-change-costs.md]
 
 Starts two real embedded services with one slot each, one of which keeps a process that has imported torch, and submits
 the same training (a perceptron on random numbers, one worker under torchrun) to each in turn. Goal: under 2 s with the
@@ -13,15 +13,15 @@ import argparse
 import os
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
+from results import show, table
+
 from elasticflow_airflow.client import ElasticFlowClient, ensure_service, snapshot_folder
 from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
 
-GOAL_S = 2.0
 SCRIPT = """
 import time
 from pathlib import Path
@@ -84,6 +84,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--page", type=Path, help="put the table into this page")
     options = parser.parse_args()
     found: dict[str, list[float]] = {"warm": [], "cold": []}
     with tempfile.TemporaryDirectory(prefix="ef-bench-") as name:
@@ -115,11 +116,9 @@ def main() -> None:
                 os.kill(pid, signal.SIGTERM)
                 while (Path(name) / way / "service.sock").exists():
                     time.sleep(0.05)
-    for way, times in found.items():
-        goal = f", goal {GOAL_S} s" if way == "warm" else ""
-        median_s = statistics.median(times)
-        print(f"submit to first step, {way}: {median_s:5.2f} s ({min(times):.2f} to {max(times):.2f}){goal}")
-    print(f"on {os.cpu_count()} cores: python {' '.join(sys.argv)}")
+    rows = [[way, *(f"{of(times):.2f}" for of in (statistics.median, min, max))] for way, times in found.items()]
+    lines = table(["from submit to first step", "median s", "best s", "worst s"], rows)
+    show("start", [f"{options.repeat} times each, in turns:", "", *lines], options.page)
 
 
 if __name__ == "__main__":

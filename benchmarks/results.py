@@ -20,6 +20,13 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [line(heads), rule, *(line(row) for row in rows)]
 
 
+def show(name: str, lines: Sequence[str], page: Path | None) -> None:
+    """Print these results, and put them into the page, if there is one."""
+    print(*lines, sep="\n")
+    if page is not None:
+        put_into(page, name, lines)
+
+
 def put_into(page: Path, name: str, lines: Sequence[str]) -> None:
     """Replace what stands between the marker of these results and the next heading."""
     text = page.read_text(encoding="utf-8")
