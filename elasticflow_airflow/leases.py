@@ -64,7 +64,7 @@ class OwnedJob:
         except StaleClaim:
             return f"job {self.job_id} belongs to a newer attempt by now: not acknowledged"
         except ElasticFlowError as error:
-            return f"the success of job {self.job_id} could not be acknowledged now ({error}): a clear makes up for it"
+            return f"the success of job {self.job_id} could not be acknowledged now ({error})"
         return f"job {self.job_id} acknowledged"
 
 

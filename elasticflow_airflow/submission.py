@@ -91,7 +91,7 @@ class RunFacts:
     bundle_root: Path | None
     attempt: int
     max_tries: int
-    """Raised by Airflow whenever the task is cleared after it ended, and by nothing else."""
+    """Raised by Airflow whenever the task is cleared."""
     is_dag_test: bool
     replays: bool
     """A backfill, or a task or run that was cleared: its deadline may be long past, and nobody waits for it."""

@@ -66,10 +66,11 @@ def can_attach(client: ElasticFlowClient, job_id: str) -> bool:
 def acknowledge_for_clear(client: ElasticFlowClient, job_id: str, memory: TaskMemory, max_tries: int) -> bool:
     """Make up for an acknowledgement that never arrived, when a task was cleared since; whether there was one to make.
 
-    Airflow ends a process soon after it has recorded its success, also when the service was away just then. A retry
-    returns such a result; who clears a task wants it to run again.
+    Airflow ends a process soon after it has recorded its success, also when the service was away just then. Who clears
+    such a task wants it to run again. A retry returns the result instead, and so does a clear of a task that failed
+    with it, because its model could not be handed on.
     """
-    if memory.max_tries is None or max_tries <= memory.max_tries or memory.job_id != job_id:
+    if not memory.returned or memory.max_tries is None or max_tries <= memory.max_tries or memory.job_id != job_id:
         return False
     try:
         status = client.status(job_id)

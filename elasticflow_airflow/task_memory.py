@@ -46,6 +46,8 @@ class TaskMemory:
     attempt: int | None = None
     max_tries: int | None = None
     """Airflow's, of that try."""
+    returned: bool = False
+    """Whether that try has returned its result: Airflow most likely recorded a success."""
     job_id: str | None = None
     claim: int = 0
     since: float = 0.0

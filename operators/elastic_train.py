@@ -298,7 +298,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         if status.orphaned:
             self.log.warning("%s while nobody could ask for it: submitting it again", status.state_reason)
             return self._train_again(context, memory)
-        return self._finish(status, timezone)
+        return self._finish(status, timezone, memory)
 
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
         """Cancel the job when the deferral timed out, as Airflow kills nobody then; outlast a broken trigger."""
@@ -374,7 +374,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
             self.log.warning("%s while nobody could ask for it: submitting it again", status.state_reason)
             return self._train_again(context, memory)
         if status is not None and status.state.terminal:
-            return self._finish(status, facts.timezone)
+            return self._finish(status, facts.timezone, memory)
         if self._kill.happened:
             self._stop_killed(f"while it waited for job {memory.job_id}")
         self._defer(memory, settings, facts.timezone)
@@ -436,7 +436,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         attachment = self._in_flight.answer()
         if memory.attempt != facts.attempt:
             memory.since, memory.breakdowns, memory.told_at_risk = now, 0, False
-        memory.attempt, memory.max_tries = facts.attempt, facts.max_tries
+        memory.attempt, memory.max_tries, memory.returned = facts.attempt, facts.max_tries, False
         memory.job_id, memory.claim = attachment.job.job_id, attachment.claim
         memory.away_since = None
         job = self._own(client, memory)
@@ -529,7 +529,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         passed = timedelta(seconds=now_s() - memory.since)
         return max(timedelta(seconds=1), self.execution_timeout - passed)
 
-    def _finish(self, status: JobStatus, timezone: tzinfo) -> dict[str, Any]:
+    def _finish(self, status: JobStatus, timezone: tzinfo, memory: TaskMemory) -> dict[str, Any]:
         """Return the result of a success; raise for every other end, and always once the task was killed."""
         keeper().forget(status.job_id)
         if self._kill.happened:
@@ -540,7 +540,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
             line = success_line(status, timezone)
             missed = status.result is not None and status.result.met is False
             self.log.log(30 if missed else 20, "%s", line)
-            return self._hand_on(result_of(status, timezone))
+            return self._hand_on(result_of(status, timezone), memory)
         self.elasticflow_job = None  # it has ended: there is nothing left for the listener to acknowledge or cancel
         if status.state is State.REJECTED:
             raise JobRejected(rejection_message(status, timezone, now_s()))
@@ -548,7 +548,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
             raise JobCancelled(cancel_message(status))
         raise JobFailed(failure_message(status), step=status.step)
 
-    def _hand_on(self, result: dict[str, Any]) -> dict[str, Any]:
+    def _hand_on(self, result: dict[str, Any], memory: TaskMemory) -> dict[str, Any]:
         """Give the checkpoint to the model registry and the task's assets; the result, with what came of it."""
         self._result = result
         if self.on_promote is not None:
@@ -560,4 +560,6 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         carried = carry(self.outlets, result, self._context)
         if carried:
             self.log.info("the checkpoint is in the events of %s", ", ".join(carried))
+        memory.returned = True
+        memory.save(self._context["task_state_store"])
         return result

@@ -181,6 +181,27 @@ def test_a_clear_after_a_success_that_was_never_acknowledged_trains_anew(
     assert [body["claim"] for body in service.did("acknowledge")] == [1] * acknowledged
 
 
+@pytest.mark.parametrize("max_tries", [0, 1])
+def test_a_task_that_failed_with_its_result_gets_it_again_when_it_is_cleared(
+    service, make_status, make_task, max_tries
+):
+    """The registry was away: whoever clears the task the next morning wants the model registered, not trained."""
+    service.statuses = [success(make_status)]
+    store, registered = Store(), []
+
+    def register(checkpoint_path, result):
+        if not registered.append(checkpoint_path) and len(registered) == 1:
+            raise ConnectionError("no registry")
+
+    task = make_task(deferrable=False, on_promote=register)
+    with pytest.raises(ConnectionError, match="no registry"):
+        task.execute(context_of(task, store))
+    task = make_task(deferrable=False, on_promote=register)
+    assert task.execute(context_of(task, store, try_number=2, max_tries=max_tries))["steps"] == 10
+    assert [verb for _, verb, _ in service.calls if verb in ("submit", "acknowledge")] == ["submit", "submit"]
+    assert len(registered) == 2
+
+
 # -- outages -----------------------------------------------------------------------------------------------------
 
 
