@@ -119,6 +119,8 @@ class WorkerFetcher:
         """What has come before its turn: at most what had been fetched ahead at the last change."""
         self._kept: set[Ticket] = set()
         """What had been fetched ahead, or was under way, at the last change and was expected still."""
+        self._before_change = 0
+        """How many of those that were sent were so before the last change: they come first."""
 
     def expect(self, tickets: Iterable[Ticket]) -> None:
         """Fetch these from now on, in order; what was fetched ahead already is not fetched again."""
@@ -131,6 +133,7 @@ class WorkerFetcher:
             self._kept = set()
         if self._kept.isdisjoint(self._queue.sent):
             self._queue.sent.clear()  # all of it is dropped, and the processes' queues are filled anew
+        self._before_change = len(self._queue.sent)
         self._held = {ticket: content for ticket, content in self._held.items() if ticket in self._kept}
         self._queue.upcoming, self._queue.dry = upcoming, False
 
@@ -138,23 +141,24 @@ class WorkerFetcher:
         """Take it from what was fetched ahead, or is under way in the processes; else fetch it here."""
         if self._loader is None:
             return self._direct.get(ticket)
-        if ticket in self._held:
-            return _opened(self._held.pop(ticket))
         sent = self._queue.sent
-        if not sent and not self._queue.dry:
+        if ticket not in self._held and not sent and not self._queue.dry:
             # Fills the processes' queues; what they still have under way is waited for and dropped.
             self._coming = iter(self._loader)
-        if ticket not in sent:
+        while ticket not in self._held and (ticket in sent or self._before_change):
+            self._take(ticket)
+        if ticket not in self._held:
             return self._direct.get(ticket)
+        return _opened(self._held.pop(ticket))
+
+    def _take(self, wanted: Ticket) -> None:
+        """Wait for what the processes answer next, which makes them begin with another; hold what is of use."""
         assert self._coming is not None  # something is under way
-        while True:
-            content = next(self._coming)
-            # They answer in order.
-            arrived = sent.popleft()
-            if arrived == ticket:
-                return _opened(content)
-            if arrived in self._kept:
-                self._held[arrived] = content
+        content = next(self._coming)
+        arrived = self._queue.sent.popleft()  # they answer in order
+        self._before_change = max(0, self._before_change - 1)
+        if arrived == wanted or arrived in self._kept:
+            self._held[arrived] = content
 
     def close(self) -> None:
         """End the processes."""

@@ -201,9 +201,10 @@ class _Watch:
     def changed(self) -> _Buffer | None:
         """The first buffer with another content than at the beginning of the step."""
         for buffer, before in self._known.items():
-            now = self._known[buffer] = self._look(buffer)
+            now = self._look(buffer)
             if now[2] != before[2]:
-                return buffer
+                return buffer  # asked again, as where a worker dies meanwhile, the answer is the same
+            self._known[buffer] = now
         return None
 
     def _look(self, buffer: _Buffer) -> tuple[Tensor | None, int, bytes]:

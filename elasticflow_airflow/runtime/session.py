@@ -184,13 +184,14 @@ class Session(SessionSteps):
         """Return True when every worker has come here.
 
         False: one was gone, and those who live are a group again. Whatever it may have left undone is for who has its
-        rank now; then all call this once more.
+        rank now; then all call this once more. Raises GroupBroken where they cannot be one: under a bare torchrun,
+        which ends all workers when one dies, and before :meth:`register`, when there is no state to go on from.
         """
         try:
             self._group.wait_for_all()
         except GroupBroken as error:
-            if self._place is None:
-                raise  # under a bare torchrun, which ends all workers when one dies
+            if self._place is None or self._registered is None:
+                raise
             self._recover_for_the_dead(error)
             return False
         return True

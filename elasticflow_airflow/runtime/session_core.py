@@ -30,7 +30,7 @@ from elasticflow_airflow.runtime.devices import make_repeatable, pick_device, wh
 from elasticflow_airflow.runtime.group import WorkerGroup
 from elasticflow_airflow.runtime.interval import SaveInterval
 from elasticflow_airflow.runtime.machinery import Machinery, Sums
-from elasticflow_airflow.runtime.manifest import CandidateInfo, CheckpointError
+from elasticflow_airflow.runtime.manifest import CandidateInfo, CheckpointError, remove_leftovers
 from elasticflow_airflow.runtime.measuring import Meter, NormSchedule
 from elasticflow_airflow.runtime.membership import Dismissed, Place
 from elasticflow_airflow.runtime.protocol import Membership, ReportKind, heartbeats_path
@@ -319,6 +319,7 @@ class SessionCore:
         checkpoints = self._context.checkpoints
         if not self.is_main or registered is None or not isinstance(checkpoints, Path):
             return
+        remove_leftovers(checkpoints, self._context.generation)  # of writers that were killed; nothing is written yet
         try:
             if steps == 0:
                 model = checkpoint.contents_of(Registered(registered.model))

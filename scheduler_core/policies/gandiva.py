@@ -135,7 +135,7 @@ class Gandiva(GangPolicy):
         for guest, host in self._pairs.items():
             seats[guest] = seats[host]
             reasons[guest] = f"shares a slot with {host}: together they do more than in turns"
-        self._rate(self._packed, seats)
+        self._rate(self._packed, seats, free)
         return seats, reasons
 
     def slice_of(self, job: JobView) -> float:
@@ -173,12 +173,15 @@ class Gandiva(GangPolicy):
                 del open_hosts[best]
         return pairs
 
-    def _rate(self, packed: Packed, seats: dict[str, int]) -> None:
-        """From now on each job makes the part of its steps that it keeps on its slot; what it made is settled."""
+    def _rate(self, packed: Packed, seats: dict[str, int], free: int) -> None:
+        """From now on each job makes the part of its steps that it keeps on its slot; what it made is settled.
+
+        Who has no seat leaves the ``free`` slots, on which everybody else was seated.
+        """
         by_mask: dict[int, list[SharingJob]] = {}
         for job in self.jobs.values():
             if isinstance(job, SharingJob):
-                by_mask.setdefault(seats.get(job.job_id, job.mask), []).append(job)
+                by_mask.setdefault(seats.get(job.job_id, job.mask & ~free), []).append(job)
         for mask, sharing in by_mask.items():
             for job in sharing:
                 others = [other.job.workload for other in sharing if other is not job and mask]

@@ -122,6 +122,20 @@ def test_gangs_are_not_packed_nor_is_anybody_while_there_is_room(make: MakeJob, 
     assert len({change.slots for change in played.changes if change.slots}) == 2
 
 
+@pytest.mark.parametrize("together", [0.0, 0.4])
+def test_who_takes_the_turn_of_another_shares_with_nobody(together: float, make: MakeJob, nodes: Any) -> None:
+    policy = Gandiva(nodes=nodes(1, 1), packed=keeps(ab=together, ba=together))
+    for job_id in ("a", "b"):
+        policy.handle(ev.JobSubmitted(single(make, job_id, 1000.0)), 0.0)
+    policy.handle(ev.WakeUp(), 60.0)
+    assert [policy.jobs[job_id].mask for job_id in "ab"] == [0, 1]
+    assert policy.projected_finish_s("b") == pytest.approx(1060.0)
+    policy.handle(ev.JobProgressed("b", 100.0, steps_per_s=2.0), 110.0)
+    curve = policy.jobs["b"].job.curve
+    assert curve is not None
+    assert 1.0 < curve.steps_per_s[1] <= 2.0
+
+
 def test_a_speed_seen_beside_another_is_a_part_of_ones_own(make: MakeJob, nodes: Any) -> None:
     policy = Gandiva(nodes=nodes(1, 1), packed=keeps(ab=0.8, ba=0.5))
     for job_id in ("a", "b"):

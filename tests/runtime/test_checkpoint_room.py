@@ -123,6 +123,15 @@ def test_a_disk_without_room_for_what_comes_with_the_first_step(training, tiny_d
     assert run.session.steps_done == 1
 
 
+def test_what_a_killed_writer_left_takes_no_room(training, tiny_disk):
+    left = tiny_disk / "g000000" / ".writing-killed"
+    left.mkdir(parents=True)
+    (left / "model.tensors").write_bytes(bytes(shutil.disk_usage(tiny_disk).free))
+    run = training(epochs=1, checkpoint_dir=tiny_disk).run()
+    run.session.finish()
+    assert not left.exists()
+
+
 def test_room_for_one_but_not_for_all_that_are_kept(training, tiny_disk, capsys):
     large = Large()
     large.state = nn.Linear(100, 100)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from elasticflow_airflow.runtime.data import BatchPlan, ElasticLoader
 from elasticflow_airflow.runtime.fetching import DirectFetcher, WorkerFetcher, make_fetcher
@@ -150,6 +150,34 @@ def test_what_is_still_ours_after_a_change_is_not_loaded_again(fetchers, before,
             worker.loader.jump()  # as who has just joined
         assert contents(worker.loader.batch(0, step)) == contents(lone.loader.batch(0, step))
     assert int(dataset.loads.max()) == 1
+
+
+class Located(Noisy):
+    """Counts what is loaded in the training's own process."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        self.here = 0
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor, float]:
+        self.here += get_worker_info() is None
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("again", [False, True])
+def test_who_owns_more_after_a_change_goes_on_fetching_ahead(fetchers, rank, again):
+    """Also where a step is made anew: what it had of it already is not in the queues any more."""
+    plan = BatchPlan(samples=240, global_batch_size=8, seed=3, shuffle=True)
+    dataset = Located(plan.samples)
+    lone = Worker(plan, DirectFetcher(Noisy(plan.samples), default_collate))
+    fetchers.append(WorkerFetcher(dataset, default_collate, {"num_workers": 1, "prefetch_factor": 8}))
+    worker = Worker(plan, fetchers[-1])
+    steps = [*range(11), *range(10 if again else 11, plan.steps_per_epoch)]
+    for number, step in enumerate(steps):
+        lone.rank, lone.size = worker.rank, worker.size = (rank, 2) if number < 11 else (0, 1)
+        assert contents(worker.loader.batch(0, step)) == contents(lone.loader.batch(0, step))
+    assert dataset.here == 0
 
 
 def test_many_changes_hold_no_more_than_a_few_batches(fetchers):

@@ -214,6 +214,15 @@ def test_who_saves_for_the_dead_may_die_as_well(session, tmp_path):
     session._place = None
 
 
+def test_who_waits_for_the_dead_before_there_is_a_state_is_told(session, tmp_path):
+    place = at(session, tmp_path)
+    place.group = Breaking(deaths=1)
+    registered, session._registered = session._registered, None
+    with pytest.raises(GroupBroken, match="dead"):
+        session.wait_for_all()
+    session._registered, session._place, session._finished = registered, None, False
+
+
 def test_without_a_service_nobody_saves_for_the_dead(session):
     session._lone_group = Breaking(deaths=1)
     with pytest.raises(GroupBroken):

@@ -164,6 +164,20 @@ def test_a_statistic_that_is_put_in_the_place_of_the_old_one_is_averaged():
     assert model.state.tolist() == [10.0, 4.0]
 
 
+def test_a_change_that_must_not_be_is_told_again_when_the_step_is_tried_again():
+    """Somebody died before all had heard of it."""
+    model = Stateful(torch.tensor([False]), lambda model, _: model.state.fill_(True))
+    statistics = RunningStatistics(model, tree=True)
+    statistics.begin()
+    model._change(model, torch.zeros(4))
+    statistics.leaf_done()
+    assert statistics.strayed() == 1
+    statistics.begin_again()
+    model._change(model, torch.zeros(4))
+    statistics.leaf_done()
+    assert statistics.strayed() == 1
+
+
 def test_a_scripted_model_keeps_its_statistics(session_globals):
     model = torch.jit.script(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
     assert train(model).steps_done == 12
