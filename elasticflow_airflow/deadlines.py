@@ -234,7 +234,10 @@ def _readings(wall: datetime, zone: tzinfo) -> list[DateTime]:
     Where they skip it, the one that is later by as much as they skip.
     """
     parts = (wall.year, wall.month, wall.day, wall.hour, wall.minute, wall.second, wall.microsecond)
-    first, second = (datetime(*parts, tzinfo=zone, fold=fold).astimezone(UTC) for fold in (0, 1))
+    try:
+        first, second = (datetime(*parts, tzinfo=zone, fold=fold).astimezone(UTC) for fold in (0, 1))
+    except OverflowError:
+        raise DeadlineError(f"{wall} is beyond all calendars; leave the deadline out, with best_effort=True") from None
     found = [first, second] if first < second else [first]  # of a skipped time, fold=1 is the earlier one
     return [pendulum.instance(moment) for moment in found]
 

@@ -421,17 +421,21 @@ def adopt(source: Path, checkpoints: Path, *, incarnation: int) -> CandidateInfo
     not take the copy. Idempotent.
     """
     info = verify_candidate(source)
-    _, files = decode_manifest((source / MANIFEST).read_bytes(), source)
     final = checkpoints / candidate_name(0, info.step)
     if final.exists():
         with contextlib.suppress(CheckpointError):  # Damaged: copied again.
             return verify_candidate(final)
+    try:
+        return _copy(source, info, checkpoints, incarnation)
+    except (CheckpointError, OSError) as error:  # The source is whole: it is the disk that says no.
+        raise CheckpointUnreachable(f"checkpoint {source} could not be copied to {checkpoints}: {error}") from error
+
+
+def _copy(source: Path, info: CandidateInfo, checkpoints: Path, incarnation: int) -> CandidateInfo:
+    _, files = decode_manifest((source / MANIFEST).read_bytes(), source)
     with writing(checkpoints, 0, info.step) as temporary:
-        try:
-            for name in files:
-                shutil.copyfile(source / name, temporary / name)
-        except OSError as error:
-            raise CheckpointUnreachable(f"checkpoint {source} could not be copied to {checkpoints}: {error}") from error
+        for name in files:
+            shutil.copyfile(source / name, temporary / name)
         return publish(
             temporary,
             checkpoints,

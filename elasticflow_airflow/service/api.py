@@ -193,7 +193,7 @@ def _add_errors(app: FastAPI) -> None:
     async def database_away(_request: Request, error: Exception) -> JSONResponse:
         # Only what the driver said: the statement's parameters may be secrets.
         log.warning("the database could not be used", said=str(getattr(error, "orig", None) or error))
-        reason = "the service cannot use its database now; nothing was promised"
+        reason = "the service cannot use its database now, and does not know whether this was stored"
         return _problem(Refusal(503, "database", reason, "it is tried again by itself; the service's log says more"))
 
     for kind in DATABASE_AWAY:
@@ -202,7 +202,7 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def defect(_request: Request, _error: Exception) -> JSONResponse:
         # The server logs it; its text may hold what was sent.
-        reason = "the service failed to answer; nothing was promised"
+        reason = "the service failed to answer"
         return _problem(Refusal(500, "internal", reason, "try again, and look at the end of the service's log"))
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -15,9 +17,12 @@ from pathlib import Path
 
 import structlog
 
-from elasticflow_airflow.runtime.manifest import CheckpointError, verify_patiently
+from elasticflow_airflow.runtime.manifest import CheckpointError, CheckpointUnreachable, verify_candidate
 
 log = structlog.get_logger()
+
+_TRIES = 9
+_LONGEST_REST_S = 60.0
 
 CANDIDATE_PATH = re.compile(r"^g(\d{6})/step-(\d{12})$")
 
@@ -34,13 +39,16 @@ class Verified:
 
 
 Verify = Callable[[Path], str]
-"""Returns the digest of a candidate's folder; raises ValueError or OSError when it is damaged."""
+"""Returns the digest of a candidate's folder; raises ValueError or OSError when it is damaged, CheckpointUnreachable
+when that cannot be said now."""
 
 
 def verify_by_manifest(folder: Path) -> str:
-    """Verify what the runtime wrote (``manifest.json`` with a digest of every file), reading again what fails."""
+    """Verify what the runtime wrote (``manifest.json`` with a digest of every file)."""
     try:
-        return verify_patiently(folder).digest
+        return verify_candidate(folder).digest
+    except CheckpointUnreachable:
+        raise
     except CheckpointError as error:
         raise ValueError(str(error)) from error
 
@@ -57,20 +65,33 @@ class Looked:
     deleted: tuple[str, ...] = ()
 
 
+@dataclass(slots=True)
+class _Failures:
+    """How often a task has failed, and when it may be tried again, in this process' monotonic time."""
+
+    count: int = 0
+    again_s: float = 0.0
+
+
 class CandidateDesk:
-    """Runs one task at a time; asking for one that is under way changes nothing."""
+    """Runs one task at a time; asking for one that is under way changes nothing.
+
+    What cannot be read is tried again, after ever longer rests; for good, a candidate counts as unreadable after the
+    last of some five minutes.
+    """
 
     def __init__(self, verify: Verify, when_done: Callable[[], None]) -> None:
         self._verify = verify
         self._when_done = when_done
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._under_way: dict[tuple[object, ...], Future[Looked]] = {}
+        self._failed: dict[tuple[object, ...], _Failures] = {}
 
     def ask_candidate(self, job_id: str, incarnation: int, checkpoints: Path, path: str) -> None:
         """Verify one candidate of a running generation."""
 
-        def task() -> Looked:
-            return Looked(job_id, incarnation, None, verified=(look(checkpoints, path, self._verify),))
+        def task(patient: bool) -> Looked:
+            return Looked(job_id, incarnation, None, verified=(look(checkpoints, path, self._verify, patient=patient),))
 
         self._ask(("candidate", job_id, incarnation, path), task)
 
@@ -79,18 +100,17 @@ class CandidateDesk:
     ) -> None:
         """Verify every candidate of an ended generation that is not ``known``, reported or not."""
 
-        def task() -> Looked:
+        def task(patient: bool) -> Looked:
             found = [path for path in list_candidates(checkpoints, generation) if path not in known]
-            return Looked(
-                job_id, incarnation, generation, verified=tuple(look(checkpoints, path, self._verify) for path in found)
-            )
+            verified = tuple(look(checkpoints, path, self._verify, patient=patient) for path in found)
+            return Looked(job_id, incarnation, generation, verified=verified)
 
         self._ask(("generation", job_id, generation), task)
 
     def ask_delete(self, job_id: str, incarnation: int, checkpoints: Path, path: str) -> None:
         """Delete one candidate."""
 
-        def task() -> Looked:
+        def task(_patient: bool) -> Looked:
             folder = _inside(checkpoints, path)
             if folder.exists():
                 shutil.rmtree(folder)
@@ -110,10 +130,22 @@ class CandidateDesk:
             error = future.exception()
             if error is None:
                 looked.append(future.result())
+                self._failed.pop(key, None)
             else:
                 log.warning("a checkpoint folder could not be looked at", what=key, error=repr(error))
                 del self._under_way[key]
+                self._rest(key)
         return looked
+
+    def _rest(self, key: tuple[object, ...]) -> None:
+        """Let it be for a while; then the loop is woken, to ask again."""
+        failures = self._failed.setdefault(key, _Failures())
+        rest_s = min(_LONGEST_REST_S, 2.0**failures.count)
+        failures.count += 1
+        failures.again_s = time.monotonic() + rest_s
+        timer = threading.Timer(rest_s, self._when_done)
+        timer.daemon = True
+        timer.start()
 
     def settled(self, looked: list[Looked]) -> None:
         """Forget tasks whose outcome is stored."""
@@ -137,24 +169,29 @@ class CandidateDesk:
         """Finish what is being read; drop the rest (it is asked for again after a restart)."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _ask(self, key: tuple[object, ...], task: Callable[[], Looked]) -> None:
-        if key in self._under_way:
+    def _ask(self, key: tuple[object, ...], task: Callable[[bool], Looked]) -> None:
+        failures = self._failed.get(key, _Failures())
+        if key in self._under_way or time.monotonic() < failures.again_s:
             return
-        future = self._pool.submit(task)
+        future = self._pool.submit(task, failures.count < _TRIES)
         self._under_way[key] = future
         future.add_done_callback(lambda _: self._when_done())
 
 
-def look(checkpoints: Path, path: str, verify: Verify) -> Verified:
-    """Verify one candidate by its relative path."""
+def look(checkpoints: Path, path: str, verify: Verify, *, patient: bool) -> Verified:
+    """Verify one candidate by its relative path. With ``patient`` it raises CheckpointUnreachable."""
     match = CANDIDATE_PATH.match(path)
     if match is None:
         return Verified(path, 0, 0, "", "its path is not that of a candidate")
     generation, step = int(match[1]), int(match[2])
     try:
         return Verified(path, generation, step, verify(_inside(checkpoints, path)), None)
+    except CheckpointUnreachable as error:
+        if patient:
+            raise
+        return Verified(path, generation, step, "", f"it could not be read, again and again: {error.__cause__!r}")
     except (OSError, ValueError, KeyError) as error:
-        return Verified(path, generation, step, "", f"{type(error).__name__}: {error}")
+        return Verified(path, generation, step, "", f"it is damaged: {error}")
 
 
 def list_candidates(checkpoints: Path, generation: int) -> list[str]:

@@ -142,8 +142,9 @@ class ForecastDesk:
             job = self._job(reader, identity.job_id, planned_run.submission, slots, now)
             deadline_s = planned_run.submission.deadline_at
             assert deadline_s is not None  # checked when it was read
-            if job.curve is None or job.total_steps is None or deadline_s <= planned_run.due_at:
-                items.append(_told_at_once(planned_run, job, deadline_s))
+            too_large = slots and planned_run.submission.min_workers > slots
+            if too_large or job.curve is None or job.total_steps is None or deadline_s <= planned_run.due_at:
+                items.append(_told_at_once(planned_run, job, deadline_s, slots))
                 continue
             run = ExpectedRun(
                 run_id=f"planned {identity.recurring_key}@{planned_run.due_at:.3f}",
@@ -204,10 +205,12 @@ def _planned(item: ForecastItem, submission: JobSubmission | None) -> ForecastIt
     return item.model_copy(update={"planned": True, "reason": reason})
 
 
-def _told_at_once(planned: PlannedRun, job: Job, deadline_s: float) -> ForecastItem:
-    """What can be said of a planned run without looking at the cluster."""
-    identity = planned.submission.identity
-    if deadline_s <= planned.due_at:
+def _told_at_once(planned: PlannedRun, job: Job, deadline_s: float, slots: int) -> ForecastItem:
+    """What can be said of a planned run without looking at who is on the cluster."""
+    identity, least = planned.submission.identity, planned.submission.min_workers
+    if slots and least > slots:
+        outcome, reason = "missed", f"{never_fits(least, slots)}: it would be refused then"
+    elif deadline_s <= planned.due_at:
         outcome, reason = "missed", "its deadline is not later than it is due"
     else:
         missing = "speed" if job.curve is None else "length"

@@ -7,6 +7,7 @@ clock that jumps expires nobody's.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from elasticflow_airflow.service.deciding import feed, when
 from elasticflow_airflow.service.models import CandidateRow, IncarnationRow
 from elasticflow_airflow.wire import Length, State, largest_share
 
-_TRY_AGAIN_S = 10.0
+_TRY_AGAIN_S, _RESTS = 10.0, 9.0
 
 
 class Unready:
@@ -38,9 +39,10 @@ class Unready:
         """Whether it is too early: each try reads the whole checkpoint."""
         return monotonic_s < self._again_s.get((row.job_id, row.incarnation), -math.inf)
 
-    def tried(self, row: IncarnationRow, monotonic_s: float) -> None:
-        """It was in vain once more."""
-        self._again_s[row.job_id, row.incarnation] = monotonic_s + _TRY_AGAIN_S
+    def tried(self, row: IncarnationRow, monotonic_s: float, took_s: float) -> None:
+        """It was in vain once more. All else waits for it meanwhile, so a long try is followed by a long rest."""
+        rest_s = max(_TRY_AGAIN_S, _RESTS * took_s)
+        self._again_s[row.job_id, row.incarnation] = monotonic_s + took_s + rest_s
 
     def begins(self, row: IncarnationRow) -> None:
         """It need not be remembered any more."""
@@ -60,8 +62,9 @@ def introduce(books: Books, device_type: str, slots: int, unready: Unready, mono
         if row.cancel_reason is not None or row.ending or unready.rests(row, monotonic_s):
             continue
         row.logical_workers = logical_workers(row.submission, slots)
+        began_s = time.monotonic()
         if row.resume_from is not None and not _resume(books, row):
-            unready.tried(row, monotonic_s)
+            unready.tried(row, monotonic_s, time.monotonic() - began_s)
             continue
         unready.begins(row)
         _introduce(books, row, device_type)

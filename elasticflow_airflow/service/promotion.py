@@ -53,7 +53,7 @@ def _record(books: Books, row: IncarnationRow, known: CandidateRow | None, verif
     candidate.digest = verified.digest
     candidate.status = "invalid" if verified.problem else "valid"
     if verified.problem:
-        reason = f"checkpoint {verified.path} is damaged and is not used: {verified.problem}"
+        reason = f"checkpoint {verified.path} is not used: {verified.problem}"
         books.event("checkpoint_damaged", reason, row, path=verified.path)
 
 

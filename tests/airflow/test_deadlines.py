@@ -176,6 +176,12 @@ def test_nonsense_is_refused_at_parse(given, words):
         check_deadline(given, "deadline")
 
 
+@pytest.mark.parametrize("given", ["9999-12-31T23:59:59", datetime.max])
+def test_a_moment_beyond_all_calendars_is_refused(given):
+    with pytest.raises(DeadlineError, match="is beyond all calendars"):
+        resolve(given, run_due=at("2026-11-20T05:00"), timezone=pendulum.timezone("America/New_York"))
+
+
 def test_templates_are_left_for_later():
     check_deadline("{{ params.by }}", "deadline")
     with pytest.raises(DeadlineError, match="deadline=''"):

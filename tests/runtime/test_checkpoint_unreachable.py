@@ -21,7 +21,6 @@ from elasticflow_airflow.runtime.checkpoint import Registered
 from elasticflow_airflow.runtime.checkpointer import Checkpointer
 from elasticflow_airflow.runtime.manifest import CheckpointUnreachable
 from elasticflow_airflow.runtime.opening import open_store
-from elasticflow_airflow.service.candidates import look, verify_by_manifest
 
 memory = pytest.importorskip("fsspec.implementations.memory", reason="needs fsspec")
 
@@ -218,14 +217,6 @@ def test_a_disk_that_fails_once(tmp_path, monkeypatch, code):
     failed = failing_reads(monkeypatch, name_of(2), code, 1)
     assert manifest.promoted(tmp_path, pytest.fail).step == 2
     assert failed() == 1
-
-
-@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ESTALE])
-def test_the_service_tries_again_too(tmp_path, monkeypatch, code):
-    save(str(tmp_path), 1)
-    failed = failing_reads(monkeypatch, name_of(1), code, TRIES - 1)
-    looked = look(tmp_path, name_of(1), verify_by_manifest)
-    assert (looked.problem, failed()) == (None, TRIES - 1)
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ESTALE])

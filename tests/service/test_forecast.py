@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import httpx
@@ -265,6 +266,16 @@ def test_a_planned_run_that_is_missed_says_what_becomes_of_it(world, on_reject, 
     answer = desk_of(world).forecast(2.0, [run])
     assert (answer.items[0].outcome, answer.not_kept) == ("missed", 1)
     assert f"it would {'train ' if on_reject == 'best_effort' else ''}{says} then" in answer.items[0].reason
+
+
+@pytest.mark.parametrize("on_reject", ["fail", "best_effort", "wait"])
+def test_a_planned_run_that_never_fits_would_be_refused(world, on_reject):
+    world.step()
+    wants = {"min_workers": 64, "steps": 2000, "scaling_curve": {64: 100.0}, "global_batch_size": 64}
+    run = planned(world, "large", due=world.now_s + HOUR_S, on_reject=on_reject, **wants)
+    (item,) = desk_of(world).forecast(2.0, [run]).items
+    assert item.outcome == "missed"
+    assert re.fullmatch(r"min_workers=64 never fits: the cluster has \d+ slots: it would be refused then", item.reason)
 
 
 def test_of_a_planned_run_that_says_too_little_nobody_can_say(world):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import tempfile
 
 import pytest
 
+from elasticflow_airflow.runtime import manifest
 from elasticflow_airflow.runtime.manifest import verify_candidate
 from elasticflow_airflow.service.refusal import Refusal
 from elasticflow_airflow.wire import AmendRequest, Command, Length
@@ -134,23 +136,24 @@ def test_a_damaged_checkpoint_is_not_taken_over_and_the_log_says_so(world):
     assert world.ended(second).state == "succeeded"
 
 
-def test_a_checkpoint_that_cannot_be_read_now_is_waited_for(world, monkeypatch):
+@pytest.mark.parametrize(("module", "call"), [(shutil, "copyfile"), (tempfile, "mkdtemp"), (manifest, "_flush")])
+def test_a_checkpoint_that_cannot_be_read_now_is_waited_for(world, monkeypatch, module, call):
     """A disk that is full, or a file system that is away: to begin anew would throw away what was trained."""
     first = cancel(world)
-    saved, copyfile, tries = world.row(first).promoted["step"], shutil.copyfile, []
+    saved, real, tries = world.row(first).promoted["step"], getattr(module, call), []
 
-    def no_room(*_: object) -> None:
+    def no_room(*_: object, **__: object) -> None:
         tries.append(world.elapsed_s)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(shutil, "copyfile", no_room)
+    monkeypatch.setattr(module, call, no_room)
     second = world.submit(within=600, scaling_curve=CURVE)
     world.run(40)
     (warning,) = world.events(second, "warning")
     assert "waits for its checkpoint" in warning.reason
     assert "No space left" in world.status(second).state_reason
     assert 2 <= len(tries) <= 6
-    monkeypatch.setattr(shutil, "copyfile", copyfile)
+    monkeypatch.setattr(module, call, real)
     done = world.ended(second)
     assert (done.state, done.result.steps) == ("succeeded", 200)
     (resumed,) = world.events(second, "resumed")

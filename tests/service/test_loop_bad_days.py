@@ -159,7 +159,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(world):
     done = world.ended(job)
     assert (done.state, done.result.steps) == ("succeeded", 400)
     assert world.events(job, "started")[1].data["step"] == good
-    assert "is damaged and is not used" in world.events(job, "checkpoint_damaged")[0].reason
+    assert "is not used: it is damaged: " in world.events(job, "checkpoint_damaged")[0].reason
 
 
 def test_a_damaged_final_checkpoint_is_trained_again_and_never_returned(world):

@@ -34,7 +34,7 @@ from elasticflow_airflow.service.models import (
     SampleRow,
 )
 from elasticflow_airflow.service.schema import SchemaTooNewError, current_revision, ensure_schema
-from elasticflow_airflow.service.store import Store, Writer
+from elasticflow_airflow.service.store import Store, Writer, _open_engine
 from elasticflow_airflow.wire import JobIdentity
 
 
@@ -495,3 +495,27 @@ def test_a_service_that_is_restarted_goes_on_with_the_store(make_world, database
         world.restart()
     assert world.status(job).state == "succeeded"
     assert world.status(job).result.steps == 600
+
+
+@pytest.mark.parametrize(("query", "expected"), [("", {"connect_timeout": 10}), ("?connect_timeout=3", {})])
+def test_a_server_that_falls_silent_is_noticed_before_leases_end(query, expected):
+    """Whose machine is gone: nothing refuses, and the system's own limit is a quarter of an hour."""
+    pytest.importorskip("psycopg")
+    engine = _open_engine(f"postgresql+psycopg://nobody@127.0.0.1:9/none{query}")
+    asked = {}
+
+    @sa.event.listens_for(engine, "do_connect")
+    def _refuse(_dialect, _record, _arguments, options):
+        asked.update(options)
+        raise ConnectionRefusedError
+
+    with pytest.raises(ConnectionRefusedError):
+        engine.connect()
+    assert int(asked["connect_timeout"]) == expected.get("connect_timeout", 3)
+    assert asked["tcp_user_timeout"] == 30_000
+    assert asked["keepalives_idle"] + asked["keepalives_interval"] * asked["keepalives_count"] <= 30
+
+
+def test_an_open_sqlite_is_given_none_of_that(tmp_path):
+    with _open_engine(f"sqlite:///{tmp_path}/x.db").connect() as connection:
+        assert connection.scalar(sa.text("SELECT 1")) == 1

@@ -1,0 +1,107 @@
+"""Looks at candidate checkpoints: what cannot be read now is tried again, and only in the end counts for nothing."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticflow_airflow.runtime.manifest import MANIFEST, publish, writing
+from elasticflow_airflow.service import candidates
+from elasticflow_airflow.service.candidates import CandidateDesk, Looked, verify_by_manifest
+
+PATH = "g000001/step-000000000005"
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    with writing(tmp_path, 1, 5) as folder:
+        (folder / "weights").write_bytes(b"abc")
+        publish(folder, tmp_path, incarnation=1, generation=1, step=5, metadata={})
+    return tmp_path
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], list[Path]]:
+    """Let the first reads of manifests fail, as a disk's or a network's would; notes the reads."""
+
+    def fail(code: int, times: int) -> list[Path]:
+        real, reads = Path.read_bytes, []
+
+        def read(path: Path) -> bytes:
+            if path.name == MANIFEST:
+                reads.append(path)
+                if len(reads) <= times:
+                    raise OSError(code, "said the kernel")
+            return real(path)
+
+        monkeypatch.setattr(Path, "read_bytes", read)
+        return reads
+
+    return fail
+
+
+@pytest.fixture
+def desk(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CandidateDesk, threading.Event]]:
+    """A desk whose rests are short, and what it sets when the loop should look."""
+    monkeypatch.setattr(candidates, "_LONGEST_REST_S", 0.05)
+    woken = threading.Event()
+    desk = CandidateDesk(verify_by_manifest, woken.set)
+    yield desk, woken
+    desk.close()
+
+
+def ask_until_told(desk: CandidateDesk, woken: threading.Event, ask: Callable[[], None]) -> Looked:
+    """As the loop does it: it asks in each pass, and passes when it is woken."""
+    end_s = time.monotonic() + 20
+    while time.monotonic() < end_s:
+        ask()
+        assert woken.wait(10), "nobody wakes the loop"
+        woken.clear()
+        if found := desk.collect():
+            desk.settled(found)
+            return found[0]
+    raise AssertionError("it never came to an end")
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ESTALE])
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_cannot_be_read_for_a_while_counts_in_the_end(desk, checkpoints, failing, code, whole):
+    reads = failing(code, 3)
+
+    def ask() -> None:
+        if whole:
+            desk[0].ask_generation("job", 1, 1, checkpoints, frozenset())
+        else:
+            desk[0].ask_candidate("job", 1, checkpoints, PATH)
+
+    told = ask_until_told(*desk, ask)
+    assert [(one.path, one.problem) for one in told.verified] == [(PATH, None)]
+    assert len(reads) == 4
+
+
+def test_what_cannot_be_read_for_good_is_not_waited_for_without_end(desk, checkpoints, failing):
+    reads = failing(errno.EIO, 10**6)
+    told = ask_until_told(*desk, lambda: desk[0].ask_generation("job", 1, 1, checkpoints, frozenset()))
+    assert "it could not be read, again and again: OSError(5, 'said the kernel')" in str(told.verified[0].problem)
+    assert len(reads) == 10
+
+
+def test_between_two_tries_it_rests(desk, checkpoints, failing, monkeypatch):
+    monkeypatch.setattr(candidates, "_LONGEST_REST_S", 60.0)
+    reads = failing(errno.EIO, 10**6)
+    for _ in range(50):
+        desk[0].ask_candidate("job", 1, checkpoints, PATH)
+        desk[0].wait()
+        assert desk[0].collect() == []
+    assert len(reads) == 1
+
+
+def test_damage_is_told_at_once(desk, checkpoints):
+    (checkpoints / PATH / "weights").write_bytes(b"abd")
+    told = ask_until_told(*desk, lambda: desk[0].ask_candidate("job", 1, checkpoints, PATH))
+    assert str(told.verified[0].problem).startswith("it is damaged: ")
