@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import signal
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
@@ -20,16 +21,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # those that the tests interrupt would notice.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-TRAINING = ("demo", "runtime", "service")
-"""Folders whose slow tests train for long, with workers that need the cores. Those of the engines train, too, but
-little: with them both processes have as much to do."""
+TRAINING = ("demo/", "runtime/", "service/*_local.py")
+"""Where slow tests train for long, with workers that need the cores. Those of the engines train, too, but little: with
+them both processes have as much to do."""
 
 
 class Rooms(LoadScopeScheduling):
     """One process runs what trains, another one what mostly waits, each one test at a time."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "trains" if nodeid.split("/")[1] in TRAINING else "waits"
+        path = nodeid.split("::")[0].removeprefix("tests/")
+        return "trains" if any(fnmatch(path, f"{pattern}*") for pattern in TRAINING) else "waits"
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
