@@ -76,8 +76,7 @@ class _Failures:
 class CandidateDesk:
     """Runs one task at a time; asking for one that is under way changes nothing.
 
-    What cannot be read is tried again, after ever longer rests; for good, a candidate counts as unreadable after the
-    last of some five minutes.
+    What cannot be read is tried again, after ever longer rests, for some four minutes; then it counts as unreadable.
     """
 
     def __init__(self, verify: Verify, when_done: Callable[[], None]) -> None:

@@ -39,13 +39,12 @@ from elasticflow_airflow.wire import JobIdentity
 DATABASE_AWAY = (sa.exc.OperationalError, sa.exc.InterfaceError, sa.exc.InternalError, sa.exc.TimeoutError)
 """What is raised when the database cannot be used now: it is away, locked, has no room, or takes no writes."""
 _BUSY_TIMEOUT_S = 30.0
-_SILENT_AFTER_S = 30
 _POSTGRES = {
     "connect_timeout": 10,
     "keepalives_idle": 10,
     "keepalives_interval": 5,
     "keepalives_count": 4,
-    "tcp_user_timeout": _SILENT_AFTER_S * 1000,
+    "tcp_user_timeout": 30_000,
 }
 """So that a server whose machine is gone, and which refuses nothing, counts as away long before a lease ends."""
 _IDS_AT_ONCE = 500
@@ -482,8 +481,9 @@ class Store:
 
 def _open_engine(url: str) -> sa.Engine:
     if not url.startswith("sqlite"):
-        said = sa.make_url(url).query  # what the URL says itself holds
-        options = {name: value for name, value in _POSTGRES.items() if url.startswith("postgres") and name not in said}
+        parsed = sa.make_url(url)
+        understood = _POSTGRES if parsed.get_driver_name().startswith("psycopg") else {}
+        options = {name: value for name, value in understood.items() if name not in parsed.query}
         return sa.create_engine(url, connect_args=options, pool_size=5, max_overflow=10, pool_pre_ping=True)
     engine = sa.create_engine(
         url, connect_args={"timeout": _BUSY_TIMEOUT_S, "check_same_thread": False}, pool_size=5, max_overflow=10
