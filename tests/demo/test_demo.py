@@ -171,7 +171,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_longer_fine_tuning_beats_a_probe_on_the_frozen_encoder(docstrings: ModuleType, tmp_path: Path) -> None:
-    extract = docstrings.extract(date(2026, 3, 1), train_rows=3000, test_rows=600)
+    extract = docstrings.extract(date(2026, 3, 1), train_rows=2100, test_rows=600)
     docstrings.write(extract.train, tmp_path / "train.jsonl")
     docstrings.write(extract.test, tmp_path / "test.jsonl")
     environment = {**os.environ, "ELASTICFLOW_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +67,7 @@ def stop_own_writer():
     if not stopped and checkpointer is not None and checkpointer.writer_pid:
         os.kill(checkpointer.writer_pid, signal.SIGSTOP)
         stopped = True
+        Path("stopped-writer").write_text(str(checkpointer.writer_pid))
 
 for _ in session.epochs():
     for batch in loader:
@@ -139,6 +142,8 @@ def test_a_worker_killed_before_its_part_is_written_costs_that_candidate_only(tm
         run.wait(lambda: run.step() > step + 3, "steps beside a save that waits for a part")
         assert unfinished.exists()
         run.kill("w1")
+        with contextlib.suppress(ProcessLookupError):  # stopped so early that it may not have asked to end with w1
+            os.kill(int((tmp_path / "stopped-writer").read_text()), signal.SIGKILL)
         run.plan("w0", lost=["w1"])
         run.wait_until_begun()
         run.wait(lambda: any(checkpoints.glob("g000002/step-*/model.tensors")), "a whole save of who is left")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 from support.airflow_paths import PATHS
@@ -11,7 +12,12 @@ from support.airflow_stack import Stack, close_stack, open_stack
 from support.postgres import postgres
 
 
-@pytest.fixture(scope="session")
+def as_long_as_wanted(*, config: pytest.Config, **_: object) -> Literal["module", "session"]:
+    """How long a stack lives. Several processes would keep one each to the end of a soak, which needs the machine."""
+    return "module" if config.getoption("markexpr") == "soak" else "session"
+
+
+@pytest.fixture(scope=as_long_as_wanted)
 def sqlite_stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
     """Airflow and the services on SQLite."""
     opened = open_stack(PATHS.dag_file(), len(PATHS.dags))
@@ -25,7 +31,7 @@ def stack(sqlite_stack: Stack) -> Stack:
     return sqlite_stack
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope=as_long_as_wanted)
 def postgres_stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
     """Airflow and the service on databases of a real PostgreSQL."""
     with postgres() as server:
