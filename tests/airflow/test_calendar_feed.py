@@ -183,7 +183,12 @@ NOW = pendulum.datetime(2026, 11, 20, 6)
 def test_what_is_due_of_every_kind_of_dag(store):
     with DAG("feed_nightly", schedule="0 5 * * *", start_date=START) as nightly:
         train()
-    store(nightly, next_dagrun_create_after=NOW.add(days=1, hours=-1))
+    store(
+        nightly,
+        next_dagrun_create_after=NOW.add(days=1, hours=-1),
+        next_dagrun_data_interval_start=NOW.add(hours=-1),
+        next_dagrun_data_interval_end=NOW.add(days=1, hours=-1),
+    )
     with DAG("feed_paused", schedule="0 5 * * *", start_date=START) as paused:
         train()
     store(paused, is_paused=True)
