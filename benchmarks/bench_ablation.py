@@ -35,7 +35,7 @@ from unittest.mock import patch
 
 from bench_contended import TOO_SMALL
 from bench_policies import DATA, OWN_SIZE, Case, setting_of
-from results import put_into, table
+from results import show, table
 
 from elasticflow_airflow.scheduler_core import planner
 from elasticflow_airflow.scheduler_core.config import Objective, SchedulerConfig
@@ -367,9 +367,7 @@ def main() -> None:
             if not found:
                 continue
             lines = group.lines(group, found)
-            print(*lines, "", sep="\n", flush=True)
-            if args.page:
-                put_into(args.page, name, lines)
+            show(name, lines, args.page)
 
 
 if __name__ == "__main__":

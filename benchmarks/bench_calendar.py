@@ -29,7 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from results import put_into, table
+from results import show, table
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy
@@ -184,13 +184,9 @@ def main() -> None:
     print(f"curves: {'a100' if DATA.is_dir() else 'made up'}\n")
     with ProcessPoolExecutor(args.processes) as pool:
         kept, found = promises(args, pool)
-        print(*kept, "", sep="\n", flush=True)
-        least = smallest(args, pool, found)
-        print(*least, "", sep="\n")
+        show("calendar", kept, args.page)
+        show("smallest", smallest(args, pool, found), args.page)
     print(f"{time.perf_counter() - begin:.0f} s")
-    if args.page:
-        put_into(args.page, "calendar", kept)
-        put_into(args.page, "smallest", least)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 from bench_policies import DATA, OWN_SIZE, parser_of, setting_of
-from results import put_into, table
+from results import show, table
 
 from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES
 from elasticflow_airflow.scheduler_core.simulator.capacity import achievable, smallest_cluster
@@ -44,9 +44,7 @@ def main() -> None:
         rows.append([f"`{contender.label}`", *cells])
     heads = [f"{case.trace}, nodes of {case.slots_per_node}" for case in cases]
     lines = ["Smallest number of nodes:", "", *table(["policy", *heads], rows)]
-    print(*lines, sep="\n")
-    if args.page:
-        put_into(args.page, "capacity", lines)
+    show("capacity", lines, args.page)
 
 
 if __name__ == "__main__":

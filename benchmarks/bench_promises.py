@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from bench_contended import TOO_SMALL
 from bench_policies import CLUSTER01, DATA, OWN_SIZE, Case, setting_of
-from results import put_into, table
+from results import show, table
 
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, play
@@ -94,9 +94,7 @@ def main() -> None:
         )
         for name, make in tables:
             lines = make()
-            print(*lines, "", sep="\n", flush=True)
-            if args.page:
-                put_into(args.page, name, lines)
+            show(name, lines, args.page)
 
 
 if __name__ == "__main__":

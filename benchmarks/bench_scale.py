@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from results import put_into, table
+from results import show, table
 
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.decisions import Admit, Decision, WakeMeAt
@@ -127,9 +127,7 @@ def main() -> None:
         print("  ", *rows[-1], file=sys.stderr, flush=True)
     heads = ["jobs, slots", "admitted ms", "refused ms", "ended ms", "a filling of all s", "memory MiB"]
     lines = table(heads, rows)
-    print(*lines, sep="\n")
-    if args.page:
-        put_into(args.page, "scale", lines)
+    show("scale", lines, args.page)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import mean
 
 from bench_policies import DATA
-from results import put_into, table
+from results import show, table
 
 from elasticflow_airflow.scheduler_core import SchedulerConfig
 from elasticflow_airflow.scheduler_core.bound import clairvoyant_bound
@@ -223,9 +223,7 @@ def main() -> None:
         if only and name not in only:
             continue
         lines = make()
-        print(*lines, "", sep="\n", flush=True)
-        if args.page:
-            put_into(args.page, name, lines)
+        show(name, lines, args.page)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def show(name: str, lines: Sequence[str], page: Path | None) -> None:
     """Print these results, and put them into the page, if there is one."""
-    print(*lines, sep="\n")
+    print(*lines, "", sep="\n", flush=True)
     if page is not None:
         put_into(page, name, lines)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import structlog
 
-from elasticflow_airflow.runtime.manifest import CheckpointError, CheckpointUnreachable, verify_candidate
+from elasticflow_airflow.runtime.manifest import CheckpointUnreachable, verify_candidate
 
 log = structlog.get_logger()
 
@@ -45,12 +45,7 @@ when that cannot be said now."""
 
 def verify_by_manifest(folder: Path) -> str:
     """Verify what the runtime wrote (``manifest.json`` with a digest of every file)."""
-    try:
-        return verify_candidate(folder).digest
-    except CheckpointUnreachable:
-        raise
-    except CheckpointError as error:
-        raise ValueError(str(error)) from error
+    return verify_candidate(folder).digest
 
 
 @dataclass(frozen=True, slots=True)

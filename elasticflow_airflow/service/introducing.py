@@ -26,7 +26,8 @@ from elasticflow_airflow.service.deciding import feed, when
 from elasticflow_airflow.service.models import CandidateRow, IncarnationRow
 from elasticflow_airflow.wire import Length, State, largest_share
 
-_TRY_AGAIN_S, _RESTS = 10.0, 9.0
+_TRY_AGAIN_S = 10.0
+_REST_PER_TRY = 9.0
 
 
 class Unready:
@@ -41,7 +42,7 @@ class Unready:
 
     def tried(self, row: IncarnationRow, monotonic_s: float, took_s: float) -> None:
         """It was in vain once more. All else waits for it meanwhile, so a long try is followed by a long rest."""
-        rest_s = max(_TRY_AGAIN_S, _RESTS * took_s)
+        rest_s = max(_TRY_AGAIN_S, _REST_PER_TRY * took_s)
         self._again_s[row.job_id, row.incarnation] = monotonic_s + took_s + rest_s
 
     def begins(self, row: IncarnationRow) -> None:
