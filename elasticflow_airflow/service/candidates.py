@@ -1,7 +1,8 @@
-"""Looks at candidate checkpoints on disk: verifies, lists and deletes them, in a thread of its own.
+"""Looks at candidate checkpoints on disk: verifies, lists, copies and deletes them, in threads of its own.
 
-Verifying reads every byte, which may take seconds: the loop asks, goes on, and finds the answer in a later pass.
-Knows files only; what counts is decided by ``promotion.py``. Never touches anything outside an incarnation's folder.
+Each reads every byte, which may take seconds: the loop asks, goes on, and finds the answer in a later pass. Knows files
+only; what counts is decided by ``promotion.py`` and ``resuming.py``. Never changes anything outside an incarnation's
+folder.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from pathlib import Path
 
 import structlog
 
-from elasticflow_airflow.runtime.manifest import CheckpointUnreachable, verify_candidate
+from elasticflow_airflow.runtime.manifest import (
+    CandidateInfo,
+    CheckpointError,
+    CheckpointUnreachable,
+    adopt,
+    verify_candidate,
+)
 
 log = structlog.get_logger()
 
@@ -49,8 +56,17 @@ def verify_by_manifest(folder: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Adopted:
+    """What became of a copy: either ``info``, or a ``problem`` that goes away (``again``) or does not."""
+
+    info: CandidateInfo | None
+    problem: str = ""
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Looked:
-    """The outcome of one task: of a candidate, of a whole generation, or of a deletion."""
+    """The outcome of one task: of a candidate, of a whole generation, of a copy, or of a deletion."""
 
     job_id: str
     incarnation: int
@@ -58,6 +74,7 @@ class Looked:
     """The generation that was looked through as a whole; None for single candidates."""
     verified: tuple[Verified, ...] = ()
     deleted: tuple[str, ...] = ()
+    adopted: Adopted | None = None
 
 
 @dataclass(slots=True)
@@ -69,15 +86,17 @@ class _Failures:
 
 
 class CandidateDesk:
-    """Runs one task at a time; asking for one that is under way changes nothing.
+    """Runs one task at a time, and one copy beside it; asking for what is under way changes nothing.
 
     What cannot be read is tried again, after ever longer rests, for some four minutes; then it counts as unreadable.
+    What cannot be copied is tried again for as long as somebody asks: it is all that was trained.
     """
 
     def __init__(self, verify: Verify, when_done: Callable[[], None]) -> None:
         self._verify = verify
         self._when_done = when_done
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self._copies = ThreadPoolExecutor(1, thread_name_prefix="checkpoint copies")
         self._under_way: dict[tuple[object, ...], Future[Looked]] = {}
         self._failed: dict[tuple[object, ...], _Failures] = {}
 
@@ -101,6 +120,14 @@ class CandidateDesk:
 
         self._ask(("generation", job_id, generation), task)
 
+    def ask_adopt(self, job_id: str, incarnation: int, source: Path, checkpoints: Path) -> None:
+        """Copy a checkpoint of an earlier incarnation, as what this one begins with."""
+
+        def task(_patient: bool) -> Looked:
+            return Looked(job_id, incarnation, None, adopted=take_over(source, checkpoints, incarnation))
+
+        self._ask(("adopt", job_id, incarnation), task, self._copies)
+
     def ask_delete(self, job_id: str, incarnation: int, checkpoints: Path, path: str) -> None:
         """Delete one candidate."""
 
@@ -123,8 +150,12 @@ class CandidateDesk:
                 continue
             error = future.exception()
             if error is None:
-                looked.append(future.result())
-                self._failed.pop(key, None)
+                one = future.result()
+                looked.append(one)
+                if one.adopted is not None and one.adopted.again:
+                    self._rest(key)
+                else:
+                    self._failed.pop(key, None)
             else:
                 log.warning("a checkpoint folder could not be looked at", what=key, error=repr(error))
                 del self._under_way[key]
@@ -161,13 +192,16 @@ class CandidateDesk:
 
     def close(self) -> None:
         """Finish what is being read; drop the rest (it is asked for again after a restart)."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._pool, self._copies):
+            pool.shutdown(wait=True, cancel_futures=True)
 
-    def _ask(self, key: tuple[object, ...], task: Callable[[bool], Looked]) -> None:
+    def _ask(
+        self, key: tuple[object, ...], task: Callable[[bool], Looked], pool: ThreadPoolExecutor | None = None
+    ) -> None:
         failures = self._failed.get(key, _Failures())
         if key in self._under_way or time.monotonic() < failures.again_s:
             return
-        future = self._pool.submit(task, failures.count < _TRIES)
+        future = (pool or self._pool).submit(task, failures.count < _TRIES)
         self._under_way[key] = future
         future.add_done_callback(lambda _: self._when_done())
 
@@ -186,6 +220,16 @@ def look(checkpoints: Path, path: str, verify: Verify, *, patient: bool) -> Veri
         return Verified(path, generation, step, "", f"it could not be read, again and again: {error.__cause__!r}")
     except (OSError, ValueError, KeyError) as error:
         return Verified(path, generation, step, "", f"it is damaged: {error}")
+
+
+def take_over(source: Path, checkpoints: Path, incarnation: int) -> Adopted:
+    """Copy a checkpoint into another incarnation's folder."""
+    try:
+        return Adopted(adopt(source, checkpoints, incarnation=incarnation))
+    except CheckpointUnreachable as error:
+        return Adopted(None, str(error), again=True)
+    except CheckpointError as error:
+        return Adopted(None, str(error))
 
 
 def list_candidates(checkpoints: Path, generation: int) -> list[str]:

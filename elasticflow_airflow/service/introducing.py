@@ -7,68 +7,41 @@ clock that jumps expires nobody's.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elasticflow_airflow.runtime.manifest import CheckpointError, CheckpointUnreachable, adopt
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.config import Objective
 from elasticflow_airflow.scheduler_core.pricing import FORGOTTEN
 from elasticflow_airflow.scheduler_core.values import Job, OnReject
-from elasticflow_airflow.service import history, outlook, recurring
-from elasticflow_airflow.service.books import Books, incarnation_dir
+from elasticflow_airflow.service import history, outlook, recurring, resuming
+from elasticflow_airflow.service.books import Books
+from elasticflow_airflow.service.candidates import CandidateDesk
 from elasticflow_airflow.service.codec import curve_from_json
 from elasticflow_airflow.service.deciding import feed, when
-from elasticflow_airflow.service.models import CandidateRow, IncarnationRow
+from elasticflow_airflow.service.models import IncarnationRow
 from elasticflow_airflow.wire import Length, State, largest_share
 
-_TRY_AGAIN_S = 10.0
-_REST_PER_TRY = 9.0
 
-
-class Unready:
-    """When to try again, in this process' monotonic time, what waits for a checkpoint that cannot be read now."""
-
-    def __init__(self) -> None:
-        self._again_s: dict[tuple[str, int], float] = {}
-
-    def rests(self, row: IncarnationRow, monotonic_s: float) -> bool:
-        """Whether it is too early: each try reads the whole checkpoint."""
-        return monotonic_s < self._again_s.get((row.job_id, row.incarnation), -math.inf)
-
-    def tried(self, row: IncarnationRow, monotonic_s: float, took_s: float) -> None:
-        """It was in vain once more. All else waits for it meanwhile, so a long try is followed by a long rest."""
-        rest_s = max(_TRY_AGAIN_S, _REST_PER_TRY * took_s)
-        self._again_s[row.job_id, row.incarnation] = monotonic_s + took_s + rest_s
-
-    def begins(self, row: IncarnationRow) -> None:
-        """It need not be remembered any more."""
-        self._again_s.pop((row.job_id, row.incarnation), None)
-
-
-def introduce(books: Books, device_type: str, slots: int, unready: Unready, monotonic_s: float) -> None:
+def introduce(books: Books, device_type: str, slots: int, desk: CandidateDesk) -> None:
     """Ask the scheduler about every new incarnation whose predecessors have all come to their end.
 
-    ``slots`` is how many the cluster has, by which a job without ``logical_workers`` gets its number of them.
+    ``slots`` is how many the cluster has, by which a job without ``logical_workers`` gets its number of them. ``desk``
+    copies the checkpoint that an incarnation goes on from; it is introduced once it is there.
     """
     for row in books.rows:
         if row.introduced or row.terminal or books.knows(row.job_id):
             continue
         if any(r.job_id == row.job_id and r.incarnation < row.incarnation and not r.terminal for r in books.rows):
             continue
-        if row.cancel_reason is not None or row.ending or unready.rests(row, monotonic_s):
+        if row.cancel_reason is not None or row.ending:
             continue
         row.logical_workers = logical_workers(row.submission, slots)
-        began_s = time.monotonic()
-        if row.resume_from is not None and not _resume(books, row):
-            unready.tried(row, monotonic_s, time.monotonic() - began_s)
-            continue
-        unready.begins(row)
-        _introduce(books, row, device_type)
+        if resuming.is_ready(books, row, desk):
+            _introduce(books, row, device_type)
 
 
 def _introduce(books: Books, row: IncarnationRow, device_type: str) -> None:
@@ -180,51 +153,6 @@ def known_speeds(submission: Mapping[str, Any], past: Mapping[str, float] | None
     """The curve that the submitter gave, or that past runs showed; by workers as text."""
     given = submission["scaling_curve"] or past
     return {str(workers): float(speed) for workers, speed in given.items()} if given else None
-
-
-def _resume(books: Books, row: IncarnationRow) -> bool:
-    """Take over the last valid checkpoint of the incarnation before, which did not succeed.
-
-    False: it cannot be read or copied now. To begin anew instead would throw away what was trained.
-    """
-    before = books.tx.incarnation(row.job_id, row.resume_from or 0)
-    while before is not None and before.promoted is None and before.resume_from is not None:
-        before = books.tx.incarnation(row.job_id, before.resume_from)  # It ended before it had any of its own.
-    if before is None or before.promoted is None:
-        return True
-    state_dir = books.settings.state_dir
-    source = incarnation_dir(state_dir, row.job_id, before.incarnation) / "checkpoints" / before.promoted["path"]
-    target = incarnation_dir(state_dir, row.job_id, row.incarnation) / "checkpoints"
-    try:
-        info = adopt(source, target, incarnation=row.incarnation)
-    except CheckpointUnreachable as error:
-        reason = f"waits for its checkpoint, and tries again: {error}"
-        if row.state_reason != reason:
-            books.event("warning", reason, row)
-            row.state_reason = reason
-        return False
-    except CheckpointError as error:
-        books.event("warning", f"starts from the beginning: {error}", row)
-        return True
-    path = str(info.path.relative_to(target))
-    row.promoted = {"path": path, "generation": info.generation, "step": info.step, "digest": info.digest}
-    row.step = row.restart_step = info.step
-    if row.logical_workers is not None and before.logical_workers is not None:
-        row.logical_workers = before.logical_workers  # What the checkpoint was made with.
-    books.tx.add(
-        CandidateRow(
-            job_id=row.job_id,
-            incarnation=row.incarnation,
-            path=path,
-            generation=info.generation,
-            step=info.step,
-            digest=info.digest,
-            status="valid",
-        )
-    )
-    reason = f"goes on from step {info.step}, the last valid checkpoint of incarnation {before.incarnation}"
-    books.event("resumed", reason, row, step=info.step)
-    return True
 
 
 def _say_where_it_starts(books: Books, row: IncarnationRow) -> None:

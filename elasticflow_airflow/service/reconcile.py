@@ -32,6 +32,7 @@ from elasticflow_airflow.service import (
     promotion,
     recurring,
     rescaling,
+    resuming,
     retention,
     stragglers,
     watching,
@@ -78,7 +79,6 @@ class Reconciler:
         self._actuator = Actuator(engine, settings, snapshots, self._secrets_of, monotonic)
         self._inbox = observing.Inbox()
         self._leases = introducing.Leases()
-        self._unready = introducing.Unready()
         self._patience = watching.Patience()
         self._almanac = recurring.Almanac()
         self._retention = retention.Retention()
@@ -217,6 +217,7 @@ class Reconciler:
         self._tell_nodes(books)
         observing.fold(books, observations, self._inbox, self._secrets_to_hide)
         promotion.record(books, looked)
+        resuming.record(books, looked)
         rescaling.heal(books)
         stragglers.watch(books)
         record_refusals(books, self._actuator)
@@ -225,7 +226,7 @@ class Reconciler:
         self._leases.check(books, monotonic_s)
         self._almanac.keep(books)
         slots = sum(node.slots for node in self._nodes)
-        introducing.introduce(books, self._device_type(), slots, self._unready, monotonic_s)
+        introducing.introduce(books, self._device_type(), slots, self._desk)
         introducing.amend(books)
         watching.watch_deadlines(books)
         self._patience.watch_gangs(books, monotonic_s)

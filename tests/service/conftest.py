@@ -85,6 +85,8 @@ class World:
     desk: JobDesk = field(init=False)
     snapshots: Snapshots = field(init=False)
     candidates: CandidateDesk | None = None
+    waits_for_candidates: bool = True
+    """Whether what the loop asked about checkpoints is known before its next pass."""
 
     def __post_init__(self) -> None:
         self.settings = ServiceSettings(state_dir=self.base / "state", **{"verdict_wait_s": 0.01, **self.options})
@@ -146,7 +148,8 @@ class World:
         self.elapsed_s += seconds
         self.reconciler.try_once()
         assert self.candidates is not None
-        wait_for_futures(self.candidates._under_way.values())
+        if self.waits_for_candidates:
+            wait_for_futures(self.candidates._under_way.values())
 
     def run(self, seconds: float, every: float = 0.5) -> None:
         end = self.elapsed_s + seconds

@@ -105,3 +105,26 @@ def test_damage_is_told_at_once(desk, checkpoints):
     (checkpoints / PATH / "weights").write_bytes(b"abd")
     told = ask_until_told(*desk, lambda: desk[0].ask_candidate("job", 1, checkpoints, PATH))
     assert str(told.verified[0].problem).startswith("it is damaged: ")
+
+
+def test_a_copy_that_cannot_be_made_now_is_said_and_tried_again_for_as_long_as_it_is_asked_for(
+    desk, checkpoints, failing, tmp_path
+):
+    reads, told = failing(errno.EIO, 12), []
+    while not told or told[-1].again:
+        found = ask_until_told(*desk, lambda: desk[0].ask_adopt("job", 2, checkpoints / PATH, tmp_path / "next"))
+        assert found.adopted is not None
+        told.append(found.adopted)
+    assert len(told) == 13
+    assert all("said the kernel" in one.problem for one in told[:-1])
+    assert told[-1].info is not None
+    assert (told[-1].info.step, told[-1].info.incarnation, told[-1].problem) == (5, 2, "")
+    assert len(reads) > 12
+
+
+def test_a_copy_of_what_is_damaged_is_told_at_once(desk, checkpoints, tmp_path):
+    (checkpoints / PATH / "weights").write_bytes(b"abd")
+    told = ask_until_told(*desk, lambda: desk[0].ask_adopt("job", 2, checkpoints / PATH, tmp_path / "next")).adopted
+    assert told is not None
+    assert (told.info, told.again) == (None, False)
+    assert "weights" in told.problem

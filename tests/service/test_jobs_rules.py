@@ -6,11 +6,14 @@ import errno
 import json
 import shutil
 import tempfile
+import threading
+from typing import Any
 
 import pytest
 
 from elasticflow_airflow.runtime import manifest
 from elasticflow_airflow.runtime.manifest import verify_candidate
+from elasticflow_airflow.service import candidates
 from elasticflow_airflow.service.refusal import Refusal
 from elasticflow_airflow.wire import AmendRequest, Command, Length
 
@@ -113,6 +116,7 @@ def test_after_a_failure_or_cancel_the_next_attempt_goes_on_from_the_last_valid_
     assert saved >= 60
     second = world.submit(within=600, scaling_curve=CURVE)
     assert (second.created, second.job.incarnation) == (True, 2)
+    world.step()
     (resumed,) = world.events(second, "resumed")
     assert resumed.reason == f"goes on from step {saved}, the last valid checkpoint of incarnation 1"
     assert world.status(second).step == saved
@@ -130,6 +134,7 @@ def test_a_damaged_checkpoint_is_not_taken_over_and_the_log_says_so(world):
     folder = world.incarnation_dir(first) / "checkpoints" / world.row(first).promoted["path"]
     (folder / "fake.json").write_text("torn")
     second = world.submit(within=600, scaling_curve=CURVE)
+    world.step()
     (warning,) = world.events(second, "warning")
     assert "starts from the beginning" in warning.reason
     assert "fake.json" in warning.reason
@@ -147,17 +152,63 @@ def test_a_checkpoint_that_cannot_be_read_now_is_waited_for(world, monkeypatch, 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(module, call, no_room)
+    monkeypatch.setattr(candidates, "_LONGEST_REST_S", 0.01)
     second = world.submit(within=600, scaling_curve=CURVE)
-    world.run(40)
+    world.until(lambda: len(tries) >= 3, "it is tried again")
     (warning,) = world.events(second, "warning")
     assert "waits for its checkpoint" in warning.reason
     assert "No space left" in world.status(second).state_reason
-    assert 2 <= len(tries) <= 6
     monkeypatch.setattr(module, call, real)
     done = world.ended(second)
     assert (done.state, done.result.steps) == ("succeeded", 200)
     (resumed,) = world.events(second, "resumed")
     assert f"goes on from step {saved}" in resumed.reason
+
+
+def test_while_a_checkpoint_is_copied_everything_else_goes_on(world, monkeypatch):
+    """Copying gigabytes may take minutes."""
+    saved = world.row(cancel(world)).promoted["step"]
+    may_go_on, real = threading.Event(), candidates.take_over
+
+    def slowly(*args: Any) -> candidates.Adopted:
+        assert may_go_on.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(candidates, "take_over", slowly)
+    world.waits_for_candidates = False
+    second = world.submit(within=600, scaling_curve=CURVE)
+    other = world.submit(task="other", within=600, scaling_curve=CURVE)
+    assert world.ended(other).state == "succeeded"
+    assert (world.status(second).state, world.events(second, "resumed")) == ("submitted", [])
+    may_go_on.set()
+    world.waits_for_candidates = True
+    assert world.ended(second).state == "succeeded"
+    (resumed,) = world.events(second, "resumed")
+    assert resumed.data["step"] == saved
+
+
+def test_a_service_that_was_killed_while_a_checkpoint_was_copied_copies_it(world, monkeypatch):
+    saved = world.row(cancel(world)).promoted["step"]
+    monkeypatch.setattr(candidates, "take_over", lambda *_: candidates.Adopted(None, "not yet", again=True))
+    second = world.submit(within=600, scaling_curve=CURVE)
+    monkeypatch.undo()
+    world.restart()
+    assert world.ended(second).state == "succeeded"
+    (resumed,) = world.events(second, "resumed")
+    assert resumed.data["step"] == saved
+
+
+def test_a_job_that_is_cancelled_while_its_checkpoint_is_copied_leaves_it_to_the_next(world, monkeypatch):
+    saved = world.row(cancel(world)).promoted["step"]
+    monkeypatch.setattr(candidates, "take_over", lambda *_: candidates.Adopted(None, "not yet", again=True))
+    second = world.submit(within=600, scaling_curve=CURVE)
+    world.desk.cancel(second.job.job_id, second.claim, "no longer wanted")
+    assert world.ended(second).state == "cancelled"
+    monkeypatch.undo()
+    third = world.submit(within=600, scaling_curve=CURVE)
+    assert world.ended(third).state == "succeeded"
+    (resumed,) = world.events(third, "resumed")
+    assert f"goes on from step {saved}, the last valid checkpoint of incarnation 1" in resumed.reason
 
 
 def test_a_rejected_job_may_be_submitted_again(world):

@@ -1,0 +1,81 @@
+"""Lets an incarnation go on from the last valid checkpoint of the one before, which did not succeed.
+
+The checkpoint is copied by the desk's thread, so nothing waits for it but the job itself; rows in, rows out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elasticflow_airflow.runtime.manifest import CandidateInfo
+from elasticflow_airflow.service.books import Books, incarnation_dir
+from elasticflow_airflow.service.candidates import CandidateDesk, Looked
+from elasticflow_airflow.service.models import CandidateRow, IncarnationRow
+
+
+def is_ready(books: Books, row: IncarnationRow, desk: CandidateDesk) -> bool:
+    """Whether it has what it goes on from, or there is nothing; else the desk is asked for the copy.
+
+    A copy that cannot be made now is waited for: to begin anew instead would throw away what was trained.
+    """
+    before = _origin(books, row)
+    if before is None or before.promoted is None:
+        return True
+    if row.promoted is None:
+        state_dir = books.settings.state_dir
+        source = incarnation_dir(state_dir, row.job_id, before.incarnation) / "checkpoints" / before.promoted["path"]
+        target = incarnation_dir(state_dir, row.job_id, row.incarnation) / "checkpoints"
+        desk.ask_adopt(row.job_id, row.incarnation, source, target)
+        return False
+    if row.logical_workers is not None and before.logical_workers is not None:
+        row.logical_workers = before.logical_workers  # What the checkpoint was made with.
+    return True
+
+
+def record(books: Books, looked: Sequence[Looked]) -> None:
+    """Take in what became of the copies."""
+    for one in looked:
+        row = books.row(one.job_id, one.incarnation)
+        if one.adopted is None or row is None or row.introduced or row.terminal:
+            continue
+        if one.adopted.info is not None:
+            _go_on(books, row, one.adopted.info)
+        elif one.adopted.again:
+            reason = f"waits for its checkpoint, and tries again: {one.adopted.problem}"
+            if row.state_reason != reason:
+                books.event("warning", reason, row)
+                row.state_reason = reason
+        else:
+            books.event("warning", f"starts from the beginning: {one.adopted.problem}", row)
+            row.resume_from = None
+
+
+def _origin(books: Books, row: IncarnationRow) -> IncarnationRow | None:
+    """The incarnation whose checkpoint it goes on from; None where it begins anew."""
+    before = None if row.resume_from is None else books.tx.incarnation(row.job_id, row.resume_from)
+    while before is not None and before.promoted is None and before.resume_from is not None:
+        before = books.tx.incarnation(row.job_id, before.resume_from)  # It ended before it had any of its own.
+    return before
+
+
+def _go_on(books: Books, row: IncarnationRow, info: CandidateInfo) -> None:
+    before = _origin(books, row)
+    if before is None:
+        raise LookupError(f"{row.job_id} has a copy of a checkpoint, and no incarnation {row.resume_from} it is of")
+    checkpoints = incarnation_dir(books.settings.state_dir, row.job_id, row.incarnation) / "checkpoints"
+    path = str(info.path.relative_to(checkpoints))
+    row.promoted = {"path": path, "generation": info.generation, "step": info.step, "digest": info.digest}
+    row.step = row.restart_step = info.step
+    books.tx.add(
+        CandidateRow(
+            job_id=row.job_id,
+            incarnation=row.incarnation,
+            path=path,
+            generation=info.generation,
+            step=info.step,
+            digest=info.digest,
+            status="valid",
+        )
+    )
+    reason = f"goes on from step {info.step}, the last valid checkpoint of incarnation {before.incarnation}"
+    books.event("resumed", reason, row, step=info.step)
