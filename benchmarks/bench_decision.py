@@ -134,7 +134,7 @@ def measure(args: argparse.Namespace, nodes: int) -> list[str]:
         took = time.perf_counter() - begin
         verdict = next(d for d in decisions if isinstance(d, Admit | Reject))
         verdicts["admit" if isinstance(verdict, Admit) else "reject"].append(took)
-        if arrival % max(1, args.arrivals // args.naive) == 0:
+        if args.naive and arrival % max(1, args.arrivals // args.naive) == 0:
             beside.append(took)
             begin = time.perf_counter()
             naive_admission(states, job, now, nodes * args.slots)
@@ -144,7 +144,8 @@ def measure(args: argparse.Namespace, nodes: int) -> list[str]:
             scheduler.handle(JobFinished(victim), now)
     both = verdicts["admit"] + verdicts["reject"]
     rows = [[kind, *milliseconds(values)] for kind, values in [*verdicts.items(), ("all", both)] if values]
-    rows += [["all that the textbook decides, too", *milliseconds(beside)], ["the textbook", *milliseconds(naive)]]
+    if naive:
+        rows += [["all that the textbook decides, too", *milliseconds(beside)], ["the textbook", *milliseconds(naive)]]
     live = len(scheduler.states())
     return [
         f"{live} jobs on {nodes} x {args.slots} slots, {args.arrivals} arrivals, curves: {name}:",
