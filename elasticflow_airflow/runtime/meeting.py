@@ -7,6 +7,7 @@ library only.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import threading
@@ -33,6 +34,7 @@ JOINER_SILENCE_LIMIT_S = 5.0
 """At a switch, a joiner that has not said for so long that it lives is done without."""
 _BUILD_LIMIT_S = 20.0
 _HOLDER = "holder"
+_SETTLED, _GIVEN_UP = "settled", "given up"
 
 
 class Meeting:
@@ -58,6 +60,10 @@ class Meeting:
         """Where the loops of those who join stand: a switch in another epoch would leave them one behind."""
         self.epoch_of_holders: int | None = None
         self.failure: str | None = None
+        self.settled = False
+        """Those who stay or come have all that they need: who leaves may go."""
+        self.given_up: str | None = None
+        """Why the change does not come about, as one of those who stay said it to those who would leave."""
         self._beats: dict[str, tuple[bytes, float]] = {}
         """By joiner: what it said last of its being alive, and when that was news."""
         self.store: Any = None
@@ -103,8 +109,18 @@ class Meeting:
         return sorted(w for w, (_, at_s) in self._beats.items() if now_s - at_s > JOINER_SILENCE_LIMIT_S)
 
     def end(self) -> None:
-        """Its group has begun: the thread may end."""
+        """Its group has begun: the thread may end, and who leaves may go."""
+        self._tell_leavers(_SETTLED, "yes")
         self._stopped.set()
+
+    def give_up(self, why: str) -> None:
+        """It does not come about, and this worker goes on as before: so must who would leave."""
+        self._tell_leavers(_GIVEN_UP, why)
+
+    def _tell_leavers(self, key: str, what: str) -> None:
+        if self.store is not None and self.rank is not None:
+            with contextlib.suppress(RuntimeError):  # Its host is dead, which those who would leave see by themselves.
+                self.store.set(key, what)
 
     def join(self, limit_s: float) -> bool:
         """Wait until the thread has ended; False when it has not."""
@@ -175,11 +191,21 @@ class Meeting:
                 if self._epoch != told:
                     told = self._epoch
                     self.store.set("epoch", str(told))
+            if self.rank is None and self._hears_the_end():
+                return
             if not self.ready:
                 self.ready = True
                 with self._changed:
                     self._changed.notify_all()
             self._stopped.wait(_POLL_S)
+
+    def _hears_the_end(self) -> bool:
+        """Who leaves: listen for what becomes of the change."""
+        if self.store.check([_SETTLED]):
+            self.settled = True
+        elif self.store.check([_GIVEN_UP]):
+            self.given_up = self.store.get(_GIVEN_UP).decode()
+        return self.settled or self.given_up is not None
 
     def _beat(self, number: int) -> None:
         """A joiner: say that this process is not stopped. The others: hear who is not."""

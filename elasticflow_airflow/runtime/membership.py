@@ -35,6 +35,7 @@ RECOVERY_LIMIT_S = 60.0
 ABANDONED_STATUS = 75
 """Exit status of a survivor for whom no plan came (EX_TEMPFAIL)."""
 _WAIT_S = 0.05
+_POLL_S = 0.005
 _END_LIMIT_S = 3.0
 
 
@@ -308,6 +309,8 @@ class Place:
             if meeting.group is None:
                 if stayers == 0 and server is not None:
                     self._serve_as_leaver(meeting, server, len(joiners))
+                else:
+                    _wait_as_leaver(meeting)
                 raise Dismissed
             row: dict[str, Any] = {"step": facts["step"], "pending": pending, "facts": facts}
             if server is not None:
@@ -315,6 +318,7 @@ class Place:
             rows = meeting.group.exchange_values(row, lambda: _look_at_joiners(meeting))
             return self._settle(meeting, registered, rows, server, began_s, recovered=recovered)
         except GroupBroken as error:
+            meeting.give_up(str(error))
             self._leave_meeting(meeting, str(error))
             raise
         finally:
@@ -324,9 +328,18 @@ class Place:
     def _serve_as_leaver(self, meeting: Meeting, server: StateServer, joiners: int) -> None:
         """Everybody leaves and others come: the leavers hand the state over before they go, or all stay."""
         mine = sum(1 for i in range(joiners) if i % self.group.size == self.group.rank)
-        meeting.store.set(f"leaver/{self.group.rank}", json.dumps(server.contact))
-        meeting.store.set("leavers", str(self.group.size))
-        done = server.wait(mine, lambda: meeting.stopped or bool(meeting.silent_joiners()))
+        try:
+            meeting.store.set(f"leaver/{self.group.rank}", json.dumps(server.contact))
+            meeting.store.set("leavers", str(self.group.size))
+            reachable = True
+        except RuntimeError as error:  # The first of those who come hosts it.
+            sys.stderr.write(f"elasticflow: the store of generation {meeting.generation} is gone: {error}\n")
+            reachable = False
+
+        def gone() -> bool:
+            return meeting.stopped or meeting.failure is not None or bool(meeting.silent_joiners())
+
+        done = reachable and server.wait(mine, gone)
         if not self.group.broken:
             done = bool(self.group.exchange(torch.tensor([float(done)])).all())
         if not done:
@@ -435,6 +448,18 @@ class Place:
         self.group.close()
         ended = [part.join(_END_LIMIT_S) for part in [*self._ending, self.group]]
         return all(ended)
+
+
+def _wait_as_leaver(meeting: Meeting) -> None:
+    """Others stay: return once they can do without this worker. Raises GroupBroken when it is to go on with them."""
+    while not meeting.settled:
+        _look_at_joiners(meeting)
+        why = meeting.given_up or meeting.failure
+        if why is None and meeting.stopped:
+            why = f"generation {meeting.generation} was overtaken by a later plan"
+        if why is not None:
+            raise GroupBroken(why)
+        time.sleep(_POLL_S)
 
 
 def _look_at_joiners(meeting: Meeting) -> None:

@@ -99,13 +99,16 @@ def test_who_sends_the_state_is_killed_over_it(local_bench, job, expected):
     assert started.data["recovered"]
 
 
-def test_who_takes_the_state_over_is_killed_over_it(local_bench, job, expected):
+@pytest.mark.parametrize("before", [(A,), (A, B)], ids=["grows", "is exchanged"])
+def test_who_takes_the_state_over_is_killed_over_it(local_bench, job, expected, before):
+    """Where it was to take another's place, that other one is there still."""
     bench, victim = local_bench, "g000002-r001"
-    bench.engine.apply(job(1, A))
+    bench.engine.apply(job(1, *before))
     bench.wait_state(1, GangState.RUNNING)
     bench.engine.apply(job(2, A, C, receiver=victim))
-    bench.wait(lambda gangs: gangs[2].workers[1].exit_code == -9, "its death")
-    bench.engine.apply(job(3, A, lost=(victim,)))
+    gangs = bench.wait(lambda gangs: gangs[2].workers[1].exit_code == -9, "its death")
+    assert [worker.exit_code for worker in gangs[1].workers] == [None] * len(before)
+    bench.engine.apply(job(3, *before, lost=(victim,)))
     bench.wait_state(3, GangState.RUNNING)
     ends_well(bench, 3, "g000001-r000", expected)
 

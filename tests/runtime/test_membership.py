@@ -263,6 +263,84 @@ def test_who_would_leave_stays_when_those_who_come_die(crew, monkeypatch):
     crew.talk("a", "b")
 
 
+def test_who_leaves_waits_until_those_who_come_have_the_state(crew, monkeypatch):
+    crew.plan("a", "b")
+    crew.plan("a", "c")
+    joined = crew.join("c")
+    crew.agreed("a", "b")
+    held = Held(monkeypatch)
+    stays, leaves = crew.switch("a"), crew.switch("b")
+    assert held.begun.wait(LIMIT_S)
+    time.sleep(0.3)
+    assert not leaves.done()
+    held.may.set()
+    assert isinstance(leaves.exception(LIMIT_S), Dismissed)
+    assert stays.result(LIMIT_S).generation == joined.result(LIMIT_S).generation == 2
+    crew.talk("a", "c")
+
+
+def test_who_would_leave_stays_when_a_joiner_dies_during_the_transfer(crew, monkeypatch):
+    """Without it, the other would have nobody to go on with."""
+    crew.plan("a", "b")
+    crew.plan("a", "c")
+    joined = crew.join("c")
+    crew.agreed("a", "b")
+    held = Held(monkeypatch)
+    switches = [crew.switch("a"), crew.switch("b")]
+    assert held.begun.wait(LIMIT_S)
+    crew.plan("a", "b", lost=["c"])
+    for stays in switches:
+        with pytest.raises(GroupBroken):
+            stays.result(LIMIT_S)
+    held.may.set()
+    with pytest.raises(Dismissed):
+        joined.result(LIMIT_S)
+    crew.talk("a", "b")
+
+
+def test_who_would_leave_stays_when_those_who_stay_give_up(crew, monkeypatch):
+    crew.plan("a", "b")
+    crew.plan("a", "c")
+    crew.join("c")
+    crew.agreed("a", "b")
+    monkeypatch.setattr(membership.StateServer, "wait", lambda *_: False)
+    for stays in [crew.switch("a"), crew.switch("b")]:
+        with pytest.raises(GroupBroken, match="did not take the state"):
+            stays.result(LIMIT_S)
+    crew.talk("a", "b")
+
+
+def test_who_leaves_a_smaller_group_knows_that_it_was_formed(crew):
+    crew.plan("a", "b")
+    crew.plan("a")
+    crew.agreed("a", "b")
+    leaves = crew.switch("b")
+    time.sleep(0.2)
+    assert not leaves.done()
+    assert crew.switch("a").result(LIMIT_S).generation == 2
+    assert isinstance(leaves.exception(LIMIT_S), Dismissed)
+
+
+class Unreachable:
+    """A store whose host has died."""
+
+    def set(self, key: str, _value: str) -> None:
+        raise torch.distributed.DistNetworkError(f"{key}: Broken pipe")
+
+
+def test_all_who_would_leave_stay_when_the_store_of_those_who_come_is_lost(crew):
+    crew.plan("a", "b")
+    crew.plan("c")
+    crew.join("c")
+    crew.agreed("a", "b")
+    crew.places["a"]._meeting.stop("its thread would fail as well")
+    crew.places["a"]._meeting.store = Unreachable()
+    for stays in [crew.switch("a"), crew.switch("b")]:
+        with pytest.raises(GroupBroken):
+            stays.result(LIMIT_S)
+    crew.talk("a", "b")
+
+
 class Stopped:
     """A joiner whose process is stopped once it is warm: it was announced, and says nothing more."""
 
@@ -294,9 +372,10 @@ def test_a_joiner_that_is_stopped_holds_nobody_up(crew, monkeypatch):
         left.result(LIMIT_S)
 
 
-def test_those_who_leave_stay_when_a_joiner_is_stopped(crew, monkeypatch):
+@pytest.mark.parametrize("others", [[], ["a"]])
+def test_those_who_leave_stay_when_a_joiner_is_stopped(crew, monkeypatch, others):
     crew.plan("a", "b")
-    crew.plan("c")
+    crew.plan(*others, "c")
     Stopped(crew, "c", monkeypatch)
     crew.agreed("a", "b")
     for stays in [crew.switch("a"), crew.switch("b")]:
