@@ -29,9 +29,20 @@ from elasticflow_airflow.runtime.manifest import (
 )
 from elasticflow_airflow.runtime.protocol import Promotion, candidate_name
 from elasticflow_airflow.runtime.retrying import retried
-from elasticflow_airflow.runtime.storage import Draft, Part, collect_parts, encode_part, not_written, part_name
+from elasticflow_airflow.runtime.storage import (
+    Draft,
+    Part,
+    UploadBrokeOff,
+    broke_off,
+    collect_parts,
+    encode_part,
+    not_written,
+    part_name,
+)
 
 _PROMOTED = "promoted.json"
+_LASTING = (FileNotFoundError, NotImplementedError, PermissionError)
+"""Trying again would not help."""
 T = TypeVar("T")
 
 
@@ -61,8 +72,8 @@ class RemoteStore:
             try:
                 self.replace(name, b"May be deleted.")
                 self._fs.rm_file(f"{self._root}/{name}")
-            except (FileNotFoundError, NotImplementedError, PermissionError) as error:
-                return error  # Trying again would not help.
+            except _LASTING as error:
+                return error
             return None
 
         error = retried(probe, Exception)
@@ -163,8 +174,12 @@ class RemoteStore:
     def promote(self, info: CandidateInfo) -> None:
         """See Store."""
         promotion = Promotion(path=info.name, generation=info.generation, step=info.step, digest=info.digest)
-        with _telling(self.where):
-            self.replace(_PROMOTED, json.dumps(asdict(promotion)).encode())
+
+        def replace() -> None:
+            with _telling(self.where, info.step):
+                self.replace(_PROMOTED, json.dumps(asdict(promotion)).encode())
+
+        retried(replace, UploadBrokeOff)
 
     def remove_old(self, keep: int) -> list[str]:
         """See Store. Uploads that broke off, older than the promoted one, are removed too."""
@@ -278,12 +293,16 @@ def _lay(folder: Path, raw: bytes) -> None:
 
 @contextmanager
 def _telling(where: str, writing: int | None = None) -> Iterator[None]:
-    """Say what fails as one kind of error, whatever the store: ``writing`` a step's checkpoint, or else what counts."""
+    """Say what fails as one kind of error, whatever the store: ``writing`` a step's checkpoint, or else what counts.
+
+    Raises UploadBrokeOff where another try may help.
+    """
     try:
         yield
     except (CheckpointError, GeneratorExit):
         raise
     except Exception as error:
         if writing is not None:
-            raise not_written(writing, where, error) from error
+            say = not_written if isinstance(error, _LASTING) else broke_off
+            raise say(writing, where, error) from error
         raise CheckpointError(f"checkpoints at {where} cannot be reached: {error!r}") from error

@@ -1,4 +1,4 @@
-"""Reads that may fail for a while are done again. The standard library is all that this module may import."""
+"""What may fail for a while is done again. The standard library is all that this module may import."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Between one try and the next; after the last one the error is raised."""
 
 
-def retried(read: Callable[[], T], on: type[Exception]) -> T:
-    """Return what ``read`` returns; it is called again, after growing pauses, as long as it raises ``on``."""
+def retried(do: Callable[[], T], on: type[Exception]) -> T:
+    """Return what ``do`` returns; it is called again, after growing pauses, as long as it raises ``on``."""
     for pause_s in PAUSES_S:
         try:
-            return read()
+            return do()
         except on:
             sleep(pause_s)
-    return read()
+    return do()

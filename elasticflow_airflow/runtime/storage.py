@@ -118,6 +118,18 @@ def not_written(step: int, where: str, error: Exception) -> CheckpointError:
     )
 
 
+class UploadBrokeOff(CheckpointError):  # noqa: N818  (it is named for what happened)
+    """A checkpoint could not be written to a store that may take it when it is tried again."""
+
+
+def broke_off(step: int, where: str, error: Exception) -> UploadBrokeOff:
+    """Say that a checkpoint did not get to its store: the network, or the store itself, was away."""
+    return UploadBrokeOff(
+        f"the checkpoint of step {step} could not be written below {where}, though it was tried again and again: "
+        f"{error!r}. Look at the network and at the store; the checkpoints before stay valid."
+    )
+
+
 def is_in_process(where: str | Path) -> bool:
     """Whether other processes cannot see what is stored there."""
     return str(where).startswith("memory://")

@@ -31,7 +31,8 @@ from elasticflow_airflow.runtime import container
 from elasticflow_airflow.runtime.container import Blob
 from elasticflow_airflow.runtime.manifest import CandidateInfo, CheckpointError, FileEntry
 from elasticflow_airflow.runtime.opening import open_store
-from elasticflow_airflow.runtime.storage import PART_LIMIT_S, Part, Store
+from elasticflow_airflow.runtime.retrying import retried
+from elasticflow_airflow.runtime.storage import PART_LIMIT_S, Part, Store, UploadBrokeOff
 
 SUFFIX = ".tensors"
 MESSAGE_BYTES = 1 << 16
@@ -66,17 +67,11 @@ class Order:
 
 
 def write_checkpoint(store: Store, files: Sequence[FilePlan], order: Order) -> CandidateInfo | None:
-    """Write a whole checkpoint, or one worker's part. None: another worker finishes it. Raises CheckpointError."""
-    with store.writing(order.generation, order.step, order.part) as draft:
-        entries = {}
-        for file in files:
-            name = file.name + SUFFIX
-            with draft.create(name) as stream:
-                written = container.write(stream, file.state, file.blobs)
-            entries[name] = FileEntry(written.digest, written.size_bytes, container=True)
-        info = draft.publish(
-            entries, incarnation=order.incarnation, metadata=order.metadata, limit_s=order.part_limit_s
-        )
+    """Write a whole checkpoint, or one worker's part. None: another worker finishes it.
+
+    An upload that breaks off is begun anew, for some quarter of a minute. Raises CheckpointError.
+    """
+    info = retried(lambda: _write(store, files, order), UploadBrokeOff)
     if info is not None and order.promotes:
         try:
             store.promote(info)
@@ -84,6 +79,19 @@ def write_checkpoint(store: Store, files: Sequence[FilePlan], order: Order) -> C
         except OSError as error:
             raise CheckpointError(f"checkpoint {store.where}/{info.name} could not be promoted: {error}") from error
     return info
+
+
+def _write(store: Store, files: Sequence[FilePlan], order: Order) -> CandidateInfo | None:
+    with store.writing(order.generation, order.step, order.part) as draft:
+        entries = {}
+        for file in files:
+            name = file.name + SUFFIX
+            with draft.create(name) as stream:
+                written = container.write(stream, file.state, file.blobs)
+            entries[name] = FileEntry(written.digest, written.size_bytes, container=True)
+        return draft.publish(
+            entries, incarnation=order.incarnation, metadata=order.metadata, limit_s=order.part_limit_s
+        )
 
 
 def encode_work(where: str, order: Order, files: Sequence[Mapping[str, Any]]) -> bytes:

@@ -12,13 +12,14 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from support.object_store import bucket
 from torch import nn
 
-from elasticflow_airflow.runtime import checkpoint, load_weights
+from elasticflow_airflow.runtime import checkpoint, load_weights, retrying
 from elasticflow_airflow.runtime.checkpoint import Registered
 from elasticflow_airflow.runtime.checkpointer import Checkpointer
 from elasticflow_airflow.runtime.manifest import CheckpointError
@@ -178,6 +179,7 @@ class Broken:
 def test_an_upload_that_breaks_off_leaves_nothing_that_counts(where, left, monkeypatch):
     if "://" not in where:
         pytest.skip("nothing is uploaded to a folder")
+    monkeypatch.setattr(retrying, "sleep", lambda _: None)
     before = trained()
     with checkpointer(where, in_background=False) as saver:
         save(saver, before, 1, wait=True)
@@ -191,6 +193,39 @@ def test_an_upload_that_breaks_off_leaves_nothing_that_counts(where, left, monke
         monkeypatch.setattr(saver.store, "open_for_writing", real)
         save(saver, before, 2, wait=True)
         assert promoted_step(where) == 2
+
+
+@pytest.mark.parametrize("left", [0, 100, 6000])
+def test_an_upload_that_breaks_off_is_begun_anew(where, left, monkeypatch):
+    if "://" not in where:
+        pytest.skip("nothing is uploaded to a folder")
+    with checkpointer(where, in_background=False) as saver:
+        save(saver, trained(), 1, wait=True)
+        real, budget, rested = saver.store.open_for_writing, [left], []
+
+        def rest(pause_s: float) -> None:
+            rested.append(pause_s)
+            if len(rested) == 3:
+                budget[0] = 10**9
+
+        monkeypatch.setattr(retrying, "sleep", rest)
+        monkeypatch.setattr(saver.store, "open_for_writing", lambda name: Broken(real(name), budget))
+        save(saver, trained(), 2, wait=True)
+        assert rested == [0.5, 1.0, 2.0]
+    assert promoted_step(where) == 2
+
+
+def test_what_another_try_cannot_mend_is_said_at_once(where, monkeypatch):
+    if "://" not in where:
+        pytest.skip("nothing is uploaded to a folder")
+    with checkpointer(where, in_background=False) as saver:
+        refused = PermissionError(13, "Access Denied")
+        rested: list[float] = []
+        monkeypatch.setattr(retrying, "sleep", rested.append)
+        monkeypatch.setattr(saver.store, "open_for_writing", Mock(side_effect=refused))
+        with pytest.raises(CheckpointError, match=r"step 1 could not be written below .*: Access Denied\."):
+            save(saver, trained(), 1, wait=True)
+        assert not rested
 
 
 def test_leftovers_without_a_manifest_are_removed_when_a_newer_one_counts(where):
