@@ -109,6 +109,8 @@ class WorkerTimes(Wire):
     rank: int
     at: float
     window_steps: int
+    samples: int | None = None
+    """Its own, of that window."""
     data_s: float = 0.0
     compute_s: float = 0.0
     reduce_s: float = 0.0
@@ -153,6 +155,10 @@ class JobStory(Wire):
     generations: list[Span]
     planned: list[Span]
     samples: list[Sample]
+    samples_per_s: float | None = None
+    """Of all workers together, as reported last."""
+    noise_scale: float | None = None
+    """Gradient noise scale, in samples: the global batch from which on larger ones pay little (arXiv:1812.06162)."""
     curve: list[CurvePoint]
     workers: list[WorkerTimes]
     checkpoints: list[Checkpoint]

@@ -128,6 +128,8 @@ class InsightDesk:
             generations=spans.spans_of(job, generations),
             planned=[] if state is None else _planned([(job, row)], foresight, now, expected=False),
             samples=[_sample(one) for one in samples],
+            samples_per_s=(row.sampling or {}).get("samples_per_s"),
+            noise_scale=(row.sampling or {}).get("noise_scale"),
             curve=_curve({int(size): float(speed) for size, speed in row.speeds.items()}, believed or told),
             workers=_worker_times(workers),
             checkpoints=[_checkpoint(one, row) for one in candidates],

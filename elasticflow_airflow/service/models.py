@@ -250,7 +250,7 @@ class WorkerTimesRow(Base):
     rank: Mapped[int] = mapped_column(Integer)
     at: Mapped[float]
     window: Mapped[dict[str, Any]] = mapped_column(default=dict)
-    """window_steps, data_s ... other_s, memory_bytes, device_memory_bytes, as far as they were reported."""
+    """window_steps, samples, data_s ... other_s, memory_bytes, device_memory_bytes, as far as they were reported."""
 
 
 class AmendmentRow(Base):

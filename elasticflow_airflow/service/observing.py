@@ -351,6 +351,7 @@ def _progress(books: Books, row: IncarnationRow, generation: GenerationRow, repo
     speed = measuring.recent_speed(generation.window, books.enough)
     if speed is not None:
         row.steps_per_s = speed
+    samples.note(row, data)
     samples.take(books, row, generation, at_s, speed)
     return True
 

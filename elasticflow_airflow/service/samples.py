@@ -4,12 +4,14 @@ Written in the pass that folds the reports in anyway, in the same transaction, a
 samples however long it trains. Rows in, rows out; decides nothing, and nothing depends on it.
 
 ``IncarnationRow.sampling`` holds ``number`` and ``at`` of the last sample, its ``workers``, and ``stride``: the numbers
-that are kept are multiples of it. When there are too many, it doubles, and every second sample is deleted.
+that are kept are multiples of it. When there are too many, it doubles, and every second sample is deleted. Beside these
+it holds ``noise_scale`` and ``samples_per_s`` as they were reported last.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from elasticflow_airflow.runtime.protocol import Report
@@ -21,7 +23,8 @@ MOST = 500
 INTERVAL_S = 1.0
 """At first there is a sample so often; each thinning doubles it."""
 _TIMES = ("data_s", "compute_s", "reduce_s", "wait_s", "pause_s", "save_s", "other_s")
-_SIZES = ("window_steps", "memory_bytes", "device_memory_bytes")
+_NOTED = ("noise_scale", "samples_per_s")
+_SIZES = ("window_steps", "samples", "memory_bytes", "device_memory_bytes")
 
 
 def take(
@@ -62,7 +65,14 @@ def take(
             "workers": generation.workers,
         }
     )
-    row.sampling = {"number": number, "at": at_s, "workers": generation.workers, "stride": stride}
+    row.sampling = {**state, "number": number, "at": at_s, "workers": generation.workers, "stride": stride}
+
+
+def note(row: IncarnationRow, data: Mapping[str, Any]) -> None:
+    """Remember what a progress report says of the gradients' noise, and of the samples of all workers."""
+    told = {name: value for name in _NOTED if (value := _number(data.get(name))) is not None}
+    if told:
+        row.sampling = {**(row.sampling or {}), **told}
 
 
 def write(books: Books) -> None:

@@ -65,6 +65,12 @@ def test_a_real_training_tells_its_story(daemons, open_client, tmp_path: Path, m
     story = until(told)
     assert [one.rank for one in story.workers] == [0, 1]
     assert all(one.compute_s > 0.0 and one.window_steps > 0 and one.memory_bytes for one in story.workers)
+    for one in story.workers:
+        assert one.samples == 4 * one.window_steps
+        assert one.reduce_s + one.wait_s > 0.0
+        assert one.data_s >= 0.0
+    assert story.samples_per_s is not None
+    assert story.samples_per_s > 0.0
     assert all(one.loss is not None and one.workers == 2 for one in story.samples)
     assert story.why.startswith("holds 2 slots")
     assert story.submission["command"]["env"] == ["PASSWORD"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,6 +51,13 @@ def test_samples_go_on_after_a_restart_of_the_service_without_doubling(world):
     steps = [one.step for one in kept(world, job)]
     assert len(steps) == len(set(steps))
     assert steps == sorted(steps)
+
+
+def test_what_was_said_last_of_noise_and_samples_is_kept():
+    row = SimpleNamespace(sampling={"number": 4, "at": 1.0})
+    samples.note(row, {"noise_scale": 240.5, "samples_per_s": 100, "loss": 1.0})
+    samples.note(row, {"noise_scale": None, "samples_per_s": math.inf})
+    assert row.sampling == {"number": 4, "at": 1.0, "noise_scale": 240.5, "samples_per_s": 100.0}
 
 
 def test_a_checkpoint_is_known_with_its_time_and_size(world):
