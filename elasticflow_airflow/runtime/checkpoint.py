@@ -38,6 +38,10 @@ from elasticflow_airflow.runtime.writer import SUFFIX, FilePlan, Order, write_ch
 MODEL = "model"
 TRAINING = "training"
 OPTIMIZER = "optimizer"
+_MEND = (
+    "Build what the script built that wrote it, with the same layers and settings; or train from the beginning: clear "
+    "the task in Airflow, or alone, give another checkpoint_dir=."
+)
 _DIFFERENCES_NAMED = 5
 
 
@@ -108,7 +112,7 @@ def load(
         try:
             part.load_state_dict(states[name])
         except (KeyError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"checkpoint {info.path} does not fit {name}: {error}") from error
+            raise CheckpointError(f"checkpoint {info.path} does not fit {name}: {error}. {_MEND}") from error
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> CandidateInfo:
@@ -181,7 +185,7 @@ def _load_weights(model: nn.Module, folder: Path, *, same_dtypes: bool) -> None:
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise CheckpointError(f"checkpoint {folder} does not fit the model: {error}") from error
+        raise CheckpointError(f"checkpoint {folder} does not fit the model: {error}. {_MEND}") from error
 
 
 def _refuse_other_dtypes(model: nn.Module, weights: Mapping[str, Any], folder: Path) -> None:

@@ -293,7 +293,8 @@ def test_what_is_no_longer_registered_is_left(tmp_path):
 def test_a_model_that_does_not_fit_says_where(tmp_path):
     info = save(Registered(nn.Linear(2, 3)), tmp_path)
     with pytest.raises(
-        CheckpointError, match=r"step-000000000003 does not fit the model:(.|\n)*size mismatch for weight"
+        CheckpointError,
+        match=r"step-000000000003 does not fit the model:(.|\n)*size mismatch for weight(.|\n)*same layers",
     ):
         load_weights(nn.Linear(3, 2), info.path)
     with pytest.raises(CheckpointError, match=r"does not fit the model:(.|\n)*Missing key"):
@@ -304,7 +305,7 @@ def test_an_optimizer_that_does_not_fit_is_named(tmp_path):
     model = nn.Linear(2, 3)
     info = save(Registered(model, {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}), tmp_path)
     other = Registered(model, {"optimizer": torch.optim.SGD([model.weight], lr=0.1)})
-    with pytest.raises(CheckpointError, match="does not fit optimizer: loaded state dict contains a parameter group"):
+    with pytest.raises(CheckpointError, match=r"does not fit optimizer: loaded .* a parameter group.*Build what"):
         checkpoint.load(other, info)
 
 
