@@ -93,13 +93,13 @@ class GradientReducer:
             self._make_buckets()
         for bucket in self._buckets:
             bucket.filled, bucket.ready, bucket.pending = 0, False, None
-        if group.size > 1 and not self._hooks:
+        if self._is_looked_at and not self._hooks:
             hook: Any = self._arrive
             self._hooks = [_hook(p, hook) for p in self.parameters]
 
     def last_backward(self) -> None:
         """The next backward pass is the last of this process in this step: send each bucket off when it is full."""
-        self._armed = self._now.group.size > 1
+        self._armed = self._is_looked_at
 
     def leaf_done(self) -> None:
         """All backward passes of one logical worker are done; the gradients in ``.grad`` are its leaf."""
@@ -133,9 +133,9 @@ class GradientReducer:
 
     def finish(self) -> None:
         """Sum over all processes. Raises GroupBroken; the gradients are in the flat memory until ``install``."""
+        self._armed = False
         if self._now.group.size == 1:
             return
-        self._armed = False
         for bucket in self._buckets:
             bucket.ready = True
         self._launch()
@@ -169,6 +169,14 @@ class GradientReducer:
             raise RuntimeError("a gradient came outside of a step")
         return self._pass
 
+    @property
+    def _is_looked_at(self) -> bool:
+        """Whether gradients are looked at as they come.
+
+        Of a single process too, where it may become several: what these could not sum shows in the first step.
+        """
+        return self._now.group.size > 1 or self._now.leaves > 1
+
     def _make_buckets(self) -> None:
         # Backward passes go from the last layer to the first.
         for parameters in _buckets(list(reversed(self.parameters))):
@@ -186,13 +194,16 @@ class GradientReducer:
         """A gradient is complete, or, before the last backward pass, only added to."""
         if not self._armed:
             return
-        bucket = self._bucket_of[parameter]
         if parameter in self._arrived:
             raise RuntimeError(
-                "a parameter got gradients twice in one backward pass: use non-reentrant activation checkpointing"
-                " (use_reentrant=False)"
+                "a parameter got gradients twice in one backward pass, as layers do that are used several times under"
+                " reentrant activation checkpointing: sums over workers would begin too early. Use"
+                " checkpoint(..., use_reentrant=False)"
             )
         self._arrived.add(parameter)
+        if self._now.group.size == 1:
+            return
+        bucket = self._bucket_of[parameter]
         bucket.filled += 1
         if bucket.filled == len(bucket.parameters):
             bucket.ready = True

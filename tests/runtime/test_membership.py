@@ -69,6 +69,9 @@ class Crew:
     def switch(self, worker: str, step: int = 3) -> Future[Any]:
         return self.threads.submit(self.places[worker].switch, self.states[worker], self.facts(step))
 
+    def recover(self, worker: str, step: int, pending: int | None) -> Future[Any]:
+        return self.threads.submit(self.places[worker].recover, self.states[worker], self.facts(step), pending)
+
     def join(self, worker: str) -> Future[Any]:
         return self.threads.submit(self.places[worker].join, self.states[worker], 0)
 
@@ -261,6 +264,34 @@ def test_who_would_leave_stays_when_those_who_come_die(crew, monkeypatch):
     with pytest.raises(Dismissed):
         joined.result(LIMIT_S)
     crew.talk("a", "b")
+
+
+def test_a_survivor_that_had_not_heard_of_the_last_step_counts_it_as_well(crew):
+    """Both have its sums, and one has heard that all have them."""
+    crew.plan("a", "b", "c")
+    crew.plan("a", "b", lost=["c"])
+    ahead = crew.recover("a", 4, None).result
+    behind = crew.recover("b", 3, 4).result
+    assert (ahead(LIMIT_S).top_step, ahead().took_over, ahead().committed) == (4, None, None)
+    assert (behind(LIMIT_S).top_step, behind().took_over, behind().committed) == (4, None, crew.facts(4))
+    crew.talk("a", "b")
+
+
+def test_a_step_that_no_survivor_has_heard_of_is_made_again(crew):
+    crew.plan("a", "b", "c")
+    crew.plan("a", "b", lost=["c"])
+    for recovered in [crew.recover("a", 3, 4), crew.recover("b", 3, 4)]:
+        assert (recovered.result(LIMIT_S).top_step, recovered.result().committed) == (3, None)
+
+
+def test_who_takes_the_place_of_the_dead_gets_the_later_step(crew):
+    crew.plan("a", "b", "c")
+    crew.plan("a", "b", "d", lost=["c"])
+    joined = crew.join("d")
+    crew.recover("a", 4, None)
+    behind = crew.recover("b", 3, 4)
+    assert behind.result(LIMIT_S).committed == crew.facts(4)
+    assert (joined.result(LIMIT_S).top_step, joined.result().took_over) == (4, crew.facts(4))
 
 
 def test_who_leaves_waits_until_those_who_come_have_the_state(crew, monkeypatch):

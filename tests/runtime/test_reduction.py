@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroupGloo
+from torch.utils.checkpoint import checkpoint
 
 from elasticflow_airflow.runtime.group import GroupBroken, WorkerGroup, sum_in_tree
 from elasticflow_airflow.runtime.reduction import GradientReducer
@@ -104,3 +105,43 @@ def test_an_error_of_the_own_device_is_not_taken_for_the_loss_of_another_worker(
 def test_a_number_of_workers_that_no_tree_serves_is_refused_at_once(size: int) -> None:
     with pytest.raises(ValueError, match=f"{size} workers cannot sum in a tree"):
         sum_in_tree(torch.ones(4), torch.empty(2), None, 0, size)
+
+
+class Repeated(nn.Module):
+    """A layer that is used twice, as ALBERT's are, and forgets what is between."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self._use_reentrant = nn.Linear(3, 3), use_reentrant
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for _ in range(2):
+            inputs = checkpoint(self.layer, inputs, use_reentrant=self._use_reentrant)
+        return inputs.sum()
+
+
+def two_steps(model: Repeated, leaves: int) -> None:
+    """Of one process, which has so many logical workers."""
+    reducer = GradientReducer(list(model.parameters()), tree=True)
+    for _step in range(2):
+        reducer.begin(WorkerGroup(), leaves)
+        for leaf in range(leaves):
+            loss = model(torch.ones(2, 3, requires_grad=True))
+            if leaf == leaves - 1:
+                reducer.last_backward()
+            loss.backward()
+            reducer.leaf_done()
+        present = reducer.present
+        reducer.finish()
+        reducer.install(present)
+        assert model.layer.weight.grad is not None
+
+
+def test_what_several_workers_could_not_sum_shows_on_one_that_may_become_several() -> None:
+    with pytest.raises(RuntimeError, match=r"gradients twice (.|\n)*Use checkpoint\(\.\.\., use_reentrant=False\)"):
+        two_steps(Repeated(use_reentrant=True), 2)
+
+
+def test_what_is_never_summed_may_come_twice() -> None:
+    two_steps(Repeated(use_reentrant=True), 1)
+    two_steps(Repeated(use_reentrant=False), 2)

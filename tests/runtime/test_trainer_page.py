@@ -263,6 +263,26 @@ def test_one_logical_worker_is_what_the_trainer_does_without_us(make):
     assert len(logged(ours)) == 12 + 1
 
 
+class Own(elastic.ElasticTrainer):
+    """A class of a user's own."""
+
+
+def test_an_elastic_trainer_trains_what_the_trainer_does(make):
+    options = {"elastic": elastic.ElasticOptions(logical_workers=1)}
+    ours = make(Own, callbacks=[], more=options, train_sampling_strategy="sequential")
+    theirs = make(callbacks=[], train_sampling_strategy="sequential")
+    outputs = [trainer.train() for trainer in (ours, theirs)]
+    assert weights(ours) == weights(theirs)
+    assert outputs[0].training_loss == outputs[1].training_loss
+    assert ours._elastic.session.logical_workers == 1
+
+
+def test_the_options_of_an_elastic_trainer_reach_the_session(make):
+    trainer = make(Own, callbacks=[], more={"elastic": elastic.ElasticOptions(logical_workers=3)})
+    with pytest.raises(ValueError, match="logical_workers=3: it must be a power of two"):
+        trainer.train()
+
+
 def test_a_dataset_of_hugging_face_is_one_as_any_other(make, monkeypatch, tmp_path):
     """The same bits as from a list of its rows, shuffled, also with loader processes and a transform on the fly."""
     rows = [{"x": torch.tensor(row["x"]), "labels": row["labels"]} for row in samples()]
