@@ -95,7 +95,7 @@ class Session(SessionSteps):
         options = {"num_workers": num_workers, **options}
         reader = None
         if is_stream(dataset):
-            reader = stream_reader(
+            reader, self._order = stream_reader(
                 dataset,
                 samples=samples if samples is not None or hasattr(dataset, "__len__") else self.config.samples,
                 collate_fn=collate_fn,

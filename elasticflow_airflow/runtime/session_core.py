@@ -122,6 +122,8 @@ class SessionCore:
         self._loader: ElasticLoader | None = None
         self._book = StreamBook(self._position)
         self._streams = False
+        self._order = 0
+        """Of a stream: a fingerprint of its first samples, which must be the same on every worker."""
         self._script_epochs: int | None = None
         self._step = 0
         self._knows_size = False

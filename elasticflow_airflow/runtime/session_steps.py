@@ -24,6 +24,7 @@ from elasticflow_airflow.runtime.protocol import GENERATION_ENV, Report, ReportK
 from elasticflow_airflow.runtime.reporting import WORKER_EVERY
 from elasticflow_airflow.runtime.saving import turn_of_survivors
 from elasticflow_airflow.runtime.session_core import Leaving, SessionCore, finite_or_none, trained_parameters
+from elasticflow_airflow.runtime.stream_checks import OTHER_ORDERS
 
 REHEARSALS = 4
 """Steps that a joiner makes on its own before it joins: its first ones are several times slower."""
@@ -82,7 +83,8 @@ class SessionSteps(SessionCore):
         """Tell all workers that the gradients are summed, and agree on what happens at the next boundary.
 
         Who gets the answer knows that everybody has the whole sums: should it alone hear of it, the others can still
-        follow. Raises GroupBroken; TypeError when forward passes have changed what cannot be merged.
+        follow. Raises GroupBroken; TypeError when forward passes have changed what cannot be merged, or the workers
+        read a stream in different orders.
         """
         self._meter.reduced()
         if self._is_rehearsing:
@@ -96,13 +98,17 @@ class SessionSteps(SessionCore):
         measuring, strayed = self.is_main and self._norms.due, self._machinery.statistics.strayed()
         # Where parts go is rank 0's word: elsewhere a listing of the same folder may have been stale.
         generation = self._context.generation
-        flags = [float(flag) for flag in (leaving, saving, switching, measuring, strayed, parts, generation)]
+        flags = [
+            float(flag) for flag in (leaving, saving, switching, measuring, strayed, parts, generation, self._order)
+        ]
         rows = self._group.exchange(to_row(sums, flags, self.logical_workers))
         sums, votes = from_rows(rows, sums, len(flags), self.logical_workers)
         strayed = int(max(vote[4] for vote in votes))
         if strayed:
             # All hear of it, and all end here; the model is not what it should be any more.
             raise TypeError(self._machinery.statistics.refusal(strayed))
+        if len({vote[7] for vote in votes}) > 1:
+            raise TypeError(OTHER_ORDERS)
         self._leaving, self._saving = any(vote[0] for vote in votes), any(vote[1] for vote in votes)
         self._parts = int(votes[0][5]), int(votes[0][6])
         if self._place is not None:

@@ -8,6 +8,7 @@ standard library only.
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,11 @@ from elasticflow_airflow.runtime.state import flatten
 from elasticflow_airflow.runtime.streams import StreamReader
 
 _INNER = ("_ex_iterable", "ex_iterable", "ex_iterables", "dataset", "datasets", "source")
+OTHER_ORDERS = (
+    "the workers read the stream in different orders: its first samples are not the same on all of them, so some would "
+    "be trained on twice and others never. Give what shuffles it a seed, the same everywhere, and the list of files "
+    "an order (sorted())"
+)
 _LONGEST_SEED = 1 << 64
 """numpy draws 128 bits where no seed is given."""
 
@@ -52,8 +58,10 @@ def stream_reader(
     transform: Callable[[Any], Any] | None,
     shuffle: bool | None,
     num_workers: int,
-) -> StreamReader:
-    """Check a stream, read its first samples twice, and return what reads it.
+) -> tuple[StreamReader, int]:
+    """Check a stream, read its first samples twice; return what reads it, and a fingerprint of the first two samples.
+
+    Workers whose fingerprints differ read another order, as a shuffle without a seed does.
 
     Raises TypeError and ValueError, saying what to do instead, where an epoch could not be dealt out exactly once.
     """
@@ -89,8 +97,7 @@ def stream_reader(
     _rewind(stream)
     initial = copy.deepcopy(stream.state_dict())
     reader = StreamReader(stream, samples, initial, collate_fn or default_collate, transform)
-    _try(reader, name)
-    return reader
+    return reader, _try(reader, name)
 
 
 def _has(stream: Any, method: str) -> bool:
@@ -144,13 +151,14 @@ def _parts(stream: Any) -> Iterator[Any]:
             todo += inner if isinstance(inner, list | tuple) else [] if inner is None else [inner]
 
 
-def _try(reader: StreamReader, name: str) -> None:
-    """Read the first two samples, and the second one again from the state between them."""
+def _try(reader: StreamReader, name: str) -> int:
+    """Read the first two samples, and the second one again from the state between them; return their fingerprint."""
     stream = reader.stream
     with seeded(1):
         coming = reader.open(0, None)
+        again = None
         try:
-            next(coming)
+            first = next(coming)
         except StopIteration:
             raise ValueError(
                 f"{name} yields nothing: it is empty, or was read to its end before session.dataloader() got it"
@@ -169,11 +177,38 @@ def _try(reader: StreamReader, name: str) -> None:
                     "Its state must tell where the next sample is (a shuffle buffer's does not); random numbers belong "
                     "into transform=, which has a seed of its own; or use a map-style dataset"
                 )
+        return fingerprint([first, again])
 
 
 def _second(read: Callable[[], Any]) -> Any:
     with seeded(2):
         return read()
+
+
+def fingerprint(value: Any) -> int:
+    """Return a number of 52 bits for a sample, the same in every process; what has no value to compare is left out."""
+    digest = hashlib.blake2b(digest_size=8)
+
+    def add(part: Any) -> None:
+        digest.update(type(part).__name__.encode() + b":")
+        if isinstance(part, torch.Tensor):
+            plain = part.detach().cpu().contiguous()
+            digest.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
+            digest.update(plain.flatten().view(torch.uint8).numpy().tobytes())
+        elif isinstance(part, Mapping):
+            for key in part:
+                add(key)
+                add(part[key])
+        elif isinstance(part, list | tuple):
+            for one in part:
+                add(one)
+        elif hasattr(part, "tobytes"):
+            digest.update(part.tobytes())
+        elif isinstance(part, str | bytes | int | float | complex):
+            digest.update(repr(part).encode())
+
+    add(value)
+    return int.from_bytes(digest.digest()) >> 12
 
 
 def alike(one: Any, other: Any) -> bool:

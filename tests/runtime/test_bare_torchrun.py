@@ -142,3 +142,57 @@ def test_all_workers_refuse_what_one_has_changed_in_vain(tmp_path: Path) -> None
     assert status != 0
     found = re.findall(r"^REFUSED (\d) (\d+) buffer counts\.seen \(torch\.int64, 4 elements\)", output, re.MULTILINE)
     assert sorted(found) == [("0", "2"), ("1", "2")], output
+
+
+SHUFFLES = """
+import os, random, torch
+from torch import nn
+from torch.utils.data import IterableDataset
+from elasticflow_airflow import runtime
+
+class Shuffled(IterableDataset):
+    def __init__(self):
+        self.order = list(range(32))
+        random.Random(SEED).shuffle(self.order)
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < 32:
+            self.at += 1
+            yield torch.full((4,), float(self.order[self.at - 1]))
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+session = runtime.init(steps=4)
+torch.manual_seed(5)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0001)
+session.register(model=model, optimizer=optimizer)
+loader = session.dataloader(Shuffled(), global_batch_size=8, samples=32)
+for _ in session.epochs():
+    for batch in loader:
+        try:
+            with session.step() as step:
+                for micro in step.split(batch):
+                    step.backward(model(micro).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        except TypeError as error:
+            os.write(1, f"REFUSED {session.rank} {session.steps_done} {error}\\n".encode())
+            raise
+session.finish()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["3", ""])
+def test_workers_that_read_a_stream_in_different_orders_end_before_they_train(tmp_path: Path, seed: str) -> None:
+    status, output = torchrun(tmp_path, SHUFFLES.replace("SEED", seed), 2)
+    found = re.findall(r"^REFUSED (\d) (\d+) the workers read the stream in different orders", output, re.MULTILINE)
+    assert sorted(found) == ([] if seed else [("0", "0"), ("1", "0")]), output
+    assert (status == 0) == bool(seed), output

@@ -8,10 +8,13 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,7 +25,7 @@ from torch.utils.data import IterableDataset
 from elasticflow_airflow import runtime
 from elasticflow_airflow.runtime.data import BatchPlan, ElasticLoader
 from elasticflow_airflow.runtime.state import flatten, unflatten
-from elasticflow_airflow.runtime.stream_checks import alike, is_stream, stream_reader
+from elasticflow_airflow.runtime.stream_checks import alike, fingerprint, is_stream, stream_reader
 from elasticflow_airflow.runtime.streams import StreamBook, StreamEndError, StreamFetcher
 
 LOGICAL = 4
@@ -83,7 +86,7 @@ class OfTensors(Numbers):
 
 def reader_of(stream: Any, samples: int | None, **options: Any) -> Any:
     arguments: dict[str, Any] = {"collate_fn": list, "transform": None, "shuffle": None, "num_workers": 0}
-    return stream_reader(stream, samples=samples, **(arguments | options))
+    return stream_reader(stream, samples=samples, **(arguments | options))[0]
 
 
 class Worker:
@@ -531,3 +534,22 @@ def test_the_page_trains_on_a_stream(session_globals, hugging, capsys):
     exec(snippet, scope := {})
     assert scope["session"].steps_done == 14
     assert "elasticflow: finished step=14" in capsys.readouterr().out
+
+
+def test_samples_have_the_same_fingerprint_in_every_process_and_others_another():
+    sample = {"x": torch.tensor([1.0, 2.0]).bfloat16(), "y": (3, "four", [5.0]), "z": np.arange(3), "what": object()}
+    same = {"x": torch.tensor([1.0, 2.0]).bfloat16(), "y": (3, "four", [5.0]), "z": np.arange(3), "what": object()}
+    assert fingerprint(sample) == fingerprint(same)
+    program = (
+        "from elasticflow_airflow.runtime.stream_checks import fingerprint; print(fingerprint({'a': [1, 'b', 2.5]}))"
+    )
+    elsewhere = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(elsewhere.stdout) == fingerprint({"a": [1, "b", 2.5]}) < 1 << 53
+    others = [
+        {**sample, "x": torch.tensor([1.0, 2.5]).bfloat16()},
+        {**sample, "x": torch.tensor([[1.0, 2.0]]).bfloat16()},
+        {**sample, "y": (3, "four", [5])},
+        {**sample, "y": (4, "four", [5.0])},
+        {**sample, "z": np.arange(1, 4)},
+    ]
+    assert len({fingerprint(one) for one in [sample, *others]}) == 1 + len(others)
