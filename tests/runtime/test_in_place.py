@@ -152,6 +152,22 @@ def test_everybody_leaves_and_others_come(gang, expected):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_one_worker_becomes_two_four_and_eight_and_one_again(gang, expected):
+    run = gang(step_s=0.5)
+    run.plan("a")
+    run.wait(lambda: run.step() > 5, "progress")
+    for workers in ("ab", "abcd", "abcdefgh", "h"):
+        run.plan(*workers)
+        run.wait_until_begun()
+    run.hurry()
+    assert run.finish() == dict.fromkeys("abcdefgh", 0), run.story()
+    assert trained(run)[0] == expected
+    begun = {(r.generation, r.rank) for r in run.reports(ReportKind.STARTED) if "from_generation" in r.data}
+    assert begun == {(2, 0), (2, 1), *((3, r) for r in range(4)), *((4, r) for r in range(8)), (5, 0)}
+
+
+@pytest.mark.slow
 def test_stop_save_and_restart_after_a_change_in_place(gang, expected):
     run = gang(step_s=0.3)
     run.plan("a")
