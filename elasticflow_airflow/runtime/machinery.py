@@ -43,10 +43,10 @@ class Sums:
 class Machinery:
     """The sums of a model's steps, over the group of the moment."""
 
-    def __init__(self, registered: Registered, logical_workers: int, *, consistent: bool) -> None:
+    def __init__(self, registered: Registered, logical_workers: int, *, consistent: bool, alone: bool = False) -> None:
         self.logical_workers = logical_workers
         """In fast mode the number of workers, which the session keeps up to date."""
-        self.reducer = GradientReducer(list(registered.model.parameters()), tree=consistent)
+        self.reducer = GradientReducer(list(registered.model.parameters()), tree=consistent, alone=alone)
         self.statistics = RunningStatistics(registered.model, tree=consistent)
         self.group = WorkerGroup()
         self._scaler: Any = registered.others.get("scaler")

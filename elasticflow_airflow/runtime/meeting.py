@@ -7,7 +7,6 @@ library only.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import threading
@@ -64,6 +63,8 @@ class Meeting:
         """Those who stay or come have all that they need: who leaves may go."""
         self.given_up: str | None = None
         """Why the change does not come about, as one of those who stay said it to those who would leave."""
+        self._words: list[tuple[str, str]] = []
+        """What :meth:`tell` was given and the thread has not said yet."""
         self._beats: dict[str, tuple[bytes, float]] = {}
         """By joiner: what it said last of its being alive, and when that was news."""
         self.store: Any = None
@@ -110,17 +111,17 @@ class Meeting:
 
     def end(self) -> None:
         """Its group has begun: the thread may end, and who leaves may go."""
-        self._tell_leavers(_SETTLED, "yes")
+        self.tell(_SETTLED, "yes")
         self._stopped.set()
 
     def give_up(self, why: str) -> None:
         """It does not come about, and this worker goes on as before: so must who would leave."""
-        self._tell_leavers(_GIVEN_UP, why)
+        if self.rank is not None:
+            self.tell(_GIVEN_UP, why)
 
-    def _tell_leavers(self, key: str, what: str) -> None:
-        if self.store is not None and self.rank is not None:
-            with contextlib.suppress(RuntimeError):  # Its host is dead, which those who would leave see by themselves.
-                self.store.set(key, what)
+    def tell(self, key: str, what: str) -> None:
+        """Have the thread put something into the store: where its host is cut off, that blocks whoever does it."""
+        self._words.append((key, what))
 
     def join(self, limit_s: float) -> bool:
         """Wait until the thread has ended; False when it has not."""
@@ -144,7 +145,9 @@ class Meeting:
             self.store = self._open_store()
             self._say()
             self.group = WorkerGroup(0, 1, None, self.generation)
-            self.ready = True
+            self._is_ready()
+            self._stopped.wait()
+            self._say_words()
             return
         self.store = self._open_store() if self.rank == 0 else self._connect()
         if self.store is None:
@@ -191,13 +194,24 @@ class Meeting:
                 if self._epoch != told:
                     told = self._epoch
                     self.store.set("epoch", str(told))
+            self._say_words()
+            if not self.ready:
+                self._is_ready()
             if self.rank is None and self._hears_the_end():
                 return
-            if not self.ready:
-                self.ready = True
-                with self._changed:
-                    self._changed.notify_all()
             self._stopped.wait(_POLL_S)
+        self._say_words()
+        if self.rank is None:
+            self._hears_the_end()
+
+    def _is_ready(self) -> None:
+        self.ready = True
+        with self._changed:
+            self._changed.notify_all()
+
+    def _say_words(self) -> None:
+        while self._words:
+            self.store.set(*self._words.pop(0))
 
     def _hears_the_end(self) -> bool:
         """Who leaves: listen for what becomes of the change."""

@@ -36,6 +36,7 @@ ABANDONED_STATUS = 75
 """Exit status of a survivor for whom no plan came (EX_TEMPFAIL)."""
 _WAIT_S = 0.05
 _POLL_S = 0.005
+_LAST_LOOK_LIMIT_S = 0.5
 _END_LIMIT_S = 3.0
 
 
@@ -328,18 +329,14 @@ class Place:
     def _serve_as_leaver(self, meeting: Meeting, server: StateServer, joiners: int) -> None:
         """Everybody leaves and others come: the leavers hand the state over before they go, or all stay."""
         mine = sum(1 for i in range(joiners) if i % self.group.size == self.group.rank)
-        try:
-            meeting.store.set(f"leaver/{self.group.rank}", json.dumps(server.contact))
-            meeting.store.set("leavers", str(self.group.size))
-            reachable = True
-        except RuntimeError as error:  # The first of those who come hosts it.
-            sys.stderr.write(f"elasticflow: the store of generation {meeting.generation} is gone: {error}\n")
-            reachable = False
+        meeting.tell(f"leaver/{self.group.rank}", json.dumps(server.contact))
+        meeting.tell("leavers", str(self.group.size))
 
         def gone() -> bool:
+            # The store is lost with who hosts it: the first of those who come.
             return meeting.stopped or meeting.failure is not None or bool(meeting.silent_joiners())
 
-        done = reachable and server.wait(mine, gone)
+        done = server.wait(mine, gone)
         if not self.group.broken:
             done = bool(self.group.exchange(torch.tensor([float(done)])).all())
         if not done:
@@ -453,12 +450,15 @@ class Place:
 def _wait_as_leaver(meeting: Meeting) -> None:
     """Others stay: return once they can do without this worker. Raises GroupBroken when it is to go on with them."""
     while not meeting.settled:
-        _look_at_joiners(meeting)
         why = meeting.given_up or meeting.failure
         if why is None and meeting.stopped:
+            meeting.join(_LAST_LOOK_LIMIT_S)
+            if meeting.settled:
+                return
             why = f"generation {meeting.generation} was overtaken by a later plan"
         if why is not None:
             raise GroupBroken(why)
+        _look_at_joiners(meeting)
         time.sleep(_POLL_S)
 
 

@@ -64,15 +64,18 @@ class _Pass:
 class GradientReducer:
     """Collects the gradients of a model's logical workers. ``tree``: in the fixed order; else by all-reduce.
 
+    ``alone``: there is one process, and there will not be others. Else what several could not sum is refused of a
+    single one, too: in the first step, not when others come.
+
     One step is: ``begin``; for each logical worker of this process its backward passes and ``leaf_done``, the last of
     them announced by ``last_backward`` before it begins; then ``finish``.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], *, tree: bool) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], *, tree: bool, alone: bool = False) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.norms = GradientNorms()
         """Of the leaves of this process, in a step that is measured."""
-        self._tree = tree
+        self._tree, self._alone = tree, alone
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._index = {p: i for i, p in enumerate(self.parameters)}
@@ -93,13 +96,13 @@ class GradientReducer:
             self._make_buckets()
         for bucket in self._buckets:
             bucket.filled, bucket.ready, bucket.pending = 0, False, None
-        if self._is_looked_at and not self._hooks:
+        if not self._alone and not self._hooks:
             hook: Any = self._arrive
             self._hooks = [_hook(p, hook) for p in self.parameters]
 
     def last_backward(self) -> None:
         """The next backward pass is the last of this process in this step: send each bucket off when it is full."""
-        self._armed = self._is_looked_at
+        self._armed = not self._alone
 
     def leaf_done(self) -> None:
         """All backward passes of one logical worker are done; the gradients in ``.grad`` are its leaf."""
@@ -168,14 +171,6 @@ class GradientReducer:
         if self._pass is None:
             raise RuntimeError("a gradient came outside of a step")
         return self._pass
-
-    @property
-    def _is_looked_at(self) -> bool:
-        """Whether gradients are looked at as they come.
-
-        Of a single process too, where it may become several: what these could not sum shows in the first step.
-        """
-        return self._now.group.size > 1 or self._now.leaves > 1
 
     def _make_buckets(self) -> None:
         # Backward passes go from the last layer to the first.

@@ -7,6 +7,7 @@ removed once a newer checkpoint is promoted. May import the standard library and
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -42,7 +43,7 @@ from elasticflow_airflow.runtime.storage import (
 
 _PROMOTED = "promoted.json"
 _LASTING = (FileNotFoundError, NotImplementedError, PermissionError)
-"""Trying again would not help."""
+_LASTING_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 T = TypeVar("T")
 
 
@@ -72,8 +73,10 @@ class RemoteStore:
             try:
                 self.replace(name, b"May be deleted.")
                 self._fs.rm_file(f"{self._root}/{name}")
-            except _LASTING as error:
-                return error
+            except Exception as error:
+                if _is_lasting(error):
+                    return error
+                raise
             return None
 
         error = retried(probe, Exception)
@@ -176,8 +179,14 @@ class RemoteStore:
         promotion = Promotion(path=info.name, generation=info.generation, step=info.step, digest=info.digest)
 
         def replace() -> None:
-            with _telling(self.where, info.step):
+            try:
                 self.replace(_PROMOTED, json.dumps(asdict(promotion)).encode())
+            except Exception as error:
+                kind = CheckpointError if _is_lasting(error) else UploadBrokeOff
+                raise kind(
+                    f"the checkpoint of step {info.step} is whole, but {self.where}/{_PROMOTED}, by which it counts, "
+                    f"could not be written: {error!r}. Look at the store; what counted before still does."
+                ) from error
 
         retried(replace, UploadBrokeOff)
 
@@ -273,9 +282,16 @@ class _RemoteDraft:
             raw = manifest.encode_manifest(entries, incarnation, self._generation, self._step, metadata)
             self._store.replace(f"{self._name}/{MANIFEST}", raw)
             for rank in range(self._part.size if self._part else 0):
-                self._store.delete_file(f"{self._name}/{part_name(cast(Part, self._part), rank)}")
+                # It is whole already; what stays behind is removed with it, and to begin anew would lack these.
+                with contextlib.suppress(Exception):
+                    self._store.delete_file(f"{self._name}/{part_name(cast(Part, self._part), rank)}")
         info, _ = manifest.decode_manifest(raw, Path(self._name))
         return info
+
+
+def _is_lasting(error: Exception) -> bool:
+    """Whether trying again would not help."""
+    return isinstance(error, _LASTING) or (isinstance(error, OSError) and error.errno in _LASTING_ERRNOS)
 
 
 def _made(make: Callable[[], T]) -> T:
@@ -303,6 +319,6 @@ def _telling(where: str, writing: int | None = None) -> Iterator[None]:
         raise
     except Exception as error:
         if writing is not None:
-            say = not_written if isinstance(error, _LASTING) else broke_off
+            say = not_written if _is_lasting(error) else broke_off
             raise say(writing, where, error) from error
         raise CheckpointError(f"checkpoints at {where} cannot be reached: {error!r}") from error

@@ -169,7 +169,12 @@ class Session(SessionSteps):
         trained = trained_parameters(self._registered.model)
         if self._machinery is None or list(map(id, trained)) != list(map(id, self._machinery.reducer.parameters)):
             # The first step; or the script has frozen or freed parameters since the last.
-            self._machinery = Machinery(self._registered, self.logical_workers, consistent=self._consistent)
+            self._machinery = Machinery(
+                self._registered,
+                self.logical_workers,
+                consistent=self._consistent,
+                alone=self._place is None and self.world_size == 1 and not self._context.managed,
+            )
             self._machinery.group = self._group
         self._machinery.measures = self._measures
         self._meter.enter(Activity.COMPUTE)

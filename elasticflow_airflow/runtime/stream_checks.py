@@ -202,8 +202,10 @@ def fingerprint(value: Any) -> int:
         elif isinstance(part, list | tuple):
             for one in part:
                 add(one)
-        elif hasattr(part, "tobytes"):
+        elif hasattr(part, "tobytes") and not getattr(getattr(part, "dtype", None), "hasobject", False):
             digest.update(part.tobytes())
+        elif hasattr(part, "tolist"):  # Its bytes are addresses.
+            add(part.tolist())
         elif isinstance(part, str | bytes | int | float | complex):
             digest.update(repr(part).encode())
 

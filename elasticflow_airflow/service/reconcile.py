@@ -217,7 +217,7 @@ class Reconciler:
         self._tell_nodes(books)
         observing.fold(books, observations, self._inbox, self._secrets_to_hide)
         promotion.record(books, looked)
-        resuming.record(books, looked)
+        resuming.record(books, looked, self._desk)
         rescaling.heal(books)
         stragglers.watch(books)
         record_refusals(books, self._actuator)

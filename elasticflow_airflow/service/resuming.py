@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elasticflow_airflow.runtime.manifest import CandidateInfo
+from elasticflow_airflow.runtime.protocol import candidate_name
 from elasticflow_airflow.service.books import Books, incarnation_dir
 from elasticflow_airflow.service.candidates import CandidateDesk, Looked
 from elasticflow_airflow.service.models import CandidateRow, IncarnationRow
@@ -21,6 +22,9 @@ def is_ready(books: Books, row: IncarnationRow, desk: CandidateDesk) -> bool:
     before = _origin(books, row)
     if before is None or before.promoted is None:
         return True
+    copies = [c for c in books.tx.candidates(row.job_id, row.incarnation) if c.generation == 0]
+    if copies and row.promoted is None:
+        return True  # It was damaged.
     if row.promoted is None:
         state_dir = books.settings.state_dir
         source = incarnation_dir(state_dir, row.job_id, before.incarnation) / "checkpoints" / before.promoted["path"]
@@ -32,14 +36,18 @@ def is_ready(books: Books, row: IncarnationRow, desk: CandidateDesk) -> bool:
     return True
 
 
-def record(books: Books, looked: Sequence[Looked]) -> None:
-    """Take in what became of the copies."""
+def record(books: Books, looked: Sequence[Looked], desk: CandidateDesk) -> None:
+    """Take in what became of the copies; one that nobody needs any more is deleted."""
     for one in looked:
-        row = books.row(one.job_id, one.incarnation)
-        if one.adopted is None or row is None or row.introduced or row.terminal:
+        if one.adopted is None:
             continue
-        if one.adopted.info is not None:
-            _go_on(books, row, one.adopted.info)
+        row, info = books.row(one.job_id, one.incarnation), one.adopted.info
+        if row is None or row.introduced or row.terminal or row.ending or row.cancel_reason is not None:
+            if info is not None and (row is None or row.promoted is None):
+                folder = incarnation_dir(books.settings.state_dir, one.job_id, one.incarnation)
+                desk.ask_delete(one.job_id, one.incarnation, folder / "checkpoints", info.name)
+        elif info is not None:
+            _go_on(books, row, info)
         elif one.adopted.again:
             reason = f"waits for its checkpoint, and tries again: {one.adopted.problem}"
             if row.state_reason != reason:
@@ -47,7 +55,7 @@ def record(books: Books, looked: Sequence[Looked]) -> None:
                 row.state_reason = reason
         else:
             books.event("warning", f"starts from the beginning: {one.adopted.problem}", row)
-            row.resume_from = None
+            _add_copy(books, row, candidate_name(0, 0), step=0, digest="", status="invalid")
 
 
 def _origin(books: Books, row: IncarnationRow) -> IncarnationRow | None:
@@ -66,16 +74,20 @@ def _go_on(books: Books, row: IncarnationRow, info: CandidateInfo) -> None:
     path = str(info.path.relative_to(checkpoints))
     row.promoted = {"path": path, "generation": info.generation, "step": info.step, "digest": info.digest}
     row.step = row.restart_step = info.step
+    _add_copy(books, row, path, step=info.step, digest=info.digest, status="valid")
+    reason = f"goes on from step {info.step}, the last valid checkpoint of incarnation {before.incarnation}"
+    books.event("resumed", reason, row, step=info.step)
+
+
+def _add_copy(books: Books, row: IncarnationRow, path: str, *, step: int, digest: str, status: str) -> None:
     books.tx.add(
         CandidateRow(
             job_id=row.job_id,
             incarnation=row.incarnation,
             path=path,
-            generation=info.generation,
-            step=info.step,
-            digest=info.digest,
-            status="valid",
+            generation=0,
+            step=step,
+            digest=digest,
+            status=status,
         )
     )
-    reason = f"goes on from step {info.step}, the last valid checkpoint of incarnation {before.incarnation}"
-    books.event("resumed", reason, row, step=info.step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from elasticflow_airflow.runtime.checkpoint import Registered
 from elasticflow_airflow.runtime.checkpointer import Checkpointer
 from elasticflow_airflow.runtime.manifest import CheckpointError
 from elasticflow_airflow.runtime.opening import open_store
+from elasticflow_airflow.runtime.storage import Part
 
 fsspec = pytest.importorskip("fsspec", reason="needs fsspec")
 
@@ -215,17 +217,58 @@ def test_an_upload_that_breaks_off_is_begun_anew(where, left, monkeypatch):
     assert promoted_step(where) == 2
 
 
-def test_what_another_try_cannot_mend_is_said_at_once(where, monkeypatch):
+@pytest.mark.parametrize(
+    "error", [PermissionError(errno.EACCES, "Access Denied"), OSError(errno.ENOSPC, "No space left on device")]
+)
+def test_what_another_try_cannot_mend_is_said_at_once(where, monkeypatch, error):
     if "://" not in where:
         pytest.skip("nothing is uploaded to a folder")
     with checkpointer(where, in_background=False) as saver:
-        refused = PermissionError(13, "Access Denied")
         rested: list[float] = []
         monkeypatch.setattr(retrying, "sleep", rested.append)
-        monkeypatch.setattr(saver.store, "open_for_writing", Mock(side_effect=refused))
-        with pytest.raises(CheckpointError, match=r"step 1 could not be written below .*: Access Denied\."):
+        monkeypatch.setattr(saver.store, "open_for_writing", Mock(side_effect=error))
+        with pytest.raises(CheckpointError, match=rf"step 1 could not be written below .*: {error.strerror}\. Free"):
             save(saver, trained(), 1, wait=True)
         assert not rested
+
+
+def test_a_checkpoint_that_is_whole_but_does_not_count_yet_is_said_to_be_that(where, monkeypatch):
+    if "://" not in where:
+        pytest.skip("nothing is uploaded to a folder")
+    with checkpointer(where, in_background=False) as saver:
+        real, rested = saver.store.replace, []
+
+        def replace(name: str, data: bytes) -> None:
+            if name == "promoted.json":
+                raise ConnectionError("the connection broke")
+            real(name, data)
+
+        monkeypatch.setattr(retrying, "sleep", rested.append)
+        monkeypatch.setattr(saver.store, "replace", replace)
+        with pytest.raises(
+            CheckpointError, match=r"step 1 is whole, but .*promoted.json, by which it counts, could not"
+        ):
+            save(saver, trained(), 1, wait=True)
+        assert len(rested) == 5
+        assert saver.store.candidates() == [name_of(1)]
+
+
+def test_what_stays_behind_of_parts_costs_no_checkpoint(where, monkeypatch):
+    """Written anew, it would lack what the others have handed in."""
+    if "://" not in where:
+        pytest.skip("parts of a folder are removed with it")
+    with checkpointer(where, in_background=False) as saver:
+        real = saver.store.delete_file
+
+        def delete_file(name: str) -> None:
+            if "/part-" in name:
+                raise ConnectionError("the connection broke")
+            real(name)
+
+        monkeypatch.setattr(retrying, "sleep", lambda _: pytest.fail("it is begun anew"))
+        monkeypatch.setattr(saver.store, "delete_file", delete_file)
+        save(saver, trained(), 1, wait=True, part=Part(rank=0, size=1, token="once"))
+    assert promoted_step(where) == 1
 
 
 def test_leftovers_without_a_manifest_are_removed_when_a_newer_one_counts(where):

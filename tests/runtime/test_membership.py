@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -334,6 +335,7 @@ def test_who_would_leave_stays_when_those_who_stay_give_up(crew, monkeypatch):
     crew.plan("a", "c")
     crew.join("c")
     crew.agreed("a", "b")
+    monkeypatch.setattr(membership, "_die", lambda why: pytest.fail(why))  # c, in this very process
     monkeypatch.setattr(membership.StateServer, "wait", lambda *_: False)
     for stays in [crew.switch("a"), crew.switch("b")]:
         with pytest.raises(GroupBroken, match="did not take the state"):
@@ -353,23 +355,69 @@ def test_who_leaves_a_smaller_group_knows_that_it_was_formed(crew):
 
 
 class Unreachable:
-    """A store whose host has died."""
+    """A store whose host has died, or, with ``blocks``, is cut off: nothing comes back."""
 
-    def set(self, key: str, _value: str) -> None:
-        raise torch.distributed.DistNetworkError(f"{key}: Broken pipe")
+    def __init__(self, blocks: threading.Event | None = None) -> None:
+        self._blocks = blocks
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*_: Any) -> Any:
+            if self._blocks is not None:
+                self._blocks.wait()
+            raise torch.distributed.DistNetworkError(f"{name}: Broken pipe")
+
+        return fail
 
 
 def test_all_who_would_leave_stay_when_the_store_of_those_who_come_is_lost(crew):
     crew.plan("a", "b")
     crew.plan("c")
-    crew.join("c")
+    wait(lambda: crew.places["c"]._meeting is not None, "the meeting")
+    crew.places["c"]._meeting.announce(0)
     crew.agreed("a", "b")
-    crew.places["a"]._meeting.stop("its thread would fail as well")
     crew.places["a"]._meeting.store = Unreachable()
     for stays in [crew.switch("a"), crew.switch("b")]:
-        with pytest.raises(GroupBroken):
+        with pytest.raises(GroupBroken, match="did not take the state"):
             stays.result(LIMIT_S)
     crew.talk("a", "b")
+
+
+def test_a_store_that_is_cut_off_holds_up_nobody_who_gives_up(crew, monkeypatch):
+    crew.plan("a", "b")
+    crew.plan("a", "c")
+    crew.join("c")
+    crew.agreed("a", "b")
+    wait(lambda: all(crew.places[w]._meeting._beats for w in "ab"), "a sign of life of who joins")
+    monkeypatch.setattr(membership, "_die", lambda why: pytest.fail(why))  # c, in this very process
+    monkeypatch.setattr(membership.StateServer, "wait", lambda *_: False)
+    monkeypatch.setattr(meeting, "JOINER_SILENCE_LIMIT_S", 0.5)
+    again = threading.Event()
+    for worker in "ab":
+        crew.places[worker]._meeting.store = Unreachable(blocks=again)
+    for stays in [crew.switch("a"), crew.switch("b")]:
+        with pytest.raises(GroupBroken):
+            stays.result(LIMIT_S / 2)
+    crew.talk("a", "b")
+    again.set()
+
+
+def test_who_hears_late_that_it_leaves_hears_that_the_others_have_settled(crew):
+    crew.plan("a", "b")
+    plan = crew.plan("a")
+    crew.agreed("a", "b")
+    left = crew.switch("b")
+    crew.switch("a").result(LIMIT_S)
+    assert isinstance(left.exception(LIMIT_S), Dismissed)
+    late = meeting.Meeting(crew.folder, plan, "b", torch.device("cpu"), joins=False)
+    wait(lambda: late.settled, "the news")
+    assert late.ready
+
+
+def test_who_was_told_why_blames_no_joiner():
+    told: Any = SimpleNamespace(settled=False, given_up="enough", failure=None, silent_joiners=lambda: ["c"])
+    with pytest.raises(GroupBroken, match="enough") as given_up:
+        membership._wait_as_leaver(told)
+    assert not isinstance(given_up.value, JoinerSilent)
 
 
 class Stopped:

@@ -540,11 +540,16 @@ def test_samples_have_the_same_fingerprint_in_every_process_and_others_another()
     sample = {"x": torch.tensor([1.0, 2.0]).bfloat16(), "y": (3, "four", [5.0]), "z": np.arange(3), "what": object()}
     same = {"x": torch.tensor([1.0, 2.0]).bfloat16(), "y": (3, "four", [5.0]), "z": np.arange(3), "what": object()}
     assert fingerprint(sample) == fingerprint(same)
+    row = np.array([1.5, "text", None, np.int64(3)], dtype=object)
     program = (
-        "from elasticflow_airflow.runtime.stream_checks import fingerprint; print(fingerprint({'a': [1, 'b', 2.5]}))"
+        "import numpy as np, torch; from elasticflow_airflow.runtime.stream_checks import fingerprint;"
+        "row = np.array([1.5, 'te' + 'xt', None, np.int64(3)], dtype=object);"
+        "print(fingerprint({'a': [1, 'b', 2.5], 't': torch.arange(3), 'n': np.arange(3), 'row': row}))"
     )
     elsewhere = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert int(elsewhere.stdout) == fingerprint({"a": [1, "b", 2.5]}) < 1 << 53
+    here = fingerprint({"a": [1, "b", 2.5], "t": torch.arange(3), "n": np.arange(3), "row": row})
+    assert int(elsewhere.stdout) == here < 1 << 53
+    assert fingerprint(row) != fingerprint(np.array([1.5, "other", None, np.int64(3)], dtype=object))
     others = [
         {**sample, "x": torch.tensor([1.0, 2.5]).bfloat16()},
         {**sample, "x": torch.tensor([[1.0, 2.0]]).bfloat16()},

@@ -211,6 +211,45 @@ def test_a_job_that_is_cancelled_while_its_checkpoint_is_copied_leaves_it_to_the
     assert f"goes on from step {saved}, the last valid checkpoint of incarnation 1" in resumed.reason
 
 
+def test_a_copy_that_comes_after_the_job_was_cancelled_is_deleted(world, monkeypatch):
+    cancel(world)
+    may_go_on, real = threading.Event(), candidates.take_over
+
+    def slowly(*args: Any) -> candidates.Adopted:
+        assert may_go_on.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(candidates, "take_over", slowly)
+    world.waits_for_candidates = False
+    second = world.submit(within=600, scaling_curve=CURVE)
+    world.desk.cancel(second.job.job_id, second.claim, "no longer wanted")
+    assert world.ended(second).state == "cancelled"
+    may_go_on.set()
+    world.waits_for_candidates = True
+    world.run(3)
+    checkpoints = world.incarnation_dir(second, 2) / "checkpoints"
+    assert list((checkpoints / "g000000").iterdir()) == []
+    assert world.events(second, "resumed") == []
+
+
+def test_what_was_away_for_one_incarnation_is_there_for_the_next(world):
+    first = cancel(world)
+    promoted = world.row(first).promoted
+    folder, away = world.incarnation_dir(first) / "checkpoints" / promoted["path"], world.base / "away"
+    folder.rename(away)
+    second = world.submit(within=600, scaling_curve=CURVE)
+    world.step()
+    assert "starts from the beginning" in world.events(second, "warning")[0].reason
+    world.desk.cancel(second.job.job_id, second.claim, "not like this")
+    assert world.ended(second).state == "cancelled"
+    assert world.row(second).promoted is None
+    away.rename(folder)
+    third = world.submit(within=600, scaling_curve=CURVE)
+    world.step()
+    (resumed,) = world.events(third, "resumed")
+    assert resumed.data["step"] == promoted["step"]
+
+
 def test_a_rejected_job_may_be_submitted_again(world):
     first = world.submit(within=5, scaling_curve=CURVE)
     assert world.ended(first).state == "rejected"
