@@ -13,12 +13,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.object_store import bucket
 from torch import nn
 
 from elasticflow_airflow.runtime import checkpoint, load_weights
 from elasticflow_airflow.runtime.checkpoint import Registered
 from elasticflow_airflow.runtime.checkpointer import Checkpointer
-from elasticflow_airflow.runtime.manifest import CheckpointError, list_candidates, promoted, verify_candidate
+from elasticflow_airflow.runtime.manifest import (
+    CandidateInfo,
+    CheckpointError,
+    list_candidates,
+    promoted,
+    verify_candidate,
+)
+from elasticflow_airflow.runtime.opening import open_store
 from elasticflow_airflow.runtime.snapshot import content_of, shard
 from elasticflow_airflow.runtime.storage import LocalStore, Part
 from elasticflow_airflow.runtime.writer import Order, write_checkpoint
@@ -53,7 +61,7 @@ WORKER = textwrap.dedent("""
 """)
 
 
-def run(where: Path, size: int, mode: str) -> list[subprocess.CompletedProcess[str]]:
+def run(where: Path | str, size: int, mode: str) -> list[subprocess.CompletedProcess[str]]:
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", WORKER, str(where), str(rank), str(size), mode], stdout=subprocess.PIPE, text=True
@@ -74,6 +82,19 @@ def run(where: Path, size: int, mode: str) -> list[subprocess.CompletedProcess[s
 def fresh() -> Registered:
     model = nn.Sequential(*(nn.Linear(50, 50) for _ in range(6)))
     return Registered(model, {"optimizer": torch.optim.AdamW(model.parameters())})
+
+
+def is_what_they_have(info: CandidateInfo) -> None:
+    """The checkpoint holds what each of the workers made by itself."""
+    torch.manual_seed(0)
+    expected = fresh()
+    expected.model(torch.randn(3, 50)).sum().backward()
+    expected.others["optimizer"].step()
+    found = fresh()
+    checkpoint.load(found, info)
+    for one, two in zip(found.model.parameters(), expected.model.parameters(), strict=True):
+        assert torch.equal(one, two)
+    assert str(found.others["optimizer"].state_dict()) == str(expected.others["optimizer"].state_dict())
 
 
 @pytest.mark.parametrize(
@@ -98,16 +119,7 @@ def test_several_processes_write_one_checkpoint(tmp_path, size, mode):
     ]
     assert max(sizes) < 1.5 * min(sizes)
 
-    torch.manual_seed(0)
-    expected = nn.Sequential(*(nn.Linear(50, 50) for _ in range(6)))
-    optimizer = torch.optim.AdamW(expected.parameters())
-    expected(torch.randn(3, 50)).sum().backward()
-    optimizer.step()
-    found = fresh()
-    checkpoint.load(found, info)
-    for one, two in zip(found.model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(one, two)
-    assert str(found.others["optimizer"].state_dict()) == str(optimizer.state_dict())
+    is_what_they_have(info)
     load_weights(fresh().model, info.path)
 
 
@@ -150,6 +162,21 @@ def test_damage_to_any_part_is_found(tmp_path, rank):
     file.unlink()
     with pytest.raises(CheckpointError, match=f"{file.name} is missing"):
         verify_candidate(newest.path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "step"), [("background", 3), ("killed", 2)])
+def test_several_processes_write_one_checkpoint_to_an_object_store(s3_server, monkeypatch, mode, step):
+    """A server that speaks S3: whoever dies before its part is there costs that checkpoint only."""
+    where = bucket(s3_server, monkeypatch, f"parts-{mode}")
+    codes = [worker.returncode for worker in run(where, 2, mode)]
+    assert codes == ([0, 0] if mode == "background" else [0, -signal.SIGKILL])
+    store = open_store(where)
+    assert store.candidates() == [f"g000001/step-{number:012d}" for number in (step - 1, step)]
+    with store.promoted(pytest.fail) as info:
+        files = json.loads((info.path / "manifest.json").read_bytes())["files"]
+        assert len(files) == 4
+        is_what_they_have(info)
 
 
 def test_parts_in_an_object_store():
