@@ -48,8 +48,10 @@ def test_the_example_runs_alone(session_globals, tmp_path, capsys):
 
 def test_the_loop_before_and_after(session_globals):
     scope: dict = {}
+    torch.manual_seed(0)
     exec(snippet("for epoch in range(3)"), scope)
     plain = float(scope["loss"].detach())
+    torch.manual_seed(0)
     exec(snippet("runtime.init(epochs=3)"), scope := {})
     assert scope["session"].steps_done == 21
     assert scope["step"].loss == pytest.approx(plain, abs=0.5)

@@ -72,6 +72,7 @@ def test_a_retry_that_resumes_keeps_what_its_checkpoint_was_made_with(make_world
     failed(world, max_workers=2)
     again = world.submit(steps=400, scaling_curve=CURVE)
     assert again.created
+    world.step()
     assert world.row(again).step > 0, "it goes on"
     assert world.row(again).logical_workers == 2
     assert world.ended(again).state == "succeeded"
