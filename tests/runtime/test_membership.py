@@ -249,9 +249,11 @@ def test_a_joiner_that_turned_round_at_the_last_moment_is_given_the_state_after_
     crew.talk("a", "b")
 
 
-def test_who_would_leave_stays_when_those_who_come_die(crew, monkeypatch):
+@pytest.mark.parametrize("others", [[], ["a"]])
+def test_who_would_leave_stays_when_who_comes_dies(crew, monkeypatch, others):
+    """Where another stays, that one would have nobody to go on with."""
     crew.plan("a", "b")
-    crew.plan("c")
+    crew.plan(*others, "c")
     joined = crew.join("c")
     crew.agreed("a", "b")
     held = Held(monkeypatch)
@@ -309,25 +311,6 @@ def test_who_leaves_waits_until_those_who_come_have_the_state(crew, monkeypatch)
     assert isinstance(leaves.exception(LIMIT_S), Dismissed)
     assert stays.result(LIMIT_S).generation == joined.result(LIMIT_S).generation == 2
     crew.talk("a", "c")
-
-
-def test_who_would_leave_stays_when_a_joiner_dies_during_the_transfer(crew, monkeypatch):
-    """Without it, the other would have nobody to go on with."""
-    crew.plan("a", "b")
-    crew.plan("a", "c")
-    joined = crew.join("c")
-    crew.agreed("a", "b")
-    held = Held(monkeypatch)
-    switches = [crew.switch("a"), crew.switch("b")]
-    assert held.begun.wait(LIMIT_S)
-    crew.plan("a", "b", lost=["c"])
-    for stays in switches:
-        with pytest.raises(GroupBroken):
-            stays.result(LIMIT_S)
-    held.may.set()
-    with pytest.raises(Dismissed):
-        joined.result(LIMIT_S)
-    crew.talk("a", "b")
 
 
 def test_who_would_leave_stays_when_those_who_stay_give_up(crew, monkeypatch):
