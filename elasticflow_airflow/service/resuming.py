@@ -91,3 +91,4 @@ def _add_copy(books: Books, row: IncarnationRow, path: str, *, step: int, digest
             status=status,
         )
     )
+    books.tx.session.flush()  # ``is_ready`` asks for it in the same pass.
