@@ -23,6 +23,8 @@ from elasticflow_airflow.runtime.protocol import Promotion, Report, ReportKind, 
 FIRST_SAVE_S = 60.0
 MAX_REPORTS_AN_ADVANCE = 500
 """When a virtual clock jumps far, progress reports are thinned to about this many."""
+NOISE_SCALE = 1840.0
+"""What every modelled training says of its gradients, in samples."""
 
 _LEASE_GRAIN_S = 5.0
 
@@ -417,6 +419,8 @@ class FakeGang:
             window_steps=window_steps,
             window_s=window_s,
             samples=step * self.spec.session.global_batch_size,
+            samples_per_s=window_steps * self.spec.session.global_batch_size / window_s if window_s > 0 else None,
+            noise_scale=NOISE_SCALE,
             **said_of_target(self),
         )
         for rank, said in enumerate(said_of_workers(self, window_steps, window_s)):

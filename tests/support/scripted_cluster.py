@@ -448,6 +448,8 @@ class ScriptedCluster:
             generations=began,
             planned=[span for span in self._planned() if span.job_id == job.job_id],
             samples=self._samples(job, began[0].from_at if began else None),
+            samples_per_s=None if job.steps_per_s is None else 256 * job.steps_per_s,
+            noise_scale=1840.0,
             curve=[
                 CurvePoint(
                     workers=n, measured_steps_per_s=1.35 * n**0.9 if n < 8 else None, reckoned_steps_per_s=1.34 * n**0.9
