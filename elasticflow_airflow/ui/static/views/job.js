@@ -143,8 +143,8 @@ function numbers(story) {
   const ended = status.result?.finished_at;
   return h('div', { 'data-key': 'numbers' }, progress(status), tiles(
     ['Workers', f.number(status.workers), status.logical_workers ? `of at most ${status.logical_workers}` : status.consistency],
-    ['Steps per second', status.steps_per_s ? f.number(status.steps_per_s) : '–', [status.loss !== null ? `loss ${f.number(status.loss)}` : 'no loss reported', story.samples_per_s ? `, ${f.number(story.samples_per_s)} samples/s` : '']],
-    story.noise_scale ? ['Gradient noise scale', f.number(story.noise_scale), 'samples; batches beyond it pay little'] : null,
+    ['Steps per second', status.steps_per_s ? f.number(status.steps_per_s) : '–', [status.loss !== null ? `loss ${f.number(status.loss)}` : 'no loss reported', story.samples_per_s ? `, ${f.number(story.samples_per_s)} samples/s` : '',
+      story.noise_scale ? h('span', { title: 'Gradient noise scale, in samples: global batches beyond it pay little' }, `, noise scale ${f.number(story.noise_scale)}`) : null]],
     [live ? 'Projected finish' : 'Ended', [time(live ? status.projected_finish_at : ended), late ? h('small', {}, ' 95 % by ', time(late)) : null], status.deadline_at === null ? 'best effort' : h('span', {}, 'deadline ', time(status.deadline_at))],
     ['Slack', slackChip(status), live && status.deadline_at !== null ? h('span', {}, f.duration(status.deadline_at - f.nowS()), ' until the deadline') : ''],
     status.result ? ['Slot hours', f.number(status.result.gpu_seconds / 3600), f.plural(status.result.rescales, 'rescale')] : ['Submitted', time(status.submitted_at), `${f.duration(f.nowS() - status.submitted_at)} ago`],
