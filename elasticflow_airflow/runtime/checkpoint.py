@@ -30,9 +30,10 @@ from elasticflow_airflow.runtime.manifest import (
     verify_patiently,
 )
 from elasticflow_airflow.runtime.opening import open_store
-from elasticflow_airflow.runtime.snapshot import DTYPES, Content, Piece, blobs_of, bytes_of, content_of, shard
+from elasticflow_airflow.runtime.snapshot import DTYPES, Content, Piece, blobs_of, content_of, shard
 from elasticflow_airflow.runtime.state import unflatten
 from elasticflow_airflow.runtime.storage import LocalStore, Part, is_remote
+from elasticflow_airflow.runtime.tensor_bytes import bytes_of
 from elasticflow_airflow.runtime.writer import SUFFIX, FilePlan, Order, write_checkpoint
 
 MODEL = "model"

@@ -34,7 +34,7 @@ from elasticflow_airflow.runtime.protocol import (
     session_path,
 )
 from elasticflow_airflow.runtime.shim import PARENT_ENV
-from elasticflow_airflow.runtime.transfer import bytes_of
+from elasticflow_airflow.runtime.tensor_bytes import add_tensor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -132,9 +132,8 @@ def _say(text: str) -> None:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    whole = tensor.detach().cpu().contiguous()
-    digest = hashlib.sha256(f"{whole.dtype} {tuple(whole.shape)}".encode())
-    digest.update(bytes_of(whole))
+    digest = hashlib.sha256()
+    add_tensor(digest, tensor)
     return digest.hexdigest()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from elasticflow_airflow.runtime.group import WorkerGroup, sum_in_tree
 from elasticflow_airflow.runtime.logical import is_power_of_two
-from elasticflow_airflow.runtime.transfer import bytes_of
+from elasticflow_airflow.runtime.tensor_bytes import add_tensor
 
 _MAX_BUFFER_ELEMENTS = 1 << 20
 """Larger buffers are masks and tables, which no forward pass changes."""
@@ -237,10 +237,9 @@ def _is_counter(tensor: Tensor) -> bool:
 
 
 def _digest(tensor: Tensor) -> bytes:
-    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest = hashlib.sha256()
     if tensor.layout is torch.strided and not tensor.is_meta:
-        whole = tensor.detach().cpu().contiguous()
-        digest.update(bytes_of(whole))
-    else:
-        digest.update(f"{id(tensor)} {tensor._version}".encode())  # its content cannot be read like this
+        add_tensor(digest, tensor)
+    else:  # Its content cannot be read like this.
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)} {id(tensor)} {tensor._version}".encode())
     return digest.digest()

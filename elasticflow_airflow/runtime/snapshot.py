@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from elasticflow_airflow.runtime.container import ALIGNMENT, Blob, tensor_names
 from elasticflow_airflow.runtime.state import flatten
+from elasticflow_airflow.runtime.tensor_bytes import bytes_of
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _PAGE_BYTES = mmap.PAGESIZE
@@ -112,14 +113,6 @@ def shard(
         )
         for c, content in enumerate(contents)
     ]
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Memory of a contiguous tensor on the CPU; the tensor must outlive the view."""
-    size = tensor.numel() * tensor.element_size()
-    if not size:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
 
 def blobs_of(content: Content) -> tuple[list[Blob], list[Tensor]]:

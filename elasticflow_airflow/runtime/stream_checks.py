@@ -19,6 +19,7 @@ from elasticflow_airflow.runtime.data import seeded
 from elasticflow_airflow.runtime.fetching import Collate
 from elasticflow_airflow.runtime.state import flatten
 from elasticflow_airflow.runtime.streams import StreamReader
+from elasticflow_airflow.runtime.tensor_bytes import add_tensor
 
 _INNER = ("_ex_iterable", "ex_iterable", "ex_iterables", "dataset", "datasets", "source")
 OTHER_ORDERS = (
@@ -192,9 +193,7 @@ def fingerprint(value: Any) -> int:
     def add(part: Any) -> None:
         digest.update(type(part).__name__.encode() + b":")
         if isinstance(part, torch.Tensor):
-            plain = part.detach().cpu().contiguous()
-            digest.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
-            digest.update(plain.flatten().view(torch.uint8).numpy().tobytes())
+            add_tensor(digest, part)
         elif isinstance(part, Mapping):
             for key in part:
                 add(key)

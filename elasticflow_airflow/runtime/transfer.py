@@ -9,7 +9,6 @@ library only.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hmac
 import json
 import os
@@ -29,6 +28,7 @@ from torch import Tensor
 from elasticflow_airflow.runtime import neighbour
 from elasticflow_airflow.runtime.checkpoint import Registered
 from elasticflow_airflow.runtime.state import flatten, unflatten
+from elasticflow_airflow.runtime.tensor_bytes import bytes_of
 
 _LENGTH = struct.Struct("!Q")
 _TOKEN_BYTES = 32
@@ -282,14 +282,6 @@ def _read_into(stream: Any, tensor: Tensor) -> None:
         if not count:
             raise EOFError("the connection ended in the middle of a tensor")
         done += count
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU; the tensor must outlive the view."""
-    size = tensor.numel() * tensor.element_size()
-    if not size:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
 
 def _exactly(stream: Any, count: int) -> bytes:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticflow_airflow.engines.port import GangState, WorkerObservation
-from elasticflow_airflow.runtime.protocol import RescaleMode
+from elasticflow_airflow.runtime.protocol import RescaleMode, checkpoint_dir
 from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
 from elasticflow_airflow.scheduler_core.values import JobState, RescaleCosts
 from elasticflow_airflow.service.measuring import Enough
@@ -64,6 +64,10 @@ class Books:
     def live(self, job_id: str) -> IncarnationRow | None:
         """The incarnation of a job that the scheduler may know."""
         return next((r for r in self.rows if r.job_id == job_id and r.introduced and not r.terminal), None)
+
+    def checkpoints_of(self, job_id: str, incarnation: int) -> Path:
+        """Folder of the checkpoints of one incarnation."""
+        return checkpoint_dir(incarnation_dir(self.settings.state_dir, job_id, incarnation))
 
     def row(self, job_id: str, incarnation: int) -> IncarnationRow | None:
         """One incarnation that still matters."""

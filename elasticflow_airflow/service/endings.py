@@ -13,7 +13,7 @@ from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.service import history, outlook
-from elasticflow_airflow.service.books import Books, incarnation_dir
+from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.deciding import feed, when
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.wire import JobResult, State
@@ -83,7 +83,7 @@ def result_of(books: Books, row: IncarnationRow, state: State) -> JobResult:
     generations = books.tx.generations(row.job_id, row.incarnation)
     path = None
     if row.promoted is not None:
-        checkpoints = incarnation_dir(books.settings.state_dir, row.job_id, row.incarnation) / "checkpoints"
+        checkpoints = books.checkpoints_of(row.job_id, row.incarnation)
         path = str(checkpoints / row.promoted["path"])
     deadline_at = row.deadline_at
     finished_at = books.now

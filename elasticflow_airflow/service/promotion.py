@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elasticflow_airflow.engines.port import GangState
-from elasticflow_airflow.service.books import Books, incarnation_dir
+from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.candidates import CandidateDesk, Looked, Verified
 from elasticflow_airflow.service.models import CandidateRow, IncarnationRow
 
@@ -66,7 +66,7 @@ def _promote_best(books: Books, row: IncarnationRow) -> None:
     if current is not None and (current["generation"], current["step"]) >= (best.generation, best.step):
         return
     row.promoted = {"path": best.path, "generation": best.generation, "step": best.step, "digest": best.digest}
-    where = incarnation_dir(books.settings.state_dir, row.job_id, row.incarnation) / "checkpoints" / best.path
+    where = books.checkpoints_of(row.job_id, row.incarnation) / best.path
     reason = f"the checkpoint of step {best.step} counts from now on"
     books.event("checkpoint", reason, row, **row.promoted, checkpoint_path=str(where))
 
@@ -76,16 +76,14 @@ def ask(books: Books, desk: CandidateDesk) -> None:
     for candidate in books.tx.new_candidates():
         row = books.row(candidate.job_id, candidate.incarnation)
         if row is not None:
-            checkpoints = incarnation_dir(books.settings.state_dir, row.job_id, row.incarnation) / "checkpoints"
+            checkpoints = books.checkpoints_of(row.job_id, row.incarnation)
             desk.ask_candidate(row.job_id, row.incarnation, checkpoints, candidate.path)
     for generation in books.generations.values():
         if generation.state == GangState.ENDED and not generation.judged:
-            checkpoints = incarnation_dir(books.settings.state_dir, generation.job_id, generation.incarnation)
+            checkpoints = books.checkpoints_of(generation.job_id, generation.incarnation)
             rows = books.tx.candidates(generation.job_id, generation.incarnation)
             known = frozenset(c.path for c in rows if c.status != "new")
-            desk.ask_generation(
-                generation.job_id, generation.incarnation, generation.generation, checkpoints / "checkpoints", known
-            )
+            desk.ask_generation(generation.job_id, generation.incarnation, generation.generation, checkpoints, known)
     for row in books.rows:
         _ask_to_delete(books, desk, row)
 
@@ -96,5 +94,5 @@ def _ask_to_delete(books: Books, desk: CandidateDesk, row: IncarnationRow) -> No
     valid = [c for c in books.tx.candidates(row.job_id, row.incarnation) if c.status == "valid"]
     for candidate in valid[: -books.settings.keep_checkpoints]:
         if candidate.path != row.promoted["path"]:
-            checkpoints = incarnation_dir(books.settings.state_dir, row.job_id, row.incarnation) / "checkpoints"
+            checkpoints = books.checkpoints_of(row.job_id, row.incarnation)
             desk.ask_delete(row.job_id, row.incarnation, checkpoints, candidate.path)

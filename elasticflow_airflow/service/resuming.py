@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from elasticflow_airflow.runtime.manifest import CandidateInfo
 from elasticflow_airflow.runtime.protocol import candidate_name
-from elasticflow_airflow.service.books import Books, incarnation_dir
+from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.candidates import CandidateDesk, Looked
 from elasticflow_airflow.service.models import CandidateRow, IncarnationRow
 
@@ -22,14 +22,11 @@ def is_ready(books: Books, row: IncarnationRow, desk: CandidateDesk) -> bool:
     before = _origin(books, row)
     if before is None or before.promoted is None:
         return True
-    copies = [c for c in books.tx.candidates(row.job_id, row.incarnation) if c.generation == 0]
-    if copies and row.promoted is None:
-        return True  # It was damaged.
     if row.promoted is None:
-        state_dir = books.settings.state_dir
-        source = incarnation_dir(state_dir, row.job_id, before.incarnation) / "checkpoints" / before.promoted["path"]
-        target = incarnation_dir(state_dir, row.job_id, row.incarnation) / "checkpoints"
-        desk.ask_adopt(row.job_id, row.incarnation, source, target)
+        if any(copy.generation == 0 for copy in books.tx.candidates(row.job_id, row.incarnation)):
+            return True  # It was damaged.
+        source = books.checkpoints_of(row.job_id, before.incarnation) / before.promoted["path"]
+        desk.ask_adopt(row.job_id, row.incarnation, source, books.checkpoints_of(row.job_id, row.incarnation))
         return False
     if row.logical_workers is not None and before.logical_workers is not None:
         row.logical_workers = before.logical_workers  # What the checkpoint was made with.
@@ -44,8 +41,8 @@ def record(books: Books, looked: Sequence[Looked], desk: CandidateDesk) -> None:
         row, info = books.row(one.job_id, one.incarnation), one.adopted.info
         if row is None or row.introduced or row.terminal or row.ending or row.cancel_reason is not None:
             if info is not None and (row is None or row.promoted is None):
-                folder = incarnation_dir(books.settings.state_dir, one.job_id, one.incarnation)
-                desk.ask_delete(one.job_id, one.incarnation, folder / "checkpoints", info.name)
+                checkpoints = books.checkpoints_of(one.job_id, one.incarnation)
+                desk.ask_delete(one.job_id, one.incarnation, checkpoints, info.name)
         elif info is not None:
             _go_on(books, row, info)
         elif one.adopted.again:
@@ -70,11 +67,9 @@ def _go_on(books: Books, row: IncarnationRow, info: CandidateInfo) -> None:
     before = _origin(books, row)
     if before is None:
         raise LookupError(f"{row.job_id} has a copy of a checkpoint, and no incarnation {row.resume_from} it is of")
-    checkpoints = incarnation_dir(books.settings.state_dir, row.job_id, row.incarnation) / "checkpoints"
-    path = str(info.path.relative_to(checkpoints))
-    row.promoted = {"path": path, "generation": info.generation, "step": info.step, "digest": info.digest}
+    row.promoted = {"path": info.name, "generation": info.generation, "step": info.step, "digest": info.digest}
     row.step = row.restart_step = info.step
-    _add_copy(books, row, path, step=info.step, digest=info.digest, status="valid")
+    _add_copy(books, row, info.name, step=info.step, digest=info.digest, status="valid")
     reason = f"goes on from step {info.step}, the last valid checkpoint of incarnation {before.incarnation}"
     books.event("resumed", reason, row, step=info.step)
 
