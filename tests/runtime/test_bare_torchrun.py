@@ -97,6 +97,22 @@ def test_lightning_logs_as_much_with_two_workers_as_with_one(tmp_path: Path) -> 
     assert len(digests) == 1
 
 
+TRAINS_UNTIL_REFUSED = """
+for _ in session.epochs():
+    for batch in loader:
+        try:
+            with session.step() as step:
+                for micro in step.split(batch):
+                    step.backward(loss_of(micro))
+                optimizer.step()
+                optimizer.zero_grad()
+        except TypeError as error:
+            os.write(1, f"REFUSED {session.rank} {session.steps_done} {error}\\n".encode())
+            raise
+session.finish()
+"""
+"""What comes after a script that has made its session, loader and ``loss_of``."""
+
 COUNTS = """
 import os, torch
 from torch import nn
@@ -121,24 +137,16 @@ model.add_module("counts", counts)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 session.register(model=model, optimizer=optimizer)
 loader = session.dataloader(TensorDataset(inputs), global_batch_size=8, shuffle=False)
-for _ in session.epochs():
-    for batch in loader:
-        try:
-            with session.step() as step:
-                for (micro,) in step.split(batch):
-                    step.backward(model[1](model[0](counts(micro))).sum())
-                optimizer.step()
-                optimizer.zero_grad()
-        except TypeError as error:
-            os.write(1, f"REFUSED {session.rank} {session.steps_done} {error}\\n".encode())
-            raise
-session.finish()
+
+def loss_of(batch):
+    (micro,) = batch
+    return model[1](model[0](counts(micro))).sum()
 """
 
 
 @pytest.mark.slow
 def test_all_workers_refuse_what_one_has_changed_in_vain(tmp_path: Path) -> None:
-    status, output = torchrun(tmp_path, COUNTS, 2)
+    status, output = torchrun(tmp_path, COUNTS + TRAINS_UNTIL_REFUSED, 2)
     assert status != 0
     found = re.findall(r"^REFUSED (\d) (\d+) buffer counts\.seen \(torch\.int64, 4 elements\)", output, re.MULTILINE)
     assert sorted(found) == [("0", "2"), ("1", "2")], output
@@ -174,18 +182,9 @@ model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.0001)
 session.register(model=model, optimizer=optimizer)
 loader = session.dataloader(Shuffled(), global_batch_size=8, samples=32)
-for _ in session.epochs():
-    for batch in loader:
-        try:
-            with session.step() as step:
-                for micro in step.split(batch):
-                    step.backward(model(micro).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-        except TypeError as error:
-            os.write(1, f"REFUSED {session.rank} {session.steps_done} {error}\\n".encode())
-            raise
-session.finish()
+
+def loss_of(micro):
+    return model(micro).square().mean()
 """
 
 
@@ -194,7 +193,7 @@ session.finish()
 def test_workers_that_read_a_stream_in_different_orders_end_before_they_train(
     tmp_path: Path, seed: str, same: bool
 ) -> None:
-    status, output = torchrun(tmp_path, SHUFFLES.replace("SEED", seed), 2)
+    status, output = torchrun(tmp_path, SHUFFLES.replace("SEED", seed) + TRAINS_UNTIL_REFUSED, 2)
     found = re.findall(r"^REFUSED (\d) (\d+) the workers read the stream in different orders", output, re.MULTILINE)
     assert sorted(found) == ([] if same else [("0", "0"), ("1", "0")]), output
     assert (status == 0) == same, output

@@ -313,13 +313,18 @@ def test_who_leaves_waits_until_those_who_come_have_the_state(crew, monkeypatch)
     crew.talk("a", "c")
 
 
-def test_who_would_leave_stays_when_those_who_stay_give_up(crew, monkeypatch):
+def exchange_in_vain(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All have agreed that c takes the place of b, and a is going to find that it does not take the state."""
     crew.plan("a", "b")
     crew.plan("a", "c")
     crew.join("c")
     crew.agreed("a", "b")
     monkeypatch.setattr(membership, "_die", lambda why: pytest.fail(why))  # c, in this very process
     monkeypatch.setattr(membership.StateServer, "wait", lambda *_: False)
+
+
+def test_who_would_leave_stays_when_those_who_stay_give_up(crew, monkeypatch):
+    exchange_in_vain(crew, monkeypatch)
     for stays in [crew.switch("a"), crew.switch("b")]:
         with pytest.raises(GroupBroken, match="did not take the state"):
             stays.result(LIMIT_S)
@@ -366,13 +371,8 @@ def test_all_who_would_leave_stay_when_the_store_of_those_who_come_is_lost(crew)
 
 
 def test_a_store_that_is_cut_off_holds_up_nobody_who_gives_up(crew, monkeypatch):
-    crew.plan("a", "b")
-    crew.plan("a", "c")
-    crew.join("c")
-    crew.agreed("a", "b")
+    exchange_in_vain(crew, monkeypatch)
     wait(lambda: all(crew.places[w]._meeting._beats for w in "ab"), "a sign of life of who joins")
-    monkeypatch.setattr(membership, "_die", lambda why: pytest.fail(why))  # c, in this very process
-    monkeypatch.setattr(membership.StateServer, "wait", lambda *_: False)
     monkeypatch.setattr(meeting, "JOINER_SILENCE_LIMIT_S", 0.5)
     again = threading.Event()
     for worker in "ab":

@@ -101,6 +101,19 @@ def test_between_two_tries_it_rests(desk, checkpoints, failing, monkeypatch):
     assert len(reads) == 1
 
 
+def test_between_two_copies_it_rests(desk, checkpoints, failing, monkeypatch, tmp_path):
+    monkeypatch.setattr(candidates, "_LONGEST_REST_S", 60.0)
+    reads, told = failing(errno.EIO, 10**6), []
+    for _ in range(50):
+        desk[0].ask_adopt("job", 2, checkpoints / PATH, tmp_path / "next")
+        desk[0].wait()
+        found = desk[0].collect()
+        desk[0].settled(found)
+        told += found
+    assert [one.adopted.again for one in told] == [True]
+    assert len(reads) == 1
+
+
 def test_damage_is_told_at_once(desk, checkpoints):
     (checkpoints / PATH / "weights").write_bytes(b"abd")
     told = ask_until_told(*desk, lambda: desk[0].ask_candidate("job", 1, checkpoints, PATH))

@@ -7,6 +7,7 @@ import json
 import shutil
 import tempfile
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -158,6 +159,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_waited_for(world, monkeypatch, 
     (warning,) = world.events(second, "warning")
     assert "waits for its checkpoint" in warning.reason
     assert "No space left" in world.status(second).state_reason
+    assert 2 <= len(tries) <= 6
     monkeypatch.setattr(module, call, real)
     done = world.ended(second)
     assert (done.state, done.result.steps) == ("succeeded", 200)
@@ -165,23 +167,32 @@ def test_a_checkpoint_that_cannot_be_read_now_is_waited_for(world, monkeypatch, 
     assert f"goes on from step {saved}" in resumed.reason
 
 
-def test_while_a_checkpoint_is_copied_everything_else_goes_on(world, monkeypatch):
-    """Copying gigabytes may take minutes."""
-    saved = world.row(cancel(world)).promoted["step"]
+def hold_copies(world, monkeypatch) -> Callable[[], None]:
+    """Copies begin and do not end; call what is returned, and they do."""
     may_go_on, real = threading.Event(), candidates.take_over
 
     def slowly(*args: Any) -> candidates.Adopted:
         assert may_go_on.wait(60)
         return real(*args)
 
+    def go_on() -> None:
+        may_go_on.set()
+        world.waits_for_candidates = True
+
     monkeypatch.setattr(candidates, "take_over", slowly)
     world.waits_for_candidates = False
+    return go_on
+
+
+def test_while_a_checkpoint_is_copied_everything_else_goes_on(world, monkeypatch):
+    """Copying gigabytes may take minutes."""
+    saved = world.row(cancel(world)).promoted["step"]
+    may_go_on = hold_copies(world, monkeypatch)
     second = world.submit(within=600, scaling_curve=CURVE)
     other = world.submit(task="other", within=600, scaling_curve=CURVE)
     assert world.ended(other).state == "succeeded"
     assert (world.status(second).state, world.events(second, "resumed")) == ("submitted", [])
-    may_go_on.set()
-    world.waits_for_candidates = True
+    may_go_on()
     assert world.ended(second).state == "succeeded"
     (resumed,) = world.events(second, "resumed")
     assert resumed.data["step"] == saved
@@ -213,19 +224,11 @@ def test_a_job_that_is_cancelled_while_its_checkpoint_is_copied_leaves_it_to_the
 
 def test_a_copy_that_comes_after_the_job_was_cancelled_is_deleted(world, monkeypatch):
     cancel(world)
-    may_go_on, real = threading.Event(), candidates.take_over
-
-    def slowly(*args: Any) -> candidates.Adopted:
-        assert may_go_on.wait(60)
-        return real(*args)
-
-    monkeypatch.setattr(candidates, "take_over", slowly)
-    world.waits_for_candidates = False
+    may_go_on = hold_copies(world, monkeypatch)
     second = world.submit(within=600, scaling_curve=CURVE)
     world.desk.cancel(second.job.job_id, second.claim, "no longer wanted")
     assert world.ended(second).state == "cancelled"
-    may_go_on.set()
-    world.waits_for_candidates = True
+    may_go_on()
     world.run(3)
     checkpoints = world.incarnation_dir(second, 2) / "checkpoints"
     assert list((checkpoints / "g000000").iterdir()) == []
