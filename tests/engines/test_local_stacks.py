@@ -19,6 +19,13 @@ SLEEP = "print('ready', flush=True); time.sleep(600)"
 BUSY = "print('ready', flush=True); sum(iter(int, 1))"
 TAKEN_AWAY = "import signal; signal.signal(stacks.SIGNAL, signal.SIG_DFL); "
 OWN = "import signal; signal.signal(stacks.SIGNAL, lambda *_: print('mine', flush=True)); "
+PIECES = (
+    "import signal; "
+    "write = lambda text: Path(sys.argv[1]).open('a').write(text); "
+    "answer = lambda *_: (write('Thread 1 (most recent call first):\\n  File \"a.py\", line 1 in work\\n'), "
+    "time.sleep(0.6), write('  File \"train.py\", line 1 in <module>\\n')); "
+    "signal.signal(stacks.SIGNAL, answer); "
+)
 FORGOTTEN = "Path(sys.argv[1]).write_text(''); "
 
 Start = Callable[[str], tuple[ProcessId, Path]]
@@ -53,6 +60,18 @@ def test_a_process_tells_again_and_again(start: Start, code: str) -> None:
         assert text.count("most recent call first") == 1
         assert 'File "<string>", line 1' in text
     assert process.is_alive()
+
+
+def test_an_answer_is_waited_for_to_its_end(start: Start) -> None:
+    """It is written frame by frame, and a busy machine may rest between two of them."""
+    process, path = start(REGISTER + PIECES + SLEEP)
+    assert "train.py" in stacks.ask({"w": (process, path)})["w"]
+
+
+def test_the_end_of_an_answer_is_known(start: Start) -> None:
+    """Otherwise every question would take as long as a busy machine may rest."""
+    process, path = start(REGISTER + SLEEP)
+    assert stacks.ask({"w": (process, path)})["w"].splitlines()[-1].endswith(stacks._OUTERMOST)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,12 @@ LIMIT_S = 5.0
 MOST_BYTES = 64 * 1024
 """Of one trainer's answer."""
 _LOOK_S = 0.05
+_OUTERMOST = ("in <module>", "in _run_module_as_main", "  ...")
+"""How the last line of an answer ends: the main thread comes last, its outermost frame (or what is left out) lowest."""
 _SETTLED_LOOKS = 4
-"""Nothing marks the end of an answer: it is whole when it has not grown for so many looks."""
+"""Other lines may end so, too: an answer is whole when it has not grown for so many looks since."""
+_QUIET_LOOKS = 30
+"""The same where it ends with another line: it is written in small pieces, and a busy machine rests between them."""
 
 
 @dataclass(slots=True)
@@ -33,7 +37,14 @@ class _Asked:
         size = self.path.stat().st_size
         self.same = self.same + 1 if size == self.size and size else 0
         self.size = size
-        return self.same >= _SETTLED_LOOKS
+        if self.same < _SETTLED_LOOKS:
+            return False
+        return self.same >= _QUIET_LOOKS or self._tail().endswith(tuple(f"{end}\n" for end in _OUTERMOST))
+
+    def _tail(self) -> str:
+        with self.path.open("rb") as file:
+            file.seek(max(0, self.size - 100))
+            return file.read().decode(errors="replace")
 
 
 def ask(trainers: Mapping[str, tuple[ProcessId | None, Path]], limit_s: float = LIMIT_S) -> dict[str, str]:
