@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from functools import reduce
+from operator import or_
 
 import numpy as np
 import numpy.typing as npt
@@ -219,16 +221,9 @@ class Bookings:
                 b = min(j, bisect_left(times, end))
                 if a >= b:
                     continue
-                for k in range(i, a):
-                    blocked |= taken[k]
-                inside = 0
-                for k in range(a, b):
-                    inside |= taken[k]
-                blocked |= inside & ~mask
+                blocked = reduce(or_, taken[i:a], blocked) | reduce(or_, taken[a:b], 0) & ~mask
                 i = b
-        for k in range(i, j):
-            blocked |= taken[k]
-        return self.everything & ~blocked
+        return self.everything & ~reduce(or_, taken[i:j], blocked)
 
     def free_until(self, mask: int, start_s: float, own: tuple[Holding, ...] = ()) -> float:
         """Until when all of ``mask`` is free, beginning at ``start_s`` (``start_s`` itself: not even then).
@@ -240,9 +235,10 @@ class Bookings:
         if len(own) == 1 and own[0].start_s <= max(start_s, self.now):
             covered = bisect_left(times, own[0].end_s)
             others = mask & ~own[0].mask
-            for k in range(first, covered):
-                if taken[k] & others:
-                    return max(start_s, times[k])
+            if others:
+                for k in range(first, covered):
+                    if taken[k] & others:
+                        return max(start_s, times[k])
             first, own = max(first, covered), ()
         for k in range(first, len(times)):
             blocked = taken[k] & mask
@@ -257,13 +253,13 @@ class Bookings:
     def take(self, holding: Holding) -> None:
         """Book a holding."""
         i, j = self._split(max(holding.start_s, self.now)), self._split(holding.end_s)
-        for k in range(i, j):
-            self.taken[k] |= holding.mask
+        mask = holding.mask
+        self.taken[i:j] = [held | mask for held in self.taken[i:j]]
 
     def give_back(self, holding: Holding) -> None:
         """Undo :meth:`take` of the same holding."""
         if holding.end_s <= self.now:
             return
         i, j = self._split(max(holding.start_s, self.now)), self._split(holding.end_s)
-        for k in range(i, j):
-            self.taken[k] &= ~holding.mask
+        others = ~holding.mask
+        self.taken[i:j] = [held & others for held in self.taken[i:j]]
