@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NORMS_BUDGET = 0.004
+NORMS_BUDGET = 0.003
 """Fraction of the training's time that norms of gradients may take."""
 _FEWEST_STEPS_BETWEEN = 8
 _NOISE_MEMORY = 0.9
@@ -275,33 +275,32 @@ class NoiseScale:
 
 
 class NormSchedule:
-    """In which steps norms are taken, so that they cost at most ``NORMS_BUDGET`` of the time."""
+    """In which steps norms are taken, so that all of them cost at most ``NORMS_BUDGET`` of the time, the first apart."""
 
     def __init__(self) -> None:
         self._steps_since = 0
         self._step_s: float | None = None
-        self._cost_s = 0.0
+        self._owed_s = 0.0
         self._at_s: float | None = None
 
     def step_done(self, norms_s: float) -> None:
         """A step is over; ``norms_s`` of it went into norms (0: none were taken)."""
         now = time.perf_counter()
         if norms_s:
-            # The slower of the last two: one quick measurement must not make the next come too soon.
-            self._cost_s = max(norms_s, self._cost_s / 2)
+            # No more than a step's time: a machine that stood still meanwhile must not end the measuring for hours.
+            self._owed_s += min(norms_s, self._step_s or norms_s)
             self._steps_since = 0
         elif self._at_s is not None:
             took_s = now - self._at_s
             self._step_s = took_s if self._step_s is None else min(self._step_s * 1.1, took_s)
         self._steps_since += 1
+        self._owed_s = max(0.0, self._owed_s - NORMS_BUDGET * (self._step_s or 0.0))
         self._at_s = now
 
     @property
     def due(self) -> bool:
-        """Whether the next step should be measured."""
-        if self._step_s is None or self._steps_since < _FEWEST_STEPS_BETWEEN:
-            return False
-        return self._steps_since * self._step_s * NORMS_BUDGET >= self._cost_s
+        """Whether the next step should be measured: the time that norms took is made up for, and some steps are done."""
+        return self._step_s is not None and self._steps_since >= _FEWEST_STEPS_BETWEEN and self._owed_s <= 0.0
 
 
 class GradientNorms:

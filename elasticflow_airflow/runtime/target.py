@@ -14,7 +14,7 @@ from typing import Any
 
 SMOOTHING_STEPS = 32
 MOST_POINTS = 128
-_BUDGET = 0.002
+_BUDGET = 0.001
 """Fraction of the time that predictions may take."""
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from itertools import pairwise
+from collections.abc import Iterable
+from itertools import chain, cycle, pairwise, repeat
 
 import pytest
 import torch
@@ -232,15 +233,32 @@ def perf(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-@pytest.mark.parametrize(("norms_s", "every"), [(0.0001, 8), (0.0098, 25), (0.0998, 250)])
+def measured_steps(perf: Clock, costs_s: Iterable[float], steps: int) -> dict[int, float]:
+    """What the norms cost, by step: one after another of ``costs_s``. A step takes a tenth of a second without them."""
+    schedule, measured, costs = NormSchedule(), {}, iter(costs_s)
+    for number in range(steps):
+        norms_s = next(costs) if schedule.due else 0.0
+        if norms_s:
+            measured[number] = norms_s
+        perf.now_s += 0.1 + norms_s
+        schedule.step_done(norms_s)
+    return measured
+
+
+@pytest.mark.parametrize(("norms_s", "every"), [(0.0001, 8), (0.0074, 25), (0.0748, 250)])
 def test_norms_take_no_more_than_their_budget(perf, norms_s, every):
-    """Steps of a tenth of a second: the dearer norms are, the rarer."""
-    schedule, measured = NormSchedule(), []
-    for number in range(1000):
-        due = schedule.due
-        measured += [number] * due
-        perf.now_s += 0.1 + (norms_s if due else 0.0)
-        schedule.step_done(norms_s if due else 0.0)
+    """The dearer norms are, the rarer."""
+    measured = measured_steps(perf, repeat(norms_s), 1000)
     assert len(measured) >= 3
     assert {later - before for before, later in pairwise(measured)} == {every}
-    assert len(measured) * norms_s <= 1000 * 0.1 * measuring.NORMS_BUDGET * 1.3
+
+
+def test_dear_and_cheap_norms_together_keep_the_budget(perf):
+    measured = measured_steps(perf, cycle([0.002, 0.03, 0.002]), 5000)
+    assert len(measured) > 50
+    assert 0.9 < sum(measured.values()) / (5000 * 0.1 * measuring.NORMS_BUDGET) < 1.1
+
+
+def test_a_machine_that_stood_still_over_norms_does_not_end_them(perf):
+    measured = measured_steps(perf, chain([1000.0], repeat(0.003)), 1000)
+    assert len(measured) > 30
