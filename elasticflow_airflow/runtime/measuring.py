@@ -275,7 +275,7 @@ class NoiseScale:
 
 
 class NormSchedule:
-    """In which steps norms are taken, so that all of them cost at most ``NORMS_BUDGET`` of the time, the first apart."""
+    """In which steps norms are taken, so that all of them together cost ``NORMS_BUDGET`` of the time at most."""
 
     def __init__(self) -> None:
         self._steps_since = 0
@@ -299,7 +299,7 @@ class NormSchedule:
 
     @property
     def due(self) -> bool:
-        """Whether the next step should be measured: the time that norms took is made up for, and some steps are done."""
+        """Whether the next step should be measured: some steps are done since, and what norms cost is made up for."""
         return self._step_s is not None and self._steps_since >= _FEWEST_STEPS_BETWEEN and self._owed_s <= 0.0
 
 
