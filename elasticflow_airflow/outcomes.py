@@ -11,7 +11,16 @@ from typing import Any
 import pendulum
 
 from elasticflow_airflow.deadlines import show_at, show_duration
-from elasticflow_airflow.wire import JobStatus, JobSubmission
+from elasticflow_airflow.wire import JobStatus
+
+_WHEN_TOO_EARLY = (
+    "  what you can do: give a later deadline; train less (steps, epochs); on_reject='best_effort' to train"
+    " without a promise, 'wait' to wait for capacity, 'renegotiate' or 'late' with latest_deadline=; or add slots"
+)
+_WHEN_PASSED = (
+    "  what you can do: give a later deadline; on_past_deadline='best_effort' to train without one, as backfills and"
+    " cleared tasks do by default; or on_reject='late' or 'renegotiate' with latest_deadline="
+)
 
 
 def result_of(status: JobStatus, timezone: tzinfo) -> dict[str, Any]:
@@ -54,6 +63,7 @@ def rejection_message(status: JobStatus, timezone: tzinfo, now: float) -> str:
     verdict = status.verdict
     lines = [f"ElasticFlow rejected the job {status.job_id}: {verdict.reason or status.state_reason}"]
     asked = verdict.deadline_at if verdict.deadline_at is not None else status.deadline_at
+    passed = asked is not None and asked <= status.submitted_at
     if asked is not None:
         lines.append(f"  deadline asked for:         {show_at(asked, timezone)} ({_from_now(asked - now)})")
     earliest = verdict.earliest_deadline_at
@@ -61,23 +71,10 @@ def rejection_message(status: JobStatus, timezone: tzinfo, now: float) -> str:
         lines.append(f"  earliest feasible deadline: {show_at(earliest, timezone)} ({_from_now(earliest - now)})")
     else:
         lines.append("  no feasible deadline is known: the job's speed has not been measured, or it never fits")
-    lines.append(
-        "  what you can do: give a later deadline; train less (steps, epochs); on_reject='best_effort' to train"
-        " without a promise, 'wait' to wait for capacity, 'renegotiate' or 'late' with latest_deadline=; or add slots"
-    )
+    lines.append(_WHEN_PASSED if passed else _WHEN_TOO_EARLY)
     if verdict.event_id is not None:
         lines.append(f"  decided in event {verdict.event_id}")
     return "\n".join(lines)
-
-
-def past_deadline_message(submission: JobSubmission, timezone: tzinfo, now: float) -> str:
-    """Say that a deadline had passed before the job was submitted."""
-    at = submission.deadline_at if submission.deadline_at is not None else now
-    return (
-        f"the deadline {show_at(at, timezone)} passed {show_duration(now - at)} before the job was submitted, and no"
-        " earliest feasible one is known: give a later deadline, or on_past_deadline='best_effort' to train without"
-        " one (what backfills and clears do by default)"
-    )
 
 
 def failure_message(status: JobStatus) -> str:

@@ -204,6 +204,7 @@ def prepare(
         "on_reject": task.on_reject,
         "latest_deadline_at": latest_at,
         "on_miss": task.on_miss,
+        "on_past_deadline": _on_past_deadline(task.on_past_deadline, replays=facts.replays),
         "init_from": task.init_from,
         "min_workers": task.min_workers,
         "max_workers": task.max_workers,
@@ -325,3 +326,13 @@ def resolve_secrets(secret_env: Mapping[str, str] | None) -> dict[str, str]:
 
 def _text(value: Any) -> str:
     return str(getattr(value, "value", value))
+
+
+def _on_past_deadline(asked: str, *, replays: bool) -> str:
+    """What the service shall do with a deadline that has passed by the time it takes the job up.
+
+    A retry of what trained already does what ``on_miss`` says; nobody waits for a backfill or a cleared task.
+    """
+    if asked == "auto":
+        return "best_effort" if replays else "on_miss"
+    return "on_miss" if asked == "fail" and not replays else asked

@@ -54,15 +54,6 @@ class InFlight:
             self._answer.set_exception(error)
 
 
-def can_attach(client: ElasticFlowClient, job_id: str) -> bool:
-    """Whether a job lives, or has succeeded unacknowledged: an attempt may come late to it."""
-    try:
-        status = client.status(job_id)
-    except JobNotFound:
-        return False
-    return not status.state.terminal or (status.state is State.SUCCEEDED and not status.acknowledged)
-
-
 def acknowledge_for_clear(client: ElasticFlowClient, job_id: str, memory: TaskMemory, max_tries: int) -> bool:
     """Make up for an acknowledgement that never arrived, when a task was cleared since; whether there was one to make.
 

@@ -53,7 +53,6 @@ from elasticflow_airflow.mapping import checked
 from elasticflow_airflow.outcomes import (
     cancel_message,
     failure_message,
-    past_deadline_message,
     rejection_message,
     result_of,
     success_line,
@@ -62,7 +61,7 @@ from elasticflow_airflow.promotion import carry, promote
 from elasticflow_airflow.run_deadline import ended_jobs
 from elasticflow_airflow.settings import AirflowSettings, deferrable_by_default
 from elasticflow_airflow.submission import Prepared, RunFacts, check_downstream, prepare, run_facts
-from elasticflow_airflow.submitting import InFlight, acknowledge_for_clear, can_attach
+from elasticflow_airflow.submitting import InFlight, acknowledge_for_clear
 from elasticflow_airflow.task_memory import TaskMemory
 from elasticflow_airflow.telemetry import count_ended, count_submitted
 from elasticflow_airflow.triggers import ElasticFlowJobTrigger
@@ -419,16 +418,6 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
             self.log.warning("%s", warning)
         if acknowledge_for_clear(client, submission.identity.job_id, memory, facts.max_tries):
             self.log.info("the task was cleared after a success that the service had not heard of: it trains anew")
-        past_s = 0.0 if submission.deadline_at is None else now - submission.deadline_at
-        is_late = past_s > 0 and not can_attach(client, submission.identity.job_id)
-        gives_in = self.on_past_deadline == "best_effort" or (self.on_past_deadline == "auto" and facts.replays)
-        if is_late and gives_in:
-            self.log.warning("the deadline passed %s ago: training as best effort", show_duration(past_s))
-            changes = {"deadline_at": None, "best_effort": True, "on_reject": "fail", "latest_deadline_at": None}
-            submission = submission.model_copy(update=changes)
-        elif is_late:
-            # Submitted all the same: the service knows the earliest deadline that it could promise.
-            submission = submission.model_copy(update={"on_reject": "fail", "latest_deadline_at": None})
         client.upload_snapshot(prepared.snapshot)
         if self._kill.happened:
             self._stop_killed("before its job was submitted")
@@ -439,7 +428,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         memory.attempt, memory.max_tries, memory.returned = facts.attempt, facts.max_tries, False
         memory.job_id, memory.claim = attachment.job.job_id, attachment.claim
         memory.away_since = None
-        job = self._own(client, memory)
+        self._own(client, memory)
         for warning in attachment.warnings:
             self.log.warning("%s", warning)
         status = attachment.job
@@ -453,11 +442,11 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
             status.verdict.decision if not status.state.terminal else status.state.value,
             f", {status.verdict.reason}" if status.verdict.reason else "",
         )
+        if status.best_effort and submission.deadline_at is not None and submission.deadline_at < now:
+            passed = show_duration(now - submission.deadline_at)
+            self.log.warning("the deadline passed %s ago: training as best effort", passed)
         if self._kill.happened:
             self.on_kill()  # the signal came before there was a job to cancel
-        if is_late and not gives_in and status.state is not State.REJECTED:
-            self.log.warning("%s", job.cancel("its deadline had passed before it was submitted"))
-            raise AirflowFailException(past_deadline_message(prepared.submission, facts.timezone, now))
         return status
 
     def _find_job(self) -> OwnedJob | None:

@@ -112,7 +112,7 @@ class Decider:
         return self.plan_of(live.job_id)
 
     def _begin_profiling(self, live: LiveJob, now: float) -> list[Decision]:
-        deadline = live.job.deadline_s
+        deadline = live.job.last_deadline_s
         if deadline is not None and deadline <= now:
             return [
                 Reject(live.job_id, f"the deadline {moment(deadline)} is past: it is {moment(now)} now", None),
@@ -355,8 +355,9 @@ class Decider:
                 if limit is not None and now >= limit - TOLERANCE_S:
                     reason = (
                         f"waited {duration(now - job.waiting_since_s)} for slots to measure its speed on, and the "
-                        f"deadline {moment(job.job.deadline_s or 0.0)} comes too near; give scaling_curve= (steps/s by "
-                        "number of workers) so that it can be decided on at once, a later deadline, or best effort"
+                        f"deadline {moment(job.job.last_deadline_s or 0.0)} comes too near; give scaling_curve="
+                        " (steps/s by number of workers) so that it can be decided on at once, a later deadline, or best"
+                        " effort"
                     )
                     if job.job.on_reject is OnReject.BEST_EFFORT:
                         out += [d for d in self._take_best_effort(job, now, reason) if not is_wake(d)]

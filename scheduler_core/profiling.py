@@ -47,7 +47,7 @@ def enough(job: LiveJob, largest: int, now: float, config: SchedulerConfig) -> s
         return f"{tried[-1]} workers could not be measured"
     if len(measured) > 1 and job.measured[measured[-1]] < job.measured[measured[-2]] * (1 + config.profile_min_gain):
         return f"{measured[-1]} workers are not faster than {measured[-2]}"
-    deadline = job.job.deadline_s
+    deadline = job.job.last_deadline_s
     if deadline is not None and not job.best_effort and job.remaining is not None:
         best = max(job.measured.values()) * (1.0 - config.speed_error)
         rest = job.remaining / best + job.job.costs.tail_s
@@ -58,7 +58,8 @@ def enough(job: LiveJob, largest: int, now: float, config: SchedulerConfig) -> s
 
 def wait_limit(job: LiveJob, config: SchedulerConfig) -> float | None:
     """Until when a job may wait for slots to be profiled on; None without a deadline."""
-    if job.job.deadline_s is None or job.best_effort:
+    deadline = job.job.last_deadline_s
+    if deadline is None or job.best_effort:
         return None
     since = job.waiting_since_s
-    return since + config.profile_wait_fraction * max(0.0, job.job.deadline_s - since)
+    return since + config.profile_wait_fraction * max(0.0, deadline - since)

@@ -154,6 +154,12 @@ class Job:
     workload: str = ""
     """What it trains, as a table of jobs that share GPUs names it."""
 
+    @property
+    def last_deadline_s(self) -> float | None:
+        """The latest end that is still worth something: later than ``deadline_s`` where another may be accepted."""
+        soft = self.on_reject in (OnReject.RENEGOTIATE, OnReject.LATE) and self.latest_deadline_s is not None
+        return self.latest_deadline_s if soft and self.deadline_s is not None else self.deadline_s
+
     def value_at(self, end_s: float) -> float:
         """What the job is worth when it ends at ``end_s``: all of ``value``, or a part where its deadline is soft."""
         return self.value * self.part_at(end_s)

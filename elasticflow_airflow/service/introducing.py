@@ -16,8 +16,8 @@ from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.config import Objective
 from elasticflow_airflow.scheduler_core.pricing import FORGOTTEN
-from elasticflow_airflow.scheduler_core.values import Job, OnReject
-from elasticflow_airflow.service import history, outlook, recurring, resuming
+from elasticflow_airflow.scheduler_core.values import Job
+from elasticflow_airflow.service import history, lateness, outlook, recurring, resuming
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.candidates import CandidateDesk
 from elasticflow_airflow.service.codec import curve_from_json
@@ -67,7 +67,10 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str) -> None:
         )
         books.end(row, State.FAILED, reason, failure=reason)
         return
-    if row.deadline_at is not None and row.deadline_at <= books.now:
+    choice = lateness.how_to_ask(books, row)
+    if choice is None:
+        return
+    if row.deadline_at is not None and row.deadline_at <= books.now and not _can_offer(books, row, speeds):
         _reject_at_once(books, row, passed_already(row.deadline_at))
         return
     reason = "its scaling curve is known" if speeds else "its speed is not known yet: it is measured first"
@@ -85,8 +88,8 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str) -> None:
         min_workers=least,
         max_workers=most,
         value=row.value,
-        on_reject=OnReject(submission["on_reject"]),
-        latest_deadline_s=submission["latest_deadline_at"],
+        on_reject=choice,
+        latest_deadline_s=row.submission["latest_deadline_at"],
         explore=not submission["scaling_curve"],
         task=task,
     )
@@ -142,6 +145,13 @@ def most_workers(submission: Mapping[str, Any], shares: int | None) -> int:
     batch = int(submission["global_batch_size"])
     most = shares if shares is not None else 1 << (batch.bit_length() - 1)
     return min(most, submission["max_workers"] or most)
+
+
+def _can_offer(books: Books, row: IncarnationRow, speeds: Mapping[str, float] | None) -> bool:
+    """Whether the scheduler can name a later deadline than one that has passed, or may yet accept one."""
+    if not isinstance(books.scheduler, Scheduler):
+        return False  # No other policy makes offers.
+    return (speeds is not None and row.total_steps is not None) or books.now < lateness.last_deadline_at(row)
 
 
 def passed_already(deadline_at: float) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from elasticflow_airflow.service.models import AmendmentRow, DrainRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.notify import Notifier
@@ -212,17 +213,21 @@ class JobDesk:
         if row.terminal:
             return [], None
         warnings = self._warn_of_changed_code(row.submission["command"]["snapshot"], submission.command.snapshot)
-        wanted = {
+        wanted: dict[str, Any] = {
             "deadline_at": submission.deadline_at,
             "best_effort": submission.best_effort,
             "value": submission.value,
         }
+        is_late = submission.deadline_at is not None and submission.deadline_at <= self.clock()
+        if is_late:
+            # A job that lives goes on, however late: nobody can promise what has passed.
+            wanted |= {name: row.submission[name] for name in ("deadline_at", "best_effort")}
         if all(row.submission[name] == value for name, value in wanted.items()):
             return warnings, None
         amendment = AmendmentRow(
             job_id=row.job_id,
             incarnation=row.incarnation,
-            deadline_at=None if submission.best_effort else submission.deadline_at,
+            deadline_at=None if is_late or submission.best_effort else submission.deadline_at,
             value=submission.value,
             best_effort=submission.best_effort,
         )

@@ -94,6 +94,9 @@ class JobSubmission(Wire):
     on_reject: Literal["fail", "best_effort", "wait", "renegotiate", "late"] = "fail"
     latest_deadline_at: float | None = Field(default=None, allow_inf_nan=False)
     on_miss: Literal["finish", "fail", "use_last_checkpoint"] = "finish"
+    on_past_deadline: Literal["on_miss", "fail", "best_effort"] = "on_miss"
+    """When the deadline has passed before it is taken up: "on_miss" refuses it, unless it goes on from an incarnation
+    that was taken on, and missed it."""
     init_from: str | None = None
     min_workers: PowerOfTwo = 1
     max_workers: PowerOfTwo | None = None

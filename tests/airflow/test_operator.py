@@ -19,6 +19,7 @@ from airflow.sdk.exceptions import (
 from support.elastic_tasks import Store, context_of, success
 
 from elasticflow_airflow import listeners
+from elasticflow_airflow.exceptions import JobRejected
 from elasticflow_airflow.leases import keeper
 from elasticflow_airflow.wire import Event, State, Verdict
 
@@ -193,31 +194,42 @@ def test_cancelled_from_outside_fails_for_good(service, make_status, make_task):
 
 
 @pytest.mark.parametrize(
-    ("run_type", "max_tries", "policy", "best_effort"),
+    ("run_type", "max_tries", "policy", "asked"),
     [
-        ("backfill", 0, "auto", True),
-        ("scheduled", 1, "auto", True),  # cleared: max_tries above the task's own retries
-        ("scheduled", 0, "best_effort", True),
-        ("scheduled", 0, "auto", False),
-        ("backfill", 0, "fail", False),
-        ("manual", 0, "auto", False),  # by hand, for a time long past
-        ("manual", 0, "best_effort", True),
+        ("backfill", 0, "auto", "best_effort"),
+        ("scheduled", 1, "auto", "best_effort"),  # cleared: max_tries above the task's own retries
+        ("scheduled", 0, "best_effort", "best_effort"),
+        ("scheduled", 0, "auto", "on_miss"),
+        ("scheduled", 0, "fail", "on_miss"),
+        ("backfill", 0, "fail", "fail"),
+        ("scheduled", 1, "fail", "fail"),
+        ("manual", 0, "auto", "on_miss"),  # by hand, for a time long past
+        ("manual", 0, "best_effort", "best_effort"),
     ],
 )
-def test_a_deadline_that_has_passed(service, make_status, make_task, run_type, max_tries, policy, best_effort):
+def test_what_is_asked_for_a_deadline_that_has_passed(service, make_task, run_type, max_tries, policy, asked):
     task = make_task(on_past_deadline=policy)
     due = pendulum.now("UTC").subtract(days=3)
-    context = context_of(task, run_after=due, run_type=run_type, max_tries=max_tries)
-    if best_effort:
-        with pytest.raises(TaskDeferred):
-            task.execute(context)
-        assert service.did("submit")[0]["best_effort"] is True
-        assert service.did("submit")[0]["deadline_at"] is None
-        assert not service.did("cancel")
-    else:
-        with pytest.raises(AirflowFailException, match="passed 2 d 23 h before the job was submitted"):
-            task.execute(context)
-        assert len(service.did("cancel")) == 1
+    with pytest.raises(TaskDeferred):
+        task.execute(context_of(task, run_after=due, run_type=run_type, max_tries=max_tries))
+    assert service.did("submit")[0]["on_past_deadline"] == asked
+    assert service.did("submit")[0]["deadline_at"] == due.add(hours=1).timestamp()
+
+
+def test_a_late_job_that_trains_as_best_effort_says_so(service, make_status, make_task, capsys):
+    service.statuses = [make_status(best_effort=True, deadline_at=None)]
+    task = make_task(on_past_deadline="best_effort")
+    with pytest.raises(TaskDeferred):
+        task.execute(context_of(task, run_after=pendulum.now("UTC").subtract(days=3)))
+    assert "the deadline passed 2 d 23 h ago: training as best effort" in capsys.readouterr().out
+
+
+def test_a_late_job_that_is_rejected_says_what_can_be_done(service, make_status, make_task):
+    now = pendulum.now("UTC").timestamp()
+    verdict = Verdict(decision="rejected", reason="it is past", deadline_at=now - 60, earliest_deadline_at=now + 60)
+    service.statuses = [make_status(state=State.REJECTED, submitted_at=now, verdict=verdict)]
+    with pytest.raises(JobRejected, match=r"(?s)earliest feasible deadline: .*on_past_deadline='best_effort'"):
+        make_task().execute(context_of(make_task(), run_after=pendulum.now("UTC").subtract(days=3)))
 
 
 def test_a_late_retry_still_attaches_to_its_live_job(service, make_status, make_task):

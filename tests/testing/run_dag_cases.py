@@ -84,6 +84,29 @@ def test_a_retry_comes_at_once_and_goes_on(run_dag, new_dag):
     assert task.retry_delay == timedelta(minutes=5)
 
 
+def test_a_retry_after_the_deadline_ends_late(run_dag, new_dag):
+    with new_dag("late") as dag:
+        train("train", deadline=timedelta(minutes=12), retries=2)
+    slow = SimulatedTraining(speed=0.05, fails_at_step=2_000, failures=3)
+    result = run_dag(dag, simulated={"train": slow})
+    assert result.succeeded, result
+    assert result.tasks["train"].tries == 2
+    assert result.jobs["train"].status.step == 3_600
+
+
+def test_a_deadline_that_has_passed_names_the_earliest_and_a_soft_one_is_taken(run_dag, new_dag):
+    with new_dag("past") as dag:
+        early = train("early", steps=36_000)
+        soft = {"on_reject": "late", "latest_deadline": timedelta(hours=9)}
+        early >> [train("hard", deadline=timedelta(minutes=1)), train("soft", deadline=timedelta(minutes=1), **soft)]
+    result = run_dag(dag)
+    assert result.jobs["hard"].verdict == "rejected"
+    assert result.jobs["hard"].earliest_deadline is not None
+    assert "on_past_deadline='best_effort'" in repr(result)
+    assert result.jobs["soft"].verdict == "renegotiated"
+    assert result.tasks["soft"].state == "success"
+
+
 def test_a_dag_with_deadline_alerts_survives_its_run(run_dag, new_dag):
     from airflow.sdk import DeadlineAlert, DeadlineReference, SyncCallback
 
