@@ -355,9 +355,8 @@ class Decider:
                 if limit is not None and now >= limit - TOLERANCE_S:
                     reason = (
                         f"waited {duration(now - job.waiting_since_s)} for slots to measure its speed on, and the "
-                        f"deadline {moment(job.job.last_deadline_s or 0.0)} comes too near; give scaling_curve="
-                        " (steps/s by number of workers) so that it can be decided on at once, a later deadline, or best"
-                        " effort"
+                        f"deadline {moment(job.job.last_deadline_s or 0.0)} comes too near: give a later one, "
+                        "best_effort=True, or scaling_curve= (steps/s by number of workers) for a decision at once"
                     )
                     if job.job.on_reject is OnReject.BEST_EFFORT:
                         out += [d for d in self._take_best_effort(job, now, reason) if not is_wake(d)]
