@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from os import PathLike
 from typing import Any, Final
 
@@ -144,6 +144,7 @@ def rendered_texts(name: str, values: Sequence[Any], given: Any) -> tuple[str, .
     elements = given if isinstance(given, Sequence) and not isinstance(given, str) else [given] * len(values)
     for index, (value, element) in enumerate(zip(values, elements, strict=False)):
         present(f"{name}[{index}]", value, element)
+        _check_element(f"{name}[{index}]", value)
     return tuple(str(value) for value in values)
 
 
@@ -178,10 +179,12 @@ def _check_args(name: str, value: Any) -> None:
     if not isinstance(value, (list, tuple)):
         raise ArgumentError(f"{name}={value!r} is a {type(value).__name__}: give a list, one element per argument")
     for index, element in enumerate(value):
-        if element is None or isinstance(element, (list, tuple, set, Mapping)):
-            raise ArgumentError(
-                f"{name}[{index}]={element!r} is a {type(element).__name__}: give text, a number or a template"
-            )
+        _check_element(f"{name}[{index}]", element)
+
+
+def _check_element(name: str, element: Any) -> None:
+    if element is None or isinstance(element, (list, tuple, set, Mapping)):
+        raise ArgumentError(f"{name}={element!r} is a {type(element).__name__}: give text, a number or a template")
 
 
 def _check_pattern(name: str, value: Any) -> None:
@@ -271,11 +274,20 @@ def _check_deadlines(deadline: Any, deadline_of: Any, best_effort: Any, latest_d
             f'on_reject={on_reject!r}, latest_deadline={latest_deadline!r}: on_reject="renegotiate" and "late" need'
             " latest_deadline=, and nothing else takes it"
         )
-    if isinstance(deadline, timedelta) and isinstance(latest_deadline, timedelta) and latest_deadline <= deadline:
+    if _is_no_later(latest_deadline, deadline):
         raise ArgumentError(
             f"latest_deadline={latest_deadline!r} is not later than deadline={deadline!r}: give a later one, up to"
             " which another deadline would do"
         )
+
+
+def _is_no_later(latest: Any, deadline: Any) -> bool:
+    """Whether two durations, or two moments, are known to be in the wrong order; of times of day no one knows yet."""
+    if isinstance(deadline, timedelta) and isinstance(latest, timedelta):
+        return latest <= deadline
+    if not isinstance(deadline, datetime) or not isinstance(latest, datetime):
+        return False
+    return (deadline.tzinfo is None) == (latest.tzinfo is None) and latest <= deadline
 
 
 def _check_shares(
@@ -304,6 +316,12 @@ def _check_curve(curve: Any) -> None:
 
 
 def _check_env(argument: str, mapping: Any) -> None:
+    _check_names(argument, mapping)
+    for name, value in mapping.items():
+        _check_element(f"{argument}[{name!r}]", value)
+
+
+def _check_names(argument: str, mapping: Any) -> None:
     if not isinstance(mapping, Mapping):
         raise ArgumentError(f"{argument} must map names to values, not be a {type(mapping).__name__}")
     for name in mapping:
@@ -314,7 +332,7 @@ def _check_env(argument: str, mapping: Any) -> None:
 
 
 def _check_secrets(argument: str, mapping: Any) -> None:
-    _check_env(argument, mapping)
+    _check_names(argument, mapping)
     for name, reference in mapping.items():
         secret_reference(name, reference)
 
@@ -375,7 +393,7 @@ _CHECKS: Final[dict[str, Callable[[str, Any], None]]] = {
 }
 _NEVER_NONE: Final = (
     "downstream_reserve", "best_effort", "value", "on_reject", "on_past_deadline", "on_miss", "min_workers",
-    "consistency",
+    "consistency", "elasticflow_conn_id",
 )  # fmt: skip
 _TAKES_BRACES: Final = frozenset({"progress_regex"})
 """Where braces mean something else than a template."""

@@ -89,7 +89,7 @@ def check_deadline(given: object, argument: str) -> None:
         _zone_of(given.tzinfo, given, argument)
     if isinstance(given, timedelta) and given <= timedelta(0):
         raise DeadlineError(f"{argument}={given!r} lies before the run is due: give a positive duration")
-    if isinstance(given, str) and not _is_template(given):
+    if isinstance(given, timedelta) or (isinstance(given, str) and not _is_template(given)):
         resolve(given, run_due=pendulum.datetime(2026, 1, 1), timezone=pendulum.UTC, argument=argument)
 
 
@@ -101,7 +101,10 @@ def resolve(given: DeadlineGiven, *, run_due: datetime, timezone: tzinfo, argume
     zone = _named(timezone)
     due = pendulum.instance(run_due).in_timezone(zone)
     if isinstance(given, timedelta):
-        return due + given
+        try:
+            return due + given
+        except OverflowError:
+            raise DeadlineError(f"{argument}={given!r} lies beyond the year 9999: give a shorter duration") from None
     if isinstance(given, datetime):
         return _moment(given, due, zone)
     if isinstance(given, time):

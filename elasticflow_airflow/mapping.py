@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from airflow.sdk.definitions.mappedoperator import MappedOperator, OperatorPartial
 
 from elasticflow_airflow.arguments import CHECKED, MAY_BE_LATE, ArgumentError, check_arguments, check_each, is_late
 from elasticflow_airflow.callables import conceal, reveal
+from elasticflow_airflow.dag_deadline import alerts_of, check_time_from_dag
 from elasticflow_airflow.deadlines import DeadlineError
+from elasticflow_airflow.submission import check_downstream
 
 _CALLED = ("on_at_risk", "on_promote")
 _UNKNOWN = "{{ mapped }}"
@@ -29,7 +32,10 @@ class CheckedPartial(OperatorPartial):
         except (ArgumentError, DeadlineError):
             self._expand_called = True  # it was; Airflow would warn of the opposite
             raise
-        return super()._expand(expand_input, strict=strict)
+        mapped = super()._expand(expand_input, strict=strict)
+        # Airflow calls this of each task when the DAG file has been read; a mapped one has no operator by then.
+        mapped.resolve_template_files = partial(_check_in_dag, mapped)  # type: ignore[method-assign]
+        return mapped
 
 
 def checked(begun: OperatorPartial) -> CheckedPartial:
@@ -43,8 +49,8 @@ def checked(begun: OperatorPartial) -> CheckedPartial:
     return CheckedPartial(operator_class=begun.operator_class, kwargs=kwargs, params=begun.params)
 
 
-def _check(partial: OperatorPartial, mapped: Any) -> None:
-    common = _common(partial)
+def _check(begun: OperatorPartial, mapped: Any) -> None:
+    common = _common(begun)
     if isinstance(mapped, Mapping):  # expand(): a list for each argument
         for name, values in mapped.items():
             if _is_literal(values):
@@ -72,14 +78,32 @@ def _check_one(index: int, arguments: Mapping[str, Any]) -> None:
         raise type(error)(f"mapped task {index}: {error}") from error
 
 
-def _common(partial: OperatorPartial) -> dict[str, Any]:
+def _check_in_dag(mapped: MappedOperator) -> None:
+    """Refuse a ``deadline_of`` that the DAG does not have. Raises ArgumentError or DeadlineError."""
+    given = mapped.partial_kwargs
+    deadline_of = given.get("deadline_of")
+    if deadline_of is None:
+        return
+    check_downstream(deadline_of, mapped)
+    takes_time_from_dag = given.get("deadline") is None and not _expands(mapped, "deadline")
+    if takes_time_from_dag and mapped.dag is not None:
+        check_time_from_dag(mapped.dag, alerts_of(mapped.dag), deadline_of)
+
+
+def _expands(mapped: MappedOperator, argument: str) -> bool:
+    """Whether each mapped task has a value of its own of an argument, or may have."""
+    values = mapped.expand_input.value
+    return not isinstance(values, Mapping) or argument in values
+
+
+def _common(begun: OperatorPartial) -> dict[str, Any]:
     """The arguments of every mapped task: by default, by the DAG's and its groups' default_args, and as given."""
-    signature = inspect.signature(partial.operator_class.__init__).parameters
+    signature = inspect.signature(begun.operator_class.__init__).parameters
     defaults = {name: one.default for name, one in signature.items() if one.default is not one.empty}
     found: dict[str, Any] = {"global_batch_size": None, **{n: v for n, v in defaults.items() if n in CHECKED}}
-    for owner in (partial.kwargs.get("dag"), partial.kwargs.get("task_group")):
+    for owner in (begun.kwargs.get("dag"), begun.kwargs.get("task_group")):
         found.update(getattr(owner, "default_args", None) or {})
-    found.update(partial.kwargs)
+    found.update(begun.kwargs)
     return {name: reveal(value) for name, value in found.items() if name in CHECKED}
 
 

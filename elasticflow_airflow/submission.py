@@ -18,10 +18,18 @@ from airflow.sdk.execution_time import task_runner
 from airflow.sdk.log import mask_secret
 from pydantic import SecretStr, ValidationError
 
-from elasticflow_airflow.arguments import ArgumentError, count, present, rendered_texts, secret_reference, target
+from elasticflow_airflow.arguments import (
+    ArgumentError,
+    check_each,
+    count,
+    present,
+    rendered_texts,
+    secret_reference,
+    target,
+)
 from elasticflow_airflow.client import Snapshot, SnapshotError, snapshot_module, snapshot_script
 from elasticflow_airflow.clock import now_s
-from elasticflow_airflow.deadlines import DAG_RUN
+from elasticflow_airflow.deadlines import DAG_RUN, DeadlineError, show_at
 from elasticflow_airflow.downstream import EndedJob
 from elasticflow_airflow.leases import LEASE_S, ORPHAN_S
 from elasticflow_airflow.run_deadline import ARITHMETIC_LABEL, DeadlinesOfRun, RunOfDag, due_times, run_of_dag
@@ -161,7 +169,7 @@ def prepare(
     """
     for name in ("script", "module", "working_dir", "python", "init_from", "deadline", "latest_deadline"):
         present(name, getattr(task, name), given[name])
-    check_downstream(task.deadline_of, set(task.get_flat_relative_ids(upstream=False)), task.task_id)
+    check_downstream(task.deadline_of, task)
     steps, epochs, samples, batch = (
         count(name, getattr(task, name), given[name]) for name in ("steps", "epochs", "samples", "global_batch_size")
     )
@@ -177,6 +185,12 @@ def prepare(
         has_history=facts.has_history,
     )
     deadline_at, latest_at = (deadlines.compute(argument) for argument in ("deadline", "latest_deadline"))
+    if deadline_at is not None and latest_at is not None and latest_at <= deadline_at:
+        raise DeadlineError(
+            f"latest_deadline={task.latest_deadline!r} is {show_at(latest_at, facts.timezone)}, and that is not later"
+            f" than the deadline {show_at(deadline_at, facts.timezone)}: give a later one, up to which another deadline"
+            " would do"
+        )
     notes = deadlines.notes
     arithmetic = {ARITHMETIC_LABEL: notes[0]} if deadline_at is not None else {}
     snapshot = snapshot or take_snapshot(task.script, task.module, facts, settings.snapshot_max_bytes)
@@ -283,16 +297,20 @@ def _rendered_env(env: Any, given: Any) -> dict[str, str]:
         raise ArgumentError(f"env rendered to a {type(env).__name__}: it must map names to values")
     for name, value in env.items():
         present(f"env[{name!r}]", value, given.get(name) if isinstance(given, Mapping) else given)
+    check_each({"env": env})
     return {str(name): str(value) for name, value in env.items()}
 
 
-def check_downstream(deadline_of: str | None, downstream: set[str], task_id: str) -> None:
-    """Refuse a ``deadline_of`` that names no downstream task. Raises ArgumentError."""
-    if deadline_of in (None, DAG_RUN, task_id) or deadline_of in downstream:
+def check_downstream(deadline_of: str | None, task: Any) -> None:
+    """Refuse a ``deadline_of`` that names no task downstream of this one. Raises ArgumentError."""
+    if deadline_of in (None, DAG_RUN, task.task_id):
+        return
+    downstream = set(task.get_flat_relative_ids(upstream=False))
+    if deadline_of in downstream:
         return
     known = ", ".join(sorted(downstream)) or "none"
     raise ArgumentError(
-        f"deadline_of={deadline_of!r} is no task downstream of {task_id!r} (downstream: {known}); within a task"
+        f"deadline_of={deadline_of!r} is no task downstream of {task.task_id!r} (downstream: {known}); within a task"
         f" group write the full id, like 'group.publish'; or use {DAG_RUN!r}"
     )
 

@@ -35,7 +35,7 @@ from elasticflow_airflow.client import (
 )
 from elasticflow_airflow.clock import now_s
 from elasticflow_airflow.dag_deadline import alerts_of, check_time_from_dag, dag_of
-from elasticflow_airflow.deadlines import DAG_RUN, DeadlineError, show_duration, zone_name
+from elasticflow_airflow.deadlines import DeadlineError, show_duration, zone_name
 from elasticflow_airflow.exceptions import (
     JobCancelled,
     JobFailed,
@@ -238,8 +238,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
     def resolve_template_files(self) -> None:
         """Airflow calls this when the DAG file has been read: what only the whole DAG can tell is checked here."""
         super().resolve_template_files()
-        if self.deadline_of not in (None, DAG_RUN, self.task_id):
-            check_downstream(self.deadline_of, set(self.get_flat_relative_ids(upstream=False)), self.task_id)
+        check_downstream(self.deadline_of, self)
         if self.deadline_of is not None and self._takes_time_from_dag():
             check_time_from_dag(self.dag, self._dag_alerts or alerts_of(self.dag), self.deadline_of)
 

@@ -97,6 +97,19 @@ class ElasticTrainSensor(BaseSensorOperator):
         if not isinstance(self.deferrable, bool):
             raise ArgumentError(f"deferrable={deferrable!r} must be True or False")
 
+    def resolve_template_files(self) -> None:
+        """Airflow calls this when the DAG file has been read: a task of the same DAG must be in it."""
+        super().resolve_template_files()
+        task_id = self.external_task_id
+        if task_id is None or self.external_dag_id is not None or is_late(task_id) or self.dag is None:
+            return
+        if task_id not in self.dag.task_ids:
+            known = ", ".join(sorted(set(self.dag.task_ids) - {self.task_id})) or "no other"
+            raise ArgumentError(
+                f"external_task_id={task_id!r} is no task of DAG {self.dag.dag_id!r} (it has {known}): write the full"
+                " id, like 'group.train', or give external_dag_id= for a task of another DAG"
+            )
+
     def execute(self, context: Context) -> Any:
         """Look once; then wait by the way that fits where this runs."""
         try:

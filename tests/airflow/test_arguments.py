@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,9 @@ DEADLINE = {**GOOD, "best_effort": False, "deadline": "07:30"}
 
 def make(**arguments):
     return ElasticTrainOperator(**arguments)
+
+
+MORNING = datetime(2026, 2, 3, 7, tzinfo=UTC)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,14 @@ def make(**arguments):
         ({**GOOD, "env": {"A-B": "1"}}, "env names 'A-B'"),
         ({**GOOD, "env": {"ELASTICFLOW_SESSION": "1"}}, "which the service itself sets"),
         ({**GOOD, "env": ["A"]}, "env must map names"),
+        ({**GOOD, "env": {"A": None}}, r"env\['A'\]=None is a NoneType: give text, a number or a template"),
+        ({**GOOD, "env": {"A": {"x": 1}}}, r"env\['A'\]={'x': 1} is a dict"),
+        ({**GOOD, "elasticflow_conn_id": None}, "elasticflow_conn_id=None: give a value, or leave the argument out"),
+        ({**DEADLINE, "deadline": timedelta.max}, "deadline=.* lies beyond the year 9999"),
+        (
+            {**DEADLINE, "deadline": MORNING, "on_reject": "late", "latest_deadline": MORNING},
+            r"latest_deadline=datetime.datetime\(.*is not later than deadline=",
+        ),
         ({**GOOD, "secret_env": {"TOKEN": "hunter2"}}, "secrets themselves do not belong in a DAG file"),
         ({**GOOD, "secret_env": {"TOKEN": "conn:hub"}}, "'conn:hub.password'"),
         ({**GOOD, "env": {"A": "1"}, "secret_env": {"A": "conn:hub.password"}}, "say it once"),

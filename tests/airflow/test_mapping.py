@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from airflow.providers.standard.operators.empty import EmptyOperator
@@ -49,6 +49,26 @@ def test_what_others_return_and_default_args_are_taken_for_good():
         ElasticTrainOperator.partial(**{**GOOD, "task_id": "kwargs"}).expand_kwargs(upstream.output)
         mapped = ElasticTrainOperator.partial(**{**GOOD, "task_id": "curve"}).expand(scaling_curve=upstream.output)
     assert mapped.upstream_task_ids == {"extract"}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "common", "words"),
+    [
+        ("@daily", {"deadline_of": "nope"}, "deadline_of='nope' is no task downstream of 'train'"),
+        ("@daily", {"deadline_of": "extract", "deadline": "07:30"}, r"\(downstream: publish\)"),
+        (None, {"deadline_of": "dag_run"}, "deadline_of='dag_run' without deadline="),
+    ],
+)
+def test_a_deadline_of_what_the_dag_does_not_have_is_refused_when_it_is_read(schedule, common, words):
+    def parse(**changes):
+        with DAG("d", schedule=schedule, start_date=datetime(2026, 1, 1, tzinfo=UTC)) as dag:
+            mapped = ElasticTrainOperator.partial(**GOOD, **{**common, **changes}).expand(steps=[1, 2])
+            EmptyOperator(task_id="extract") >> mapped >> EmptyOperator(task_id="publish")
+        return dag
+
+    with pytest.raises(ValueError, match=words):
+        parse().resolve_template_files()
+    parse(deadline="07:30", deadline_of="publish").resolve_template_files()
 
 
 def test_a_dag_with_everything_is_serialized_the_same_at_each_parse():

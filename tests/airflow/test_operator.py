@@ -250,13 +250,20 @@ def test_mistakes_known_only_at_run_time_are_said_before_any_submit(service, mak
         ({"deadline": "{{ x }}"}, {"deadline": "later"}, "deadline='later'"),
         ({}, {"script": "gone.py"}, "script='gone.py' is not there: looked for"),
         ({"deadline_of": "publish"}, {}, "deadline_of='publish' is no task downstream"),
+        ({"env": {"A": "{{ x }}"}}, {"env": {"A": ["x"]}}, r"env\['A'\]=\['x'\] is a list"),
+        ({"script_args": ["{{ x }}"]}, {"script_args": [{"x": 1}]}, r"script_args\[0\]={'x': 1} is a dict"),
+        (
+            {"deadline": "02:30", "on_reject": "late", "latest_deadline": "02:00"},
+            {},
+            r"latest_deadline='02:00' is .* 02:00 UTC, and that is not later than the deadline .* 02:30 UTC",
+        ),
     ]
     for arguments, rendered, words in cases:
         task = make_task(**arguments)
         for name, value in rendered.items():
             setattr(task, name, value)
         with pytest.raises(AirflowFailException, match=words):
-            task.execute(context_of(task))
+            task.execute(context_of(task, run_after=pendulum.now("UTC").start_of("day")))
     assert service.calls == []
 
 

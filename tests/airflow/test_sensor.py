@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
+from airflow.providers.standard.operators.empty import EmptyOperator
 from airflow.sdk import DAG
 from airflow.sdk.bases.operator import ExecutorSafeguard
 from airflow.sdk.exceptions import (
@@ -17,6 +18,7 @@ from airflow.sdk.exceptions import (
 from support.elastic_tasks import Store, context_of, success
 from support.quiet_service import QuietService
 
+from elasticflow_airflow.arguments import ArgumentError
 from elasticflow_airflow.client import AsyncElasticFlowClient, ElasticFlowClient, Endpoint, RequestRefused, Unauthorized
 from elasticflow_airflow.exceptions import ServiceAway, ServiceRefused
 from elasticflow_airflow.operators import ElasticTrainSensor
@@ -291,3 +293,15 @@ def test_a_template_that_renders_none_is_named():
     task.external_run_id = "None"
     with pytest.raises(AirflowFailException, match="external_run_id rendered to 'None': the upstream task 'pick'"):
         task.execute(context_of(task))
+
+
+def test_a_task_that_the_dag_does_not_have_is_refused_when_it_is_read():
+    with DAG("d", schedule=None) as dag:
+        EmptyOperator(task_id="train")
+        ElasticTrainSensor(task_id="good", external_task_id="train")
+        ElasticTrainSensor(task_id="elsewhere", external_dag_id="other", external_task_id="gone")
+        ElasticTrainSensor(task_id="late", external_task_id="{{ params.task }}")
+        dag.resolve_template_files()
+        ElasticTrainSensor(task_id="bad", external_task_id="trian")
+    with pytest.raises(ArgumentError, match=r"external_task_id='trian' is no task of DAG 'd' \(it has .*train\)"):
+        dag.resolve_template_files()
