@@ -224,7 +224,8 @@ def _first_after(due: DateTime, wall: time, zone: tzinfo) -> DateTime:
 def _moment(given: datetime, due: DateTime, zone: pendulum.Timezone | pendulum.FixedTimezone) -> DateTime:
     """Find the moment of a datetime, in a time zone; that is the zone of one without its own, too."""
     readings = _readings(given, given.tzinfo or zone)
-    if given.tzinfo is not None or given.fold:
+    says_which = given.fold and not isinstance(given, DateTime)  # pendulum.naive() always has fold=1, and means nothing
+    if given.tzinfo is not None or says_which:
         found = readings[-1 if given.fold else 0]
     else:
         found = next((moment for moment in readings if moment.timestamp() > due.timestamp()), readings[-1])

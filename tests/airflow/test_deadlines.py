@@ -86,6 +86,12 @@ def test_of_a_doubled_moment_the_first_after_the_run_is_due_counts(given):
         assert resolve(given, run_due=due, timezone=BERLIN).timestamp() == expected.timestamp()
 
 
+def test_a_naive_moment_of_pendulum_says_nothing_of_which_it_means():
+    given = pendulum.naive(2026, 10, 25, 2, 30)
+    found = resolve(given, run_due=at("2026-10-24T12:00", "UTC"), timezone=pendulum.timezone("Europe/Berlin"))
+    assert found.timestamp() == at("2026-10-25T00:30", "UTC").timestamp()
+
+
 @pytest.mark.parametrize("fold", [0, 1])
 def test_a_moment_that_says_which_it_means_is_that_one(fold):
     zoned = datetime(2026, 10, 25, 2, 30, tzinfo=ZoneInfo("Europe/Berlin"), fold=fold)
