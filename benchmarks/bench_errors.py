@@ -123,6 +123,7 @@ def bad_days(seeds: int, full: bool) -> list[Run]:
         "a node fails every 200 h": (Troubles(mtbf_h=200.0), None),
         "a node fails every 50 h": (Troubles(mtbf_h=50.0), None),
         "maintenance every 50 h, known 2 h before": (Troubles(drain_every_h=50.0), None),
+        "the same, known when it begins": (Troubles(drain_every_h=50.0, drain_notice_h=0.0), None),
         "a slot is slow every 200 h, for 4 h": (slow, None),
         "the same, named after 3 min": (slow, 180.0),
     }

@@ -2,9 +2,11 @@
 
 All slots of the cluster stand in one row of *addresses*, and a set of slots is an ``int`` with a bit per address, so
 that finding a free aligned block is a handful of shifts even at ten thousand slots. Blocks are powers of two: inside a
-node by binary decomposition (a node of 6 is 4 + 2), across whole nodes of one type and equal power-of-two size. Busy,
-lost and draining slots are simply not free; they break the blocks that contain them. Knows no jobs, no time, no
-promises.
+node by binary decomposition (a node of 6 is 4 + 2), across nodes of one type and equal size by the largest block of
+each, if that is the whole node or has four slots at least: two nodes of 6 hold a gang of 8, as 4 + 4, and their other
+slots are for gangs inside a node. Two nodes of 3 hold no gang of 4: with so few workers on a node it would wait for the
+network. Busy, lost and draining slots are simply not free; they break the blocks that contain them. Knows no jobs, no
+time, no promises.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from elasticflow_airflow.scheduler_core.values import Node, Placement, Slot
+
+_LEAST_JOINED = 4
+"""The smallest part of a node that takes part in a gang on several nodes."""
 
 
 def level_of(size: int) -> int:
@@ -40,21 +45,30 @@ class Layout:
             size = -negative
             ordered = _order(classes[negative, gpu_type], together)
             base = len(slots)
-            for node in ordered:
-                drained = 0
-                for index in range(size):
-                    bit = 1 << len(slots)
-                    slots.append(Slot(node.node_id, index))
-                    if index not in node.busy:
-                        self.usable |= bit
-                        drained |= bit
-                        if index in node.avoided:
-                            self.avoided.append((node.avoided[index], bit))
-                if node.draining_until_s is not None and drained:
-                    self.drains.append((node.draining_until_s, drained))
+            spans: list[tuple[int, int]] = []
+            drained = [0] * len(ordered)
+            largest = 1 << level_of(size)
+            # The largest blocks of all nodes stand side by side, so that they form larger ones; what is left, alone.
+            joined = largest if largest == size or largest >= _LEAST_JOINED else 0
+            for indices in (range(joined), range(joined, size)):
+                first, length = len(slots), len(indices)
+                for number, node in enumerate(ordered):
+                    for index in indices:
+                        bit = 1 << len(slots)
+                        slots.append(Slot(node.node_id, index))
+                        if index not in node.busy:
+                            self.usable |= bit
+                            drained[number] |= bit
+                            if index in node.avoided:
+                                self.avoided.append((node.avoided[index], bit))
+                if length and length == joined:
+                    spans.append((first, len(slots) - first))
+                elif length:
+                    spans += [(start, length) for start in range(first, len(slots), length)]
+            for node, mask in zip(ordered, drained, strict=True):
+                if node.draining_until_s is not None and mask:
+                    self.drains.append((node.draining_until_s, mask))
             self.of_type[gpu_type] = self.of_type.get(gpu_type, 0) | (1 << len(slots)) - (1 << base)
-            whole = size & (size - 1) == 0
-            spans = [(base, len(ordered) * size)] if whole else [(base + i * size, size) for i in range(len(ordered))]
             for start, length in spans:
                 level = 0
                 while (1 << level) <= length:

@@ -10,13 +10,15 @@ EPS_S = 1e-3
 
 
 def buddy_blocks(node_sizes: Iterable[int]) -> list[int]:
-    """Blocks that nodes fall into: binary decomposition; equal power-of-two nodes combine across."""
+    """Blocks that nodes fall into: binary decomposition; the largest of equal nodes combine, if whole or of four."""
     by_size: dict[int, int] = {}
     for size in node_sizes:
         by_size[size] = by_size.get(size, 0) + 1
     blocks: list[int] = []
     for size, count in by_size.items():
-        lumps = [size * count] if size & (size - 1) == 0 else [size] * count
+        largest = 1 << size.bit_length() - 1
+        joins = largest == size or largest >= 4
+        lumps = [largest * count, *([size - largest] * count)] if joins else [size] * count
         for lump in lumps:
             blocks += [1 << bit for bit in range(lump.bit_length()) if lump >> bit & 1]
     return blocks

@@ -47,6 +47,24 @@ def test_a_node_of_six_is_four_and_two_and_three_and_three_hold_no_four() -> Non
     assert threes.capacity(threes.usable) == [6, 4]
 
 
+def test_two_nodes_of_six_hold_a_gang_of_eight_and_two_of_two() -> None:
+    layout = layout_of(6, 6)
+    assert layout.capacity(layout.usable) == [12, 12, 8, 8]
+    eight = layout.find(layout.usable, 8)
+    assert {(slot.node_id, slot.index) for slot in layout.placement_of(eight, Placement(())).slots} == {
+        (node, index) for node in ("n0", "n1") for index in range(4)
+    }
+    rest = layout.usable & ~eight
+    assert layout.largest(rest) == 2
+    assert len({slot.node_id for slot in layout.placement_of(layout.find(rest, 2), Placement(())).slots}) == 1
+
+
+def test_a_node_of_six_that_drains_takes_both_its_parts_along() -> None:
+    layout = Layout([Node(node_id="a", slots=6), Node(node_id="b", slots=6, draining_until_s=50.0)])
+    assert layout.capacity(layout.usable_at(0.0)) == [12, 12, 8, 8]
+    assert layout.capacity(layout.usable_at(50.0)) == [6, 6, 4, 0]
+
+
 def test_whole_equal_nodes_combine_and_three_of_them_make_two_and_one() -> None:
     layout = layout_of(4, 4, 4)
     assert layout.capacity(layout.usable) == [12, 12, 12, 8]

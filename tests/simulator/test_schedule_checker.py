@@ -171,6 +171,22 @@ def test_blocks_of_uneven_nodes_are_aligned_among_their_equals() -> None:
 
 
 @pytest.mark.parametrize(
+    ("nodes", "gang", "kinds"),
+    [
+        ([6, 6, 6], block(0, 0, 4) + block(1, 0, 4), {}),
+        ([6, 6, 6], block(1, 0, 4) + block(2, 0, 4), {"span": 1}),  # not aligned
+        ([6, 6], block(0, 0, 6) + block(1, 0, 2), {"span": 1}),
+        ([6, 6], block(0, 2, 4) + block(1, 2, 4), {"span": 1}),
+        ([3, 3, 3, 3], [spot for node in range(4) for spot in block(node, 0, 2)], {"span": 1}),
+    ],
+)
+def test_gangs_on_several_uneven_nodes_have_the_largest_block_of_each(nodes, gang, kinds) -> None:
+    jobs = {"a": CheckedJob(0.0, None, 400.0, {8: 40.0})}
+    lines = [hold(0.0, "a", gang), hold(20.0, "a", []), over(20.0, "a")]
+    assert check([json.dumps(line) for line in lines], jobs, nodes, PAUSE_S).kinds() == kinds
+
+
+@pytest.mark.parametrize(
     ("slots", "finds"),
     [
         pytest.param(block(0, 0, 4) + block(2, 0, 4), {}, id="the fast ones, neighbours among their kind"),

@@ -283,7 +283,10 @@ class _Reading:
             self.wrong("span", f"{job_id} holds no aligned block at {at}: {sorted(spots)}")
 
     def is_block(self, spots: frozenset[Spot]) -> bool:
-        """Aligned inside one node; or whole nodes of equal size that are neighbours and aligned among their equals."""
+        """Aligned inside one node; or on nodes of equal size that are neighbours and aligned among their equals.
+
+        On several nodes it has the whole of each, or the largest power of two of its slots, if that is four at least.
+        """
         size = len(spots)
         nodes = sorted({node for node, _ in spots})
         if any(node < 0 or node >= len(self.sizes) for node in nodes):
@@ -292,7 +295,10 @@ class _Reading:
             first = min(index for _, index in spots)
             return first % size == 0 and spots == {(nodes[0], first + i) for i in range(size)}
         whole = self.sizes[nodes[0]]
-        if any(self.sizes[node] != whole for node in nodes) or len(nodes) * whole != size:
+        part = 1 << whole.bit_length() - 1
+        if any(self.sizes[node] != whole for node in nodes) or (part < whole and part < 4):
+            return False
+        if spots != {(node, index) for node in nodes for index in range(part)}:
             return False
         places = sorted(self.place[node] for node in nodes)
         return places[0] % len(nodes) == 0 and places == list(range(places[0], places[0] + len(nodes)))
