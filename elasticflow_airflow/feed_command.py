@@ -8,7 +8,7 @@ from typing import Any
 
 import pendulum
 
-from elasticflow_airflow.calendar_feed import Found, feed_services, find_due_runs, post_to_service
+from elasticflow_airflow.calendar_feed import TaskDue, feed_services, find_due_runs, post_to_service
 from elasticflow_airflow.process_context import reading_the_database
 
 AWAY = 1
@@ -27,6 +27,8 @@ def _feed(args: Any) -> None:
     from airflow.utils.session import create_session
     from rich.console import Console
 
+    from elasticflow_airflow.cli.tables import Column, print_table
+
     console = Console(highlight=False, soft_wrap=True)
     with create_session() as session:
         found = find_due_runs(
@@ -41,7 +43,8 @@ def _feed(args: Any) -> None:
         console.print("no elastic task was found: nothing to tell")
         return
     if found.tasks:
-        console.print(_table(found))
+        columns = [Column("task", key=True), *(Column(name) for name in ("due runs", "next", "last", "connection"))]
+        print_table(columns, [_row(task) for task in found.tasks])
     if args.dry_run:
         console.print("told to nobody (--dry-run)")
         return
@@ -62,16 +65,9 @@ def _feed(args: Any) -> None:
         sys.exit(AWAY)
 
 
-def _table(found: Found) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("task", "due runs", "next", "last", "connection"):
-        table.add_column(name)
-    for task in found.tasks:
-        name = f"{task.dag_id}.{task.task_id}"
-        if task.map_indexes != (-1,):
-            name += f" x {len(task.map_indexes)}"
-        ends = [f"{due:%a %Y-%m-%d %H:%M} UTC" for due in (task.due[0], task.due[-1])] if task.due else ["-", "-"]
-        table.add_row(name, str(len(task.due)), *ends, task.conn_id)
-    return table
+def _row(task: TaskDue) -> tuple[str, ...]:
+    name = f"{task.dag_id}.{task.task_id}"
+    if task.map_indexes != (-1,):
+        name += f" x {len(task.map_indexes)}"
+    ends = [f"{due:%a %Y-%m-%d %H:%M} UTC" for due in (task.due[0], task.due[-1])] if task.due else ["-", "-"]
+    return name, str(len(task.due)), *ends, task.conn_id

@@ -42,7 +42,7 @@ def forecast(args: Any) -> None:
 
 def _forecast(args: Any) -> int:
     """Ask and print; how many deadlines will not be kept."""
-    from elasticflow_airflow.cli.forecasting import outlook_table
+    from elasticflow_airflow.cli.forecasting import print_outlook
     from elasticflow_airflow.client import ElasticFlowClient
     from elasticflow_airflow.hooks import ElasticFlowHook
     from elasticflow_airflow.planning import Plan, connections_of, plan, read_dags, trimmed
@@ -74,8 +74,7 @@ def _forecast(args: Any) -> int:
         with ElasticFlowClient(hook.endpoint(start=False), retry_for_s=_AWAY_S) as service:
             answer = service.forecast(args.hours, runs)
             before = service.forecast(args.hours) if runs and answer.not_kept else answer
-        if answer.items:
-            _say(outlook_table(answer))
+        print_outlook(answer)
         already = {_key(item) for item in before.items if item.outcome in ("missed", "at_risk")} if runs else set()
         bad = [item for item in answer.items if item.outcome in ("missed", "at_risk")]
         new = [item for item in bad if item.planned or _key(item) not in already]
@@ -95,7 +94,7 @@ def _key(item: Any) -> tuple[Any, ...]:
     return (item.kind, item.task, item.job_id, item.due_at)
 
 
-def _say(what: Any, style: str | None = None) -> None:
+def _say(what: str, style: str | None = None) -> None:
     from rich.console import Console
 
-    Console(highlight=False, soft_wrap=True).print(what, style=style, markup=not isinstance(what, str))
+    Console(highlight=False, soft_wrap=True).print(what, style=style, markup=False)

@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from elasticflow_airflow.cli.connection import StateDir, Url, client
+from elasticflow_airflow.cli.display import moment
+from elasticflow_airflow.cli.tables import Column, print_table
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from elasticflow_airflow.insight import CapacityWant, ReleasableNode
 
-    from elasticflow_airflow.insight import CapacityAnswer, CapacityWant
+_NODES = (Column("releasable", key=True), Column("slots"), Column("now"), Column("why"))
+_WANTS = (Column("deadline"), Column("task", key=True), Column("wants more"), Column("why"))
 
 
 def capacity(
@@ -29,38 +32,18 @@ def capacity(
     if as_json:
         typer.echo(answer.model_dump_json(indent=2))
         return
-    console = Console(highlight=False, soft_wrap=True)
     if answer.releasable:
-        console.print(_nodes(answer))
+        print_table(_NODES, [_node_row(node) for node in answer.releasable])
     wants = [*((want, "") for want in answer.wanted_by), *((want, "hopeless, ") for want in answer.hopeless)]
     if wants:
-        console.print(_wants(wants))
-    console.print(answer.summary, markup=False)
+        print_table(_WANTS, [_want_row(want, mark) for want, mark in wants])
+    Console(highlight=False, soft_wrap=True).print(answer.summary, markup=False)
 
 
-def _table(*names: str) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in names:
-        table.add_column(name)
-    return table
+def _node_row(node: ReleasableNode) -> tuple[str | Text, ...]:
+    return node.node_id, str(node.slots), Text("idle", style="green") if node.idle else "in use", node.reason
 
 
-def _nodes(answer: CapacityAnswer) -> Table:
-    table = _table("releasable", "slots", "now", "why")
-    for node in answer.releasable:
-        table.add_row(
-            escape(node.node_id), str(node.slots), "[green]idle[/]" if node.idle else "in use", escape(node.reason)
-        )
-    return table
-
-
-def _wants(wants: list[tuple[CapacityWant, str]]) -> Table:
-    from elasticflow_airflow.cli.display import moment
-
-    table = _table("deadline", "task", "wants more", "why")
-    for want, mark in wants:
-        need = mark + want.need.replace("_", " ")
-        table.add_row(moment(want.deadline_at), escape(want.task), f"[red]{need}[/]", escape(want.reason))
-    return table
+def _want_row(want: CapacityWant, mark: str) -> tuple[str | Text, ...]:
+    need = mark + want.need.replace("_", " ")
+    return moment(want.deadline_at), want.task, Text(need, style="red"), want.reason

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from rich.table import Table
+from rich.text import Text
 
+from elasticflow_airflow.cli.tables import Column, print_table
 from elasticflow_airflow.wire import Event, Health, JobStatus
 
+_JOBS = (
+    Column("job", key=True),
+    Column("state"),
+    *(Column(name, number=True) for name in ("workers", "step", "steps/s", "loss")),
+    Column("deadline"),
+    Column("projected"),
+    Column("slack", number=True),
+)
 _STYLES = {"succeeded": "green", "failed": "red", "rejected": "red", "cancelled": "yellow", "running": "cyan"}
 
 
@@ -17,26 +26,25 @@ def moment(at: float | None) -> str:
     return "-" if at is None else datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
-def jobs_table(jobs: Sequence[JobStatus]) -> Table:
-    """One line a job."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("job", "state", "workers", "step", "steps/s", "loss", "deadline", "projected", "slack"):
-        table.add_column(name, justify="right" if name in ("workers", "step", "steps/s", "loss", "slack") else "left")
-    for job in jobs:
-        total = "" if job.total_steps is None else f"/{job.total_steps}"
-        state = f"{job.state}, at risk" if job.at_risk else str(job.state)
-        table.add_row(
-            job.job_id,
-            f"[{_STYLES.get(str(job.state), 'default')}]{state}[/]",
-            str(job.workers),
-            f"{job.step}{total}",
-            _number(job.steps_per_s),
-            _number(job.loss),
-            "best effort" if job.best_effort else moment(job.deadline_at),
-            moment(job.result.finished_at if job.result else job.projected_finish_at),
-            "-" if job.slack_s is None else f"{job.slack_s:.0f} s",
-        )
-    return table
+def print_jobs(jobs: Sequence[JobStatus]) -> None:
+    """One row a job."""
+    print_table(_JOBS, [_job_row(job) for job in jobs])
+
+
+def _job_row(job: JobStatus) -> tuple[str | Text, ...]:
+    total = "" if job.total_steps is None else f"/{job.total_steps}"
+    state = f"{job.state}, at risk" if job.at_risk else str(job.state)
+    return (
+        job.job_id,
+        Text(state, style=_STYLES.get(str(job.state), "default")),
+        str(job.workers),
+        f"{job.step}{total}",
+        _number(job.steps_per_s),
+        _number(job.loss),
+        "best effort" if job.best_effort else moment(job.deadline_at),
+        moment(job.result.finished_at if job.result else job.projected_finish_at),
+        "-" if job.slack_s is None else f"{job.slack_s:.0f} s",
+    )
 
 
 def job_lines(job: JobStatus) -> list[str]:

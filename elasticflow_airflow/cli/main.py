@@ -99,11 +99,14 @@ def jobs(
     limit: int = typer.Option(50, min=1, max=1000, help="At most so many, newest first."),
 ) -> None:
     """List jobs: state, progress, projected finish against the deadline."""
-    from elasticflow_airflow.cli.display import jobs_table
+    from elasticflow_airflow.cli.display import print_jobs
 
     with client(url, state_dir) as service:
         found = service.list_jobs(state=state, dag_id=dag_id, live=live or None, limit=limit)
-    _print(jobs_table(found) if found else "no such jobs")
+    if found:
+        print_jobs(found)
+    else:
+        _print("no such jobs")
 
 
 @app.command()
