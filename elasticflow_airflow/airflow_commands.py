@@ -6,18 +6,20 @@ Imported only when such a command runs.
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from airflow import __version__ as airflow_version
 from airflow.sdk.exceptions import AirflowNotFoundException
 from rich.console import Console
+from typer.models import OptionInfo
 
-from elasticflow_airflow.cli.connection import Choice, choose
+from elasticflow_airflow.cli.connection import BAD_INPUT, Choice, choose
 from elasticflow_airflow.cli.main import app
 from elasticflow_airflow.client import ElasticFlowError, Endpoint
 from elasticflow_airflow.diagnosis import Finding, ok, warning
@@ -26,18 +28,39 @@ from elasticflow_airflow.process_context import reading_the_database
 from elasticflow_airflow.settings import deferrable_by_default, embedded_state_dir
 
 _PROGRAM = "airflow elasticflow"
-_USAGE = 2
 
 
 def run_command(name: str, given: Namespace) -> None:
     """Run a command with what Airflow's parser made of its arguments; leaves by SystemExit unless all went well."""
     command = commands()[name]
+    check_values(name, given)
     if name == "serve":
         given.state_dir = Path(given.state_dir or embedded_state_dir())
         _end(lambda: command(**_arguments(command, given)))
         return
     with reading_the_database(), choose(_choice(given.conn_id)):
         _end(lambda: command(**_arguments(command, given)))
+
+
+def check_values(name: str, given: Namespace) -> None:
+    """Refuse what ``elasticflow`` would: its options say what they take. Leaves by SystemExit with status 2."""
+    for argument, parameter in inspect.signature(commands()[name]).parameters.items():
+        option, value = parameter.default, getattr(given, argument, None)
+        if not isinstance(option, OptionInfo) or not isinstance(value, int | float):
+            continue
+        called = f"{next(iter(option.param_decls or ()), f'--{argument}')}={value}"
+        least, most = -math.inf if option.min is None else option.min, math.inf if option.max is None else option.max
+        if not math.isfinite(value):
+            refuse(f"{called}: it must be a finite number")
+        if not least <= value <= most:
+            limits = [f"{word} {limit:g}" for word, limit in (("from", least), ("to", most)) if math.isfinite(limit)]
+            refuse(f"{called} is not in the range {' '.join(limits)}")
+
+
+def refuse(message: str) -> NoReturn:
+    """Say what cannot be right, and leave with status 2."""
+    Console(stderr=True).print(f"{_PROGRAM}: {message}", style="red", highlight=False, soft_wrap=True, markup=False)
+    sys.exit(BAD_INPUT)
 
 
 def commands() -> dict[str, Callable[..., None]]:
@@ -70,8 +93,7 @@ def _end(run: Callable[[], None]) -> None:
         if left.exit_code:
             sys.exit(left.exit_code)
     except typer.BadParameter as wrong:
-        Console(stderr=True).print(f"{_PROGRAM}: {wrong.message}", style="red", highlight=False, markup=False)
-        sys.exit(_USAGE)
+        refuse(wrong.message)
     except typer.Abort:
         sys.exit(1)
 

@@ -12,13 +12,18 @@ from elasticflow_airflow.calendar_feed import TaskDue, feed_services, find_due_r
 from elasticflow_airflow.process_context import reading_the_database
 
 AWAY = 1
+_LEAST_H, _MOST_H = 0.01, 336.0
 
 
 def feed(args: Any) -> None:
     """Run the command. ``args``: hours, dag_id (or None: all), dry_run.
 
-    Ends with status 1 when a service is away, once the others have been told.
+    Ends with status 1 when a service is away, once the others have been told; with 2 for hours that cannot be.
     """
+    if not _LEAST_H <= args.hours <= _MOST_H:
+        from elasticflow_airflow.airflow_commands import refuse
+
+        refuse(f"--hours={args.hours} is not in the range from {_LEAST_H:g} to {_MOST_H:g}")
     with reading_the_database():
         _feed(args)
 

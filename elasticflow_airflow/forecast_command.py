@@ -11,12 +11,12 @@ from datetime import timedelta
 from typing import Any
 
 import pendulum
+from pydantic import ValidationError
 
+from elasticflow_airflow.cli.connection import BAD_INPUT, what_is_wrong
+from elasticflow_airflow.cli.forecasting import MISSED, NOT_KEPT
 from elasticflow_airflow.process_context import reading_the_database
 
-MISSED = 1
-BAD_INPUT = 2
-NOT_KEPT = 3
 _AWAY_S = 10.0
 
 
@@ -24,14 +24,19 @@ def forecast(args: Any) -> None:
     """Run the command. ``args``: dag_files, hours, fail_on_miss, only_new, check, conn_id (None: as the tasks say)."""
     from airflow.sdk.exceptions import AirflowException
 
+    from elasticflow_airflow.airflow_commands import check_values
     from elasticflow_airflow.client import ElasticFlowError
     from elasticflow_airflow.planning import BadDagFileError
 
+    check_values("forecast", args)
     try:
         with reading_the_database():
             missed = _forecast(args)
     except BadDagFileError as error:
         _say(f"{error}", "red")
+        sys.exit(BAD_INPUT)
+    except ValidationError as error:
+        _say(what_is_wrong(error), "red")
         sys.exit(BAD_INPUT)
     except (ElasticFlowError, AirflowException) as error:
         _say(f"the service could not be asked: {error}", "red")

@@ -14,7 +14,7 @@ from elasticflow_airflow.cli.display import moment
 from elasticflow_airflow.cli.moments import FORMS, moment_of
 from elasticflow_airflow.wire import AmendRequest, JobStatus
 
-_REFUSED = 3
+_NOT_PROMISED = 3
 
 
 def amend(
@@ -43,7 +43,7 @@ def amend(
         return
     offer = answer.earliest_deadline_at
     more = "" if offer is None else f"; the earliest deadline that can be promised is {moment(offer)}"
-    fail(f"not promised, and what held before holds on: {answer.reason}{more}", _REFUSED)
+    fail(f"not promised, and what held before holds on: {answer.reason}{more}", _NOT_PROMISED)
 
 
 def cancel(

@@ -11,15 +11,21 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint, default_state_dir, ensure_service
 from elasticflow_airflow.client.embedded import embedded_endpoint
 from elasticflow_airflow.diagnosis import Finding
 
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+REFUSED, BAD_INPUT = 1, 2
+"""Statuses: a service refused, or was not there; and what was given cannot be right."""
 URL_ENV = "ELASTICFLOW_URL"
 TOKEN_ENV = "ELASTICFLOW_TOKEN"  # noqa: S105 - the name of a variable, not a token
 
@@ -97,13 +103,18 @@ def _token() -> str | None:
 
 @contextmanager
 def client(
-    url: str | None, state_dir: Path | None, *, start: bool = False, retry_for_s: float = 0.0
+    url: str | None,
+    state_dir: Path | None,
+    *,
+    start: bool = False,
+    retry_for_s: float = 0.0,
+    refused: int = REFUSED,
 ) -> Iterator[ElasticFlowClient]:
-    """Open a client; whatever the service refuses ends the command with the message and status 1.
+    """Open a client; whatever the service refuses ends the command with the message and status ``refused``.
 
     ``retry_for_s``: how long a service may be away, for commands that go on for long.
     """
-    with refusals():
+    with refusals(refused):
         endpoint = locate(url, state_dir, start=start)
         if not start and endpoint.embedded_state_dir is not None:
             _check_used(endpoint.embedded_state_dir)
@@ -124,15 +135,41 @@ def _check_used(state_dir: Path) -> None:
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
-    """Whatever a service or client refuses ends the command with the message and status 1."""
+def refusals(refused: int = REFUSED) -> Iterator[None]:
+    """Whatever a service or client refuses ends the command with the message; values that cannot be, with status 2."""
     try:
         yield
     except ElasticFlowError as error:
-        fail(str(error))
+        fail(str(error), refused)
+    except ValidationError as error:
+        fail(what_is_wrong(error), BAD_INPUT)
 
 
-def fail(message: str, status: int = 1) -> NoReturn:
+_OPTIONS = {
+    "deadline_at": "deadline",
+    "global_batch_size": "batch",
+    "latest_deadline_at": "latest-deadline",
+    "until_at": "in",
+}
+"""What options are called whose names in the messages of the API are others."""
+
+
+def what_is_wrong(error: ValidationError) -> str:
+    """Say which values a message of the API does not take, by the names and values of the options."""
+    return "; ".join(_wrong(found) for found in error.errors(include_url=False))
+
+
+def _wrong(found: ErrorDetails) -> str:
+    if found["type"] == "value_error":
+        return str(found["ctx"]["error"])  # A sentence of the message's own, with the values.
+    names = [part for part in found["loc"] if isinstance(part, str)]
+    option = _OPTIONS.get(names[-1], names[-1].replace("_", "-")) if names else "arguments"
+    value = found["input"]
+    given = f"={value!r}" if isinstance(value, str | int | float) else ""
+    return f"--{option}{given}: {found['msg']}"
+
+
+def fail(message: str, status: int = REFUSED) -> NoReturn:
     """End the command with a message on standard error."""
     Console(stderr=True).print(f"{program()}: {message}", style="red", highlight=False, soft_wrap=True, markup=False)
     raise typer.Exit(status)

@@ -8,12 +8,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from elasticflow_airflow.cli.connection import StateDir, Url, client
+from elasticflow_airflow.cli.connection import BAD_INPUT, StateDir, Url, client
 from elasticflow_airflow.cli.display import moment
 from elasticflow_airflow.cli.tables import Column, print_table
 from elasticflow_airflow.wire import ForecastAnswer, ForecastItem
 
-_NOT_KEPT = 3
+MISSED, NOT_KEPT = 1, 3
+"""Statuses for ``--fail-on-miss`` and ``--check``; 2 when the question could not be asked."""
 _OUTLOOK = (
     Column("deadline"),
     Column("task", key=True),
@@ -26,15 +27,21 @@ def forecast(
     url: str | None = Url,
     state_dir: Path | None = StateDir,
     hours: float = typer.Option(24.0, "--hours", min=0.01, max=336.0, help="How far to look."),
-    check: bool = typer.Option(False, "--check", help=f"End with status {_NOT_KEPT} if a deadline will not be kept."),
+    fail_on_miss: bool = typer.Option(
+        False, "--fail-on-miss", help=f"End with status {MISSED} if a deadline will not be kept; for CI."
+    ),
+    check: bool = typer.Option(False, "--check", help=f"End with status {NOT_KEPT} if a deadline will not be kept."),
 ) -> None:
-    """Say which deadlines of the next hours will be kept, and what is missing for the others."""
-    with client(url, state_dir) as service:
+    """Say which deadlines of the next hours will be kept, and what is missing for the others.
+
+    Ends with status 2 if the service could not be asked.
+    """
+    with client(url, state_dir, refused=BAD_INPUT) as service:
         answer = service.forecast(hours)
     print_outlook(answer)
     Console(highlight=False, soft_wrap=True).print(answer.summary, markup=False)
-    if check and answer.not_kept:
-        raise typer.Exit(_NOT_KEPT)
+    if answer.not_kept and (fail_on_miss or check):
+        raise typer.Exit(MISSED if fail_on_miss else NOT_KEPT)
 
 
 def print_outlook(answer: ForecastAnswer) -> None:

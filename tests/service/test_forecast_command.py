@@ -24,7 +24,7 @@ def ask(world, monkeypatch):
     )
 
     @contextmanager
-    def opened(_url, _state_dir):
+    def opened(_url, _state_dir, **_):
         yield desk
 
     monkeypatch.setattr(forecasting, "client", opened)
@@ -62,3 +62,13 @@ def test_with_check_a_missed_deadline_ends_it_with_status_3(world, ask):
     assert done.exit_code == 3
     assert "missed, due" in done.output
     assert "1 more node of 4 slots would keep them all" in done.output
+    assert ask("--fail-on-miss").exit_code == 1  # As under Airflow.
+    assert ask("--fail-on-miss", "--check").exit_code == 1
+
+
+def test_a_question_that_cannot_be_asked_is_no_miss(ask, monkeypatch):
+    monkeypatch.undo()
+    done = ask("--fail-on-miss", "--url", "http://127.0.0.1:1")
+    assert done.exit_code == 2
+    assert "does not answer" in done.output
+    assert ask("--fail-on-miss", "--hours", "nan").exit_code == 2
