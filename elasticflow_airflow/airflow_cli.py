@@ -6,6 +6,7 @@ when it runs (``airflow_commands.py``). The options are those of the ``elasticfl
 
 from __future__ import annotations
 
+from argparse import BooleanOptionalAction
 from importlib import import_module
 from typing import Any
 
@@ -24,6 +25,8 @@ _CONN_ID = _arg(
 _JOB = _arg("job_id", help="Id of the job, as `jobs` lists it.")
 _FOLLOW = "Go on until the job has ended."
 _MOMENT = "07:30 (the next one, this machine's time), +2h30m, or 2026-01-31T07:30 (with Z or +01:00: that zone)"
+
+_WAIT = "Print its log and wait for its end; or do not even wait for the verdict. Default: wait for the verdict."
 
 
 def get_commands() -> list[GroupCommand]:
@@ -148,7 +151,7 @@ def _submit() -> ActionCommand:
         _option("--name", help="Runs of one name share what is learned of their speed; default: the script's name."),
         _option("--run", help="Name of the run; with one that exists it is attached to. Default: a new one."),
         _flag("--dry-run", help="Ask what would be promised; submit nothing."),
-        _flag("--wait", "-w", help="Print its log and wait for its end."),
+        _option("--wait", "-w", action=BooleanOptionalAction, help=_WAIT),
     )
 
 

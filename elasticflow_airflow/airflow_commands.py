@@ -10,8 +10,9 @@ import math
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from enum import EnumType
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import typer
 from airflow import __version__ as airflow_version
@@ -44,11 +45,16 @@ def run_command(name: str, given: Namespace) -> None:
 
 def check_values(name: str, given: Namespace) -> None:
     """Refuse what ``elasticflow`` would: its options say what they take. Leaves by SystemExit with status 2."""
-    for argument, parameter in inspect.signature(commands()[name]).parameters.items():
+    for argument, parameter in inspect.signature(commands()[name], eval_str=True).parameters.items():
         option, value = parameter.default, getattr(given, argument, None)
-        if not isinstance(option, OptionInfo) or not isinstance(value, int | float):
+        if not isinstance(option, OptionInfo) or value is None:
             continue
         called = f"{next(iter(option.param_decls or ()), f'--{argument}')}={value}"
+        for kind in get_args(parameter.annotation):
+            if isinstance(kind, EnumType) and value not in (names := list(map(str, kind))):
+                refuse(f"{called} is none of {', '.join(names)}")
+        if not isinstance(value, int | float):
+            continue
         least, most = -math.inf if option.min is None else option.min, math.inf if option.max is None else option.max
         if not math.isfinite(value):
             refuse(f"{called}: it must be a finite number")

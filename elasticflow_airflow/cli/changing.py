@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from elasticflow_airflow.cli.connection import StateDir, Url, client, fail
+from elasticflow_airflow.cli.connection import StateDir, Url, check_name, client, fail
 from elasticflow_airflow.cli.display import moment
 from elasticflow_airflow.cli.moments import FORMS, moment_of
 from elasticflow_airflow.wire import AmendRequest, JobStatus
@@ -26,6 +26,7 @@ def amend(
     value: float | None = typer.Option(None, "--value", min=1e-9, help="What meeting the deadline is worth."),
 ) -> None:
     """Change a job's deadline or value, if that can be promised; otherwise what held before holds on (status 3)."""
+    check_name(job_id)
     if deadline is None and not best_effort and value is None:
         raise typer.BadParameter("nothing to change: give --deadline, --best-effort or --value")
     if deadline is not None and best_effort:
@@ -54,6 +55,7 @@ def cancel(
     yes: bool = typer.Option(False, "--yes", "-y", help="Do not ask."),
 ) -> None:
     """Cancel a job. Its Airflow task, if one is waiting, fails and says so."""
+    check_name(job_id)
     with client(url, state_dir) as service:
         job = service.status(job_id)
         if job.state.terminal:

@@ -169,6 +169,12 @@ def _wrong(found: ErrorDetails) -> str:
     return f"--{option}{given}: {found['msg']}"
 
 
+def check_name(name: str, what: str = "id of the job") -> None:
+    """Refuse an empty name. Raises typer.BadParameter."""
+    if not name.strip():
+        raise typer.BadParameter(f"the {what} is empty: `{program()} jobs` and `{program()} health` list all")
+
+
 def fail(message: str, status: int = REFUSED) -> NoReturn:
     """End the command with a message on standard error."""
     Console(stderr=True).print(f"{program()}: {message}", style="red", highlight=False, soft_wrap=True, markup=False)

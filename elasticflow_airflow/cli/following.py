@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from elasticflow_airflow.cli.connection import StateDir, Url, client
+from elasticflow_airflow.cli.connection import StateDir, Url, check_name, client
 from elasticflow_airflow.client import ElasticFlowClient, JobNotFound
 from elasticflow_airflow.wire import JobStatus
 
@@ -30,6 +30,7 @@ def logs(
     ),
 ) -> None:
     """Print what a worker wrote."""
+    check_name(job_id)
     with client(url, state_dir, retry_for_s=_AWAY_S if follow else 0.0) as service:
         written = False
         for piece in read(service, job_id, worker, follow=follow):

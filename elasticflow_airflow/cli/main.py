@@ -20,7 +20,8 @@ from elasticflow_airflow.cli import (
     submitting,
     synthesis,
 )
-from elasticflow_airflow.cli.connection import StateDir, Url, client
+from elasticflow_airflow.cli.connection import StateDir, Url, check_name, client
+from elasticflow_airflow.wire import State
 
 app = typer.Typer(
     name="elasticflow",
@@ -93,7 +94,7 @@ def health(url: str | None = Url, state_dir: Path | None = StateDir) -> None:
 def jobs(
     url: str | None = Url,
     state_dir: Path | None = StateDir,
-    state: str | None = typer.Option(None, help="Only jobs in this state."),
+    state: State | None = typer.Option(None, help="Only jobs in this state."),  # noqa: B008
     dag_id: str | None = typer.Option(None, "--dag", help="Only jobs of this DAG."),
     live: bool = typer.Option(False, "--live", help="Only jobs that have not ended."),
     limit: int = typer.Option(50, min=1, max=1000, help="At most so many, newest first."),
@@ -114,6 +115,8 @@ def show(job_id: str, url: str | None = Url, state_dir: Path | None = StateDir) 
     """Show one job and its events: what was decided, and why."""
     from elasticflow_airflow.cli.display import event_line, job_lines
 
+    check_name(job_id)
+
     with client(url, state_dir) as service:
         _print(*job_lines(service.status(job_id)), *(event_line(event) for event in service.events(job_id)))
 
@@ -127,6 +130,8 @@ def events(
 ) -> None:
     """Print the events of a job."""
     from elasticflow_airflow.cli.display import event_line
+
+    check_name(job_id)
 
     with client(url, state_dir) as service:
         after = 0
@@ -149,6 +154,7 @@ def drain(
     undo: bool = typer.Option(False, "--undo", help="The node stays after all."),
 ) -> None:
     """Say that a node goes away: its workers are moved elsewhere before, without losing a step where that can be."""
+    check_name(node_id, "name of the node")
     with client(url, state_dir) as service:
         service.drain(node_id, None if undo else time.time() + after_s)
     _print(f"{node_id} stays" if undo else f"{node_id} goes away in {after_s:g} s")

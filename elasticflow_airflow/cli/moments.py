@@ -16,9 +16,14 @@ def moment_of(text: str, now: float, *, option: str = "--deadline") -> float:
     """UTC seconds of a moment after ``now`` (UTC seconds). Raises typer.BadParameter, naming the option."""
     text = text.strip()
     here = datetime.fromtimestamp(now).astimezone()
+    too_far = typer.BadParameter(f"{option}={text[:40]!r} is too far away: choose an earlier moment")
     if (length := _DURATION.fullmatch(text)) and length[0].strip("+"):
-        days, hours, minutes, seconds = (int(part or 0) for part in length.groups())
-        at = now + timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
+        try:
+            days, hours, minutes, seconds = (int(part or 0) for part in length.groups())
+            at = now + timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
+            datetime.fromtimestamp(at).astimezone()
+        except (OverflowError, ValueError, OSError):
+            raise too_far from None
     elif of_day := _TIME.fullmatch(text):
         hour, minute, second = (int(part or 0) for part in of_day.groups())
         try:
@@ -32,6 +37,8 @@ def moment_of(text: str, now: float, *, option: str = "--deadline") -> float:
     else:
         try:
             at = datetime.fromisoformat(text).astimezone().timestamp()
+        except OverflowError:
+            raise too_far from None
         except ValueError as error:
             raise typer.BadParameter(f"{option}={text!r} is no moment; write {FORMS}") from error
     if at <= now:

@@ -13,7 +13,7 @@ import typer
 from pydantic import SecretStr, ValidationError
 from rich.console import Console
 
-from elasticflow_airflow.cli.connection import StateDir, Url, client, fail, program
+from elasticflow_airflow.cli.connection import BAD_INPUT, StateDir, Url, client, fail, program, what_is_wrong
 from elasticflow_airflow.cli.display import moment
 from elasticflow_airflow.cli.following import read
 from elasticflow_airflow.cli.moments import FORMS, moment_of
@@ -26,6 +26,8 @@ _REJECTED = 3
 _LEASE_S = 30 * 24 * 3600.0
 """Nobody renews it: whoever submitted from a terminal may go home."""
 _AWAY_S = 600.0
+_POLL_S = 0.5
+_TAKE_LATER = ("renegotiate", "late")
 
 
 def submit(
@@ -70,54 +72,68 @@ def submit(
         None, "--run", help="Name of the run; with one that exists it is attached to. Default: a new one."
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Ask what would be promised; submit nothing."),
-    wait: bool = typer.Option(False, "--wait", "-w", help="Print its log and wait for its end."),
+    wait: bool | None = typer.Option(
+        None,
+        "--wait/--no-wait",
+        "-w",
+        help="Print its log and wait for its end; or do not even wait for the verdict. Default: wait for the verdict.",
+    ),
 ) -> None:
     """Submit a training script with a deadline, without Airflow. Ends with status 3 if it cannot be promised.
 
-    It is promised before the command returns, and trains on when the terminal is closed.
+    Returns when it is promised or rejected: a training whose speed is not known yet is measured first, while it trains.
+    With --no-wait, or interrupted, it may still be rejected later. It trains on when the terminal is closed.
     """
     now = time.time()
     if best_effort == (deadline is not None):
         raise typer.BadParameter("give --deadline or --best-effort, one of the two")
-    with client(url, state_dir, start=True, retry_for_s=_AWAY_S if wait else 0.0) as service:
-        try:
-            snapshot = snapshot_script(script)
-        except SnapshotError as error:
-            fail(str(error), 2)
-        message: dict[str, Any] = {
-            "identity": JobIdentity(
-                namespace=NAMESPACE, dag_id=name or script.stem, run_id=run or _new_run(now), task_id="train"
-            ),
-            "command": {
-                "snapshot": snapshot.sha256,
-                "script": snapshot.entry,
-                "args": tuple(args or ()),
-                "python": python,
-                "working_dir": working_dir,
-                "env": _pairs(env),
-            },
-            "length": {"steps": steps, "epochs": None if steps is not None else epochs or 1, "samples": samples},
-            "global_batch_size": batch,
-            "deadline_at": None if deadline is None else moment_of(deadline, now),
-            "best_effort": best_effort,
-            "on_reject": on_reject,
-            "latest_deadline_at": None if latest_deadline is None else moment_of(latest_deadline, now),
-            "value": value,
-            "min_workers": min_workers,
-            "max_workers": max_workers,
-            "target_loss": target_loss,
-            "consistency": consistency,
-            "progress_regex": progress_regex,
-            "lease_s": _LEASE_S,
-            "orphan_s": _LEASE_S,
-            "labels": {"submitted_by": getpass.getuser()},
-        }
-        try:
-            submission = JobSubmission.model_validate(message)
-        except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors())
-            fail(f"cannot be submitted: {wrong}", 2)
-        submission = submission.model_copy(update={"secret_env": _secrets(secret_env)})
+    if steps is not None and (epochs is not None or samples is not None):
+        other = f"--samples={samples}" if epochs is None else f"--epochs={epochs}"
+        raise typer.BadParameter(f"--steps={steps} beside {other}: give steps, or epochs and their samples")
+    if latest_deadline is not None and on_reject not in _TAKE_LATER:
+        wanted = f"--on-reject {' or '.join(_TAKE_LATER)}"
+        raise typer.BadParameter(
+            f"--latest-deadline={latest_deadline!r} beside --on-reject={on_reject}: it is for {wanted}"
+        )
+    if epochs is None and steps is None and target_loss is None:
+        epochs = 1
+    snapshot = _snapshot(script)
+    message: dict[str, Any] = {
+        "identity": JobIdentity(
+            namespace=NAMESPACE, dag_id=name or script.stem, run_id=run or _new_run(now), task_id="train"
+        ),
+        "command": {
+            "snapshot": snapshot.sha256,
+            "script": snapshot.entry,
+            "args": tuple(args or ()),
+            "python": python,
+            "working_dir": working_dir,
+            "env": _pairs(env),
+        },
+        "length": {"steps": steps, "epochs": epochs, "samples": samples},
+        "global_batch_size": batch,
+        "deadline_at": None if deadline is None else moment_of(deadline, now),
+        "best_effort": best_effort,
+        "on_reject": on_reject,
+        "latest_deadline_at": None
+        if latest_deadline is None
+        else moment_of(latest_deadline, now, option="--latest-deadline"),
+        "value": value,
+        "min_workers": min_workers,
+        "max_workers": max_workers,
+        "target_loss": target_loss,
+        "consistency": consistency,
+        "progress_regex": progress_regex,
+        "lease_s": _LEASE_S,
+        "orphan_s": _LEASE_S,
+        "labels": {"submitted_by": getpass.getuser()},
+    }
+    try:
+        submission = JobSubmission.model_validate(message)
+    except ValidationError as error:
+        fail(f"cannot be submitted: {what_is_wrong(error)}", BAD_INPUT)
+    submission = submission.model_copy(update={"secret_env": _secrets(secret_env)})
+    with client(url, state_dir, start=True) as service:
         if dry_run:
             answer = service.dry_run(submission)
             _say(answer.job_id, answer.verdict, answer.projected_finish_at)
@@ -125,30 +141,68 @@ def submit(
         _submit(service, snapshot, submission, wait=wait)
 
 
-def _submit(service: ElasticFlowClient, snapshot: Snapshot, submission: JobSubmission, *, wait: bool) -> None:
+def _snapshot(script: Path) -> Snapshot:
+    """Take the code along. Leaves with a message where that cannot be."""
+    if not script.is_file():
+        what = "is a folder: name the script in it" if script.is_dir() else "is not there: give the path of a script"
+        fail(f"{script} {what}", BAD_INPUT)
+    try:
+        return snapshot_script(script)
+    except SnapshotError as error:
+        fail(str(error), BAD_INPUT)
+
+
+def _submit(service: ElasticFlowClient, snapshot: Snapshot, submission: JobSubmission, *, wait: bool | None) -> None:
     service.upload_snapshot(snapshot)
     attachment = service.submit(submission)
     job = attachment.job
+    service.retry_for_s = _AWAY_S  # From now on a restart of the service is outlasted: the job outlasts it, too.
     for warning in attachment.warnings:
-        Console(stderr=True).print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True, markup=False)
-    _say(job.job_id, job.verdict, job.projected_finish_at, job.state_reason)
-    if job.state is State.REJECTED:
-        raise typer.Exit(_REJECTED)
-    if not wait:
-        _print(f"follow it with: {program()} logs -f {job.job_id}")
-        return
+        _note(f"warning: {warning}")
     try:
-        for piece in read(service, job.job_id, None, follow=True):
-            if piece.text:
-                typer.echo(piece.text, nl=False)
+        if wait is None:
+            job = _await_verdict(service, job, submission)
+        _say(job.job_id, job.verdict, job.projected_finish_at, job.state_reason)
+        if job.verdict.decision == "rejected":
+            raise typer.Exit(_REJECTED)
+        if wait:
+            for piece in read(service, job.job_id, None, follow=True):
+                if piece.text:
+                    typer.echo(piece.text, nl=False)
+            job = service.status(job.job_id)
     except KeyboardInterrupt:
-        _print(f"\n{job.job_id} trains on; end it with: {program()} cancel {job.job_id}")
+        undecided = "" if wait else ", and may still be rejected"
+        _print(f"\n{job.job_id} goes on{undecided}; end it with: {program()} cancel {job.job_id}")
         raise typer.Exit(130) from None
-    _conclude(service, service.status(job.job_id), attachment.claim)
+    if wait or job.state.terminal:
+        _conclude(service, job, attachment.claim)
+        return
+    if _is_open(job, submission):
+        _print(f"it may still be rejected; the verdict will be told by: {program()} show {job.job_id}")
+    _print(f"follow it with: {program()} logs -f {job.job_id}")
+
+
+def _await_verdict(service: ElasticFlowClient, job: JobStatus, submission: JobSubmission) -> JobStatus:
+    """Wait until it is promised or rejected, and say meanwhile what for. Who chose to wait for capacity is not kept."""
+    said = ""
+    while _is_open(job, submission) and not job.state.terminal:
+        if submission.on_reject == "wait" and job.state is State.WAITING:
+            break
+        if job.state_reason not in ("", said):
+            said = job.state_reason
+            _note(f"{job.job_id}: not decided yet, {said}")
+        time.sleep(_POLL_S)
+        job = service.status(job.job_id)
+    return job
+
+
+def _is_open(job: JobStatus, submission: JobSubmission) -> bool:
+    """Whether it may still be rejected."""
+    return job.verdict.decision == "undecided" and not submission.best_effort
 
 
 def _conclude(service: ElasticFlowClient, job: JobStatus, claim: int) -> None:
-    if job.state is State.REJECTED:
+    if job.verdict.decision == "rejected":
         _say(job.job_id, job.verdict, None)
         raise typer.Exit(_REJECTED)
     if job.state is not State.SUCCEEDED:
@@ -187,6 +241,10 @@ def _secrets(names: list[str]) -> dict[str, SecretStr]:
     if missing:
         raise typer.BadParameter(f"--secret-env {missing[0]}: this shell has no such variable; export it first")
     return {name: SecretStr(os.environ[name]) for name in names}
+
+
+def _note(line: str) -> None:
+    Console(stderr=True).print(line, style="yellow", highlight=False, soft_wrap=True, markup=False)
 
 
 def _print(line: str) -> None:

@@ -142,6 +142,8 @@ def test_bad_input_ends_it_with_status_2(service, parse, capsys):
         (("feed", "--hours", "-1"), ("--hours=-1.0", "range")),
         (("feed", "--hours", "nan"), ("--hours=nan", "range")),
         (("jobs", "--limit", "0"), ("--limit=0", "range")),
+        (("jobs", "--state", "bogus"), ("--state=bogus", "submitted", "rejected")),
+        (("show", ""), ("is empty",)),
         (("serve", "--port", "70000"), ("--port=70000", "range")),
         (("submit", "--batch", "8", "--steps", "0", "--best-effort", "train.py"), ("--steps=0", "range")),
     ],

@@ -7,16 +7,18 @@ import os
 import re
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
+from elasticflow_airflow.cli import submitting
 from elasticflow_airflow.cli.following import read
 from elasticflow_airflow.cli.main import app
 from elasticflow_airflow.cli.moments import moment_of
 from elasticflow_airflow.client import JobNotFound
 from elasticflow_airflow.engines.fake import BEHAVIOUR_ENV
-from elasticflow_airflow.wire import LogPiece, State
+from elasticflow_airflow.wire import LogPiece, State, Verdict
 
 
 @pytest.fixture
@@ -83,16 +85,129 @@ def test_a_promise_that_cannot_be_made_ends_it_with_status_3(command, script):
     assert command("submit", script, "--steps", 1, "--batch", 8, "--deadline", "2001-01-01T00:00").exit_code == 2
 
 
+SPEED = {"steps_per_s": {"1": 50.0, "2": 90.0, "4": 160.0}, "startup_s": 0.1}
+
+
+@pytest.fixture
+def submit(command, script):
+    """Submit what nobody has measured, with a deadline in half an hour."""
+    environment = ("--env", f"{BEHAVIOUR_ENV}={json.dumps(SPEED)}", "--deadline", "+30m")
+    return lambda *options: command("submit", script, "--batch", 8, *environment, *options)
+
+
+def test_the_verdict_is_waited_for(submit, command):
+    done = submit("--steps", 10_000, "--name", "can-be")
+    assert done.exit_code == 0, done.output
+    assert re.search(r"^can-be-train-\w+: admitted, ", done.output, re.MULTILINE), done.output
+    assert "not decided yet, measures its speed" in done.output  # Meanwhile it said what it waits for.
+    command("cancel", job_of(done.output), "--yes")
+
+
+def test_a_rejection_is_waited_for(submit):
+    done = submit("--steps", 10_000_000, "--name", "cannot-be")
+    assert done.exit_code == 3, done.output
+    assert re.search(r"^cannot-be-train-\w+: rejected, ", done.output, re.MULTILINE), done.output
+    assert "the earliest deadline that can be promised is" in done.output
+
+
+def test_without_waiting_it_says_that_nothing_is_decided(submit, command):
+    done = submit("--steps", 10_000, "--name", "at-once", "--no-wait")
+    assert done.exit_code == 0, done.output
+    assert "at-once-train-" in done.output
+    assert "undecided" in done.output
+    assert "may still be rejected" in done.output
+    command("cancel", job_of(done.output), "--yes")
+
+
+def test_whoever_interrupts_the_wait_is_told_that_the_job_goes_on(submit, command, monkeypatch):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(submitting.time, "sleep", interrupt)
+    done = submit("--steps", 10_000, "--name", "interrupted")
+    monkeypatch.undo()
+    assert done.exit_code == 130, done.output
+    (job,) = set(re.findall(r"interrupted-train-\w+", done.output))
+    assert f"{job} goes on" in done.output
+    assert f"elasticflow cancel {job}" in done.output
+
+
+def test_a_job_that_ends_before_its_verdict_is_told_of(submit):
+    done = submit("--steps", 1, "--name", "short")
+    assert done.exit_code == 0, done.output
+    assert re.search(r"succeeded after 1 steps|: admitted, ", done.output)
+
+
+@pytest.mark.parametrize(("on_reject", "asked"), [("wait", 0), ("fail", 2)])
+def test_who_chose_to_wait_for_capacity_is_not_kept(world, monkeypatch, on_reject, asked):
+    """A job that may be rejected waits for slots to be measured on, and is asked about until it has a verdict."""
+    submission = world.submission(within=600.0, on_reject=on_reject)
+    waits = world.desk.submit(submission.identity.job_id, submission).job.model_copy(update={"state": State.WAITING})
+    answers = [waits, waits.model_copy(update={"verdict": Verdict(decision="admitted")})]
+    monkeypatch.setattr(submitting.time, "sleep", lambda _: None)
+    service = SimpleNamespace(status=lambda _: answers.pop(0))
+    job = submitting._await_verdict(service, waits, submission)
+    assert 2 - len(answers) == asked
+    assert job.verdict.decision == ("undecided" if on_reject == "wait" else "admitted")
+
+
 def test_bad_input_is_named(command, script, tmp_path):
     done = command("submit", tmp_path / "none.py", "--steps", 1, "--batch", 8, "--best-effort")
     assert done.exit_code == 2
-    assert "none.py" in done.output
-    done = command("submit", script, "--steps", 1, "--epochs", 2, "--batch", 8, "--best-effort", "--min-workers", 3)
+    assert "none.py is not there" in done.output
+    assert "DAG" not in done.output
+    done = command("submit", tmp_path, "--steps", 1, "--batch", 8, "--best-effort")
+    assert done.exit_code == 2
+    assert "is a folder" in done.output
+    assert "DAG" not in done.output
+    done = command("submit", script, "--epochs", 2, "--batch", 8, "--best-effort", "--min-workers", 3)
     assert done.exit_code == 2
     assert "power of two" in done.output
     done = command("submit", script, "--steps", 1, "--batch", 8, "--best-effort", "--secret-env", "NOT_SET_HERE")
     assert done.exit_code == 2
     assert "NOT_SET_HERE" in done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--steps", 100, "--epochs", 3), "--steps=100 beside --epochs=3"),
+        (("--steps", 100, "--samples", 3), "--steps=100 beside --samples=3"),
+        (("--target-loss", 0.1), "target_loss=0.1 needs"),
+        (("--steps", 1, "--target-loss", 0.1, "--progress-regex", "x"), "beside progress_regex="),
+        (("--steps", 1, "--latest-deadline", "+3h"), "--latest-deadline='+3h' beside --on-reject=fail"),
+        (("--steps", 1, "--on-reject", "late"), 'on_reject="late" needs latest_deadline'),
+        (("--steps", 1, "--on-reject", "shrug"), "--on-reject='shrug': Input should be 'fail', "),
+        (("--steps", 1, "--consistency", "slow"), "--consistency='slow': Input should be 'consistent' or 'fast'"),
+        (("--steps", 1, "--value", "inf"), "--value=inf: Input should be a finite number"),
+        (("--steps", 1, "--min-workers", 4, "--max-workers", 2), "max_workers=2 is less than min_workers=4"),
+        (("--steps", 1, "--deadline", "+9999999999d"), "--deadline='+9999999999d' is too far away"),
+        (("--steps", 1, "--deadline", "9999999d"), "--deadline='9999999d' is too far away"),
+    ],
+    ids=lambda given: " ".join(map(str, given)) if isinstance(given, tuple) else "",
+)
+def test_options_that_do_not_go_together_are_refused(command, script, options, said):
+    deadline = () if "--deadline" in options else ("--deadline", "+2h")
+    done = command("submit", script, "--batch", 8, *deadline, *options)
+    assert done.exit_code == 2, done.output
+    assert said in " ".join(done.output.replace("│", " ").split())
+    assert "Value error" not in done.output
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+
+
+def test_a_state_that_there_is_not_is_refused_with_those_that_there_are(command):
+    done = command("jobs", "--state", "bogus")
+    assert done.exit_code == 2
+    for state in State:
+        assert f"'{state}'" in done.output
+
+
+@pytest.mark.parametrize("words", [("show", ""), ("events", " "), ("logs", ""), ("cancel", ""), ("drain", "")])
+def test_an_empty_name_is_refused(command, script, words):
+    command("submit", script, "--steps", 1, "--batch", 8, "--best-effort")
+    done = command(*words)
+    assert done.exit_code == 2, done.output
+    assert "is empty" in done.output
 
 
 def test_doctor_of_a_running_service(command, script):
@@ -252,7 +367,7 @@ def test_a_time_of_day_is_the_next_one():
     assert time.localtime(at)[3:5] == (7, 30)
 
 
-@pytest.mark.parametrize("text", ["", "25:00", "soon", "+", "2001-01-01"])
+@pytest.mark.parametrize("text", ["", "25:00", "soon", "+", "2001-01-01", "+9999999999d", "9" * 5000 + "s", "9999999d"])
 def test_no_moment(text):
     import typer
 
