@@ -43,7 +43,10 @@ def get_commands() -> list[GroupCommand]:
                     _option("--port", type=int, help="TCP port."),
                     _option("--policy", help="Who gets which slots when, such as edf; a wrong name lists all."),
                     _option("--objective", help="Whom to promise when not everybody can be: first-come, or value."),
-                    _option("--state-dir", help="Where everything lives; default: [elasticflow] state_dir."),
+                    _option(
+                        "--state-dir",
+                        help="Where everything lives; default: state_dir of Airflow's section elasticflow.",
+                    ),
                     connects=False,
                 ),
                 _command("health", "Say how the service is, and who holds which slot"),

@@ -30,6 +30,7 @@ from elasticflow_airflow.wire import API_VERSION
 _SKEW_WARNING_S, _SKEW_PROBLEM_S = 2.0, 30.0
 _SLOW_ANSWER_S = 1.0
 _MARKS = {"ok": ("ok     ", "green"), "warning": ("warning", "yellow"), "problem": ("problem", "bold red")}
+_EMBEDDED = "service.sock"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -66,6 +67,7 @@ def examine(url: str | None, state_dir: Path | None) -> Iterator[Finding]:
         yield from choice.look()
     yield from _look_at_way(endpoint)
     diagnosis: Diagnosis | None = None
+    unseen = ["clock", "slots", "scheduler", "database", "disk", "memory"]
     with ElasticFlowClient(endpoint, retry_for_s=0) as client:
         try:
             asked_at, began_s = time.time(), time.monotonic()
@@ -74,9 +76,13 @@ def examine(url: str | None, state_dir: Path | None) -> Iterator[Finding]:
             yield _connection(endpoint, took_s)
             yield _versions(version)
             yield _clock(float(version.get("at", asked_at)), asked_at, took_s)
+            unseen.remove("clock")
             diagnosis = client.doctor()
         except ServiceUnavailable as error:
-            yield from _away(endpoint, error)
+            if endpoint.socket_path is not None and endpoint.socket_path.name == _EMBEDDED:
+                yield from _embedded_is_away(endpoint.socket_path, error)
+                return
+            yield problem("connection", error.message, error.hint)
         except Unauthorized as error:
             yield problem("token", error.message, error.hint)
         except IncompatibleService as error:
@@ -85,6 +91,9 @@ def examine(url: str | None, state_dir: Path | None) -> Iterator[Finding]:
             yield problem("connection", error.message, error.hint)
     if diagnosis is not None:
         yield from diagnosis.findings
+    else:
+        said = f"of the service were not looked at: {', '.join(unseen)}; only one that answers can tell of them"
+        yield warning("service", said, "run this again once what is wrong above is mended")
 
 
 def _look_at_way(endpoint: Endpoint) -> Iterator[Finding]:
@@ -128,12 +137,8 @@ def _clock(service_at: float, asked_at: float, took_s: float) -> Finding:
     return ok("clock", "the service's clock shows the same time as this machine's")
 
 
-def _away(endpoint: Endpoint, error: ElasticFlowError) -> Iterator[Finding]:
+def _embedded_is_away(socket: Path, error: ElasticFlowError) -> Iterator[Finding]:
     """Nobody answers. Of an embedded service that is no fault, and its machine is this one: it is looked over here."""
-    socket = endpoint.socket_path
-    if socket is None or socket.name != "service.sock":
-        yield problem("connection", error.message, error.hint)
-        return
     state_dir = socket.parent
     if (state_dir / "service.json").exists() and socket.exists():
         yield problem("connection", error.message, error.hint)
@@ -141,7 +146,7 @@ def _away(endpoint: Endpoint, error: ElasticFlowError) -> Iterator[Finding]:
         yield ok("connection", f"no service runs for {state_dir} now: the first task that needs it starts it")
     from pydantic import ValidationError
 
-    from elasticflow_airflow.service.doctoring import look_at_machine
+    from elasticflow_airflow.service.doctoring import look_at_machine, look_at_slots
     from elasticflow_airflow.service.settings import ServiceSettings
 
     try:
@@ -151,6 +156,9 @@ def _away(endpoint: Endpoint, error: ElasticFlowError) -> Iterator[Finding]:
             name = f"ELASTICFLOW_{'_'.join(str(part) for part in item['loc']).upper()}"
             yield problem("settings", f"{name}: {item['msg']}", "the service would not start: correct it")
         return
+    yield ok("service", "its last pass and its database were not looked at: only a service that runs can tell of them")
+    yield ok("clock", "nothing to compare: an embedded service runs on this machine, by its clock")
+    yield look_at_slots(settings)
     yield from look_at_machine(settings)
 
 

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from fastapi import FastAPI
 
 from elasticflow_airflow import __version__
 from elasticflow_airflow.diagnosis import Diagnosis, Finding, ok, problem, warning
+from elasticflow_airflow.engines.port import EngineNode
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.wire import API_VERSION
 
@@ -222,15 +224,42 @@ def _loop(said: str) -> Finding:
     return ok("scheduler", "its last pass succeeded")
 
 
+def look_at_slots(settings: ServiceSettings) -> Finding:
+    """Slots that a service with these settings would offer on this machine; for where none runs."""
+    try:
+        return _offered(_would_offer(settings), settings.engine)
+    except (OSError, ValueError) as error:
+        return problem("slots", f"{error}", "correct ELASTICFLOW_SLOTS, ELASTICFLOW_VIRTUAL_NODES, or what is named")
+
+
+def _would_offer(settings: ServiceSettings) -> Sequence[EngineNode]:
+    if settings.engine == "fake":
+        from elasticflow_airflow.engines.fake import fake_nodes
+
+        shape = settings.node_shape()
+        if shape is not None:
+            return fake_nodes(*shape)
+        return fake_nodes() if settings.slots is None else fake_nodes(slots=settings.slots)
+    from elasticflow_airflow.engines.local.engine import look_at_nodes
+    from elasticflow_airflow.engines.local.layout import detect_nodes
+    from elasticflow_airflow.engines.local.slots import default_lock_dir
+
+    layout = detect_nodes(slots=settings.slots, virtual_nodes=settings.virtual_nodes)
+    return look_at_nodes(layout, settings.slot_lock_dir or default_lock_dir(), settings.state_dir.resolve())
+
+
 def _slots(parts: ServiceParts) -> Finding:
-    nodes = parts.nodes()
+    return _offered(parts.nodes(), parts.engine.name)
+
+
+def _offered(nodes: Sequence[EngineNode], engine: str) -> Finding:
     slots = sum(node.slots for node in nodes)
     busy = sum(len(node.busy) for node in nodes)
     if not slots:
         remedy = "are ELASTICFLOW_SLOTS and ELASTICFLOW_VIRTUAL_NODES right? The log names errors of the engine"
-        return problem("slots", f"the engine {parts.engine.name} offers no slot", remedy)
+        return problem("slots", f"the engine {engine} offers no slot", remedy)
     kinds = ", ".join(sorted({node.device_type for node in nodes}))
-    said = f"{slots} slots ({kinds}) on {len(nodes)} {'node' if len(nodes) == 1 else 'nodes'}"
+    said = f"{_plural(slots, 'slot')} ({kinds}) on {_plural(len(nodes), 'node')}"
     if busy == slots:
         return warning(
             "slots", f"{said}, all of them busy with something else", "which process holds them? see `health`"
@@ -301,6 +330,10 @@ def _file_system(path: Path) -> str:
     real = path.resolve()
     fitting = [(where, kind) for where, kind in mounts if real.is_relative_to(where.replace("\\040", " "))]
     return max(fitting, key=lambda mount: len(mount[0]))[1] if fitting else "an unknown file system"
+
+
+def _plural(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def _size(number: float) -> str:

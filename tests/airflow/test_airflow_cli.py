@@ -64,6 +64,21 @@ def test_both_command_lines_have_the_same_commands_and_options():
             assert have[dest].default in (*wanted, None, False), (name, dest)
 
 
+def test_help_prints_every_word_of_it(monkeypatch):
+    """Airflow's help takes brackets for markup."""
+    from airflow.cli.cli_parser import LazyRichHelpFormatter
+
+    monkeypatch.setenv("COLUMNS", "200")
+    (group,) = get_commands()
+    for command in group.subcommands:
+        parser = argparse.ArgumentParser(formatter_class=LazyRichHelpFormatter)
+        for arg in command.args:
+            arg.add_to_parser(parser)
+        shown = " ".join(parser.format_help().split())
+        for action in parser._actions:
+            assert " ".join(action.help.split()) in shown, (command.name, action.dest)
+
+
 def test_defaults_reach_the_function(monkeypatch, parse):
     from elasticflow_airflow import airflow_commands
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import time
 from dataclasses import dataclass, field
 
@@ -101,6 +103,7 @@ def test_a_wrong_token(examine):
     status, found = examine(Service(status=401))
     assert status == 1
     assert "the token is wrong" in found["token"]["message"]
+    assert "were not looked at: " in found["service"]["message"]
 
 
 def test_a_token_in_the_clear(examine):
@@ -145,6 +148,7 @@ def test_a_served_service_that_is_away():
     assert done.exit_code == 1
     assert "does not answer" in done.output
     assert "elasticflow serve" in done.output
+    assert "were not looked at: clock, slots" in done.output
 
 
 def test_an_embedded_service_that_nobody_has_started_is_no_problem(tmp_path, monkeypatch):
@@ -154,6 +158,33 @@ def test_an_embedded_service_that_nobody_has_started_is_no_problem(tmp_path, mon
     assert "the first task that needs it starts it" in found["connection"]["message"]
     assert {"torch", "checkpoints", "disk", "memory", "shared memory", "reverse DNS", "open files"} <= set(found)
     assert not (tmp_path / "state").exists()
+    assert re.match(r"\d+ slots? \(", found["slots"]["message"])
+    assert "by its clock" in found["clock"]["message"]
+    assert "only a service that runs" in found["service"]["message"]
+
+
+def test_slots_that_this_machine_cannot_have_are_a_problem(tmp_path, monkeypatch):
+    monkeypatch.setenv("ELASTICFLOW_SLOTS", "3")
+    monkeypatch.setenv("ELASTICFLOW_VIRTUAL_NODES", "1x2")
+    done = CliRunner().invoke(app, ["doctor", "--json", "--state-dir", str(tmp_path / "state")])
+    assert done.exit_code == 1
+    found = {f["name"]: f for f in json.loads(done.stdout)}
+    assert found["slots"]["level"] == "problem"
+    assert "contradicts virtual nodes '1x2'" in found["slots"]["message"]
+
+
+def test_slots_that_another_service_holds_are_counted(tmp_path):
+    from elasticflow_airflow.engines.local import slots
+    from elasticflow_airflow.service.settings import ServiceSettings
+
+    slots.prepare_lock_dir(tmp_path / "locks")
+    held = slots.acquire(tmp_path / "locks", "cpu-0", {"job_id": "a", "state_dir": "/elsewhere", "pid": 1})
+    settings = ServiceSettings(state_dir=tmp_path, slots=2, slot_lock_dir=tmp_path / "locks")
+    try:
+        assert "2 slots (" in doctoring.look_at_slots(settings).message
+        assert "1 of them busy" in doctoring.look_at_slots(settings).message
+    finally:
+        os.close(held)
 
 
 def test_settings_that_are_wrong_are_named(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from elasticflow_airflow.engines.local import logs, slots, stacks
@@ -86,23 +86,7 @@ class LocalEngine:
 
     def inventory(self) -> tuple[EngineNode, ...]:
         """This machine's nodes; slots that another service's supervisors hold are busy."""
-        nodes = []
-        for node in self._starter.nodes.values():
-            busy = {}
-            for index, slot in enumerate(node.slots):
-                holder = slots.holder_of(self._lock_dir, slot.lock_name)
-                if holder is not None and holder.get("state_dir") != str(self._state_dir):
-                    busy[index] = slots.describe(holder)
-            nodes.append(
-                EngineNode(
-                    node_id=node.node_id,
-                    slots=len(node.slots),
-                    device=node.device,
-                    device_type=node.device_type,
-                    busy=busy,
-                )
-            )
-        return tuple(nodes)
+        return look_at_nodes(self._starter.nodes.values(), self._lock_dir, self._state_dir)
 
     def apply(self, spec: GangSpec) -> None:
         """Start, keep or replace the gang of a job (see the port)."""
@@ -415,6 +399,27 @@ class LocalEngine:
                 self._jobs[job.job_id] = before
             raise
         self._jobs[job.job_id] = job
+
+
+def look_at_nodes(nodes: Iterable[NodeLayout], lock_dir: Path, state_dir: Path) -> tuple[EngineNode, ...]:
+    """Nodes as they are offered; slots that supervisors of a service in another state directory hold are busy."""
+    found = []
+    for node in nodes:
+        busy = {}
+        for index, slot in enumerate(node.slots):
+            holder = slots.holder_of(lock_dir, slot.lock_name)
+            if holder is not None and holder.get("state_dir") != str(state_dir):
+                busy[index] = slots.describe(holder)
+        found.append(
+            EngineNode(
+                node_id=node.node_id,
+                slots=len(node.slots),
+                device=node.device,
+                device_type=node.device_type,
+                busy=busy,
+            )
+        )
+    return tuple(found)
 
 
 @contextlib.contextmanager
