@@ -68,6 +68,13 @@ class News:
     """There is a checkpoint; only for who looks at another task's job."""
 
 
+def check_shape(**shape: int | None) -> None:
+    """Refuse a cluster without a slot, naming the argument. None: not given. Raises ValueError."""
+    for name, number in shape.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{name}={number}: give at least 1")
+
+
 class SimulatedCluster:
     """The service over ``nodes`` of ``slots`` each, in simulated time. Thread-safe. Close it.
 
@@ -85,6 +92,7 @@ class SimulatedCluster:
         start_at: float | None = None,
         empty_store: Path | None = None,
     ) -> None:
+        check_shape(nodes=nodes, slots=slots)
         self._now_s = time.time() if start_at is None else start_at
         self._started_s = self._now_s
         self._lock = threading.RLock()
@@ -210,7 +218,8 @@ class SimulatedCluster:
     # -- what tests change ---------------------------------------------------------------------------------------
 
     def resize(self, *, nodes: int, slots: int) -> None:
-        """Have other machines from now on."""
+        """Have other machines from now on. Raises ValueError."""
+        check_shape(nodes=nodes, slots=slots)
         with self._lock:
             self._engine.resize(nodes, slots)
             self._now_s += _SOON_S  # the loop looks at the machines once a moment

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 from elasticflow_airflow import clock
 from elasticflow_airflow.client import ElasticFlowClient, Endpoint
-from elasticflow_airflow.testing.cluster import SimulatedCluster
+from elasticflow_airflow.testing.cluster import SimulatedCluster, check_shape
 from elasticflow_airflow.testing.dags import find_dag, store_dag, without_deadline_alerts, without_retry_delays
 from elasticflow_airflow.testing.home import environment
 from elasticflow_airflow.testing.results import ByTask, DagResult, JobOutcome, TaskOutcome
@@ -165,8 +165,10 @@ class RunDag:
         ``engine="local"``: the scripts really train, on this machine (torch needed), with ``slots`` slots.
 
         ``conf``: the run's configuration. ``retry_delays=True`` waits, in real time, before a retry. ``options`` go
-        to ``dag.test()``. Raises DagError when there is no DAG, ValueError for arguments that do not go together.
+        to ``dag.test()``. Raises DagError when there is no DAG, ValueError for arguments that cannot be, or do not
+        go together.
         """
+        check_shape(nodes=nodes, slots=slots)
         self._prepare()
         found = find_dag(dag, dag_id)
         trainings = _trainings(found, simulated or {}, simulated_curves or {})

@@ -226,6 +226,8 @@ def test_arguments_that_do_not_go_together_are_said(run_dag, new_dag):
         train("train")
     with pytest.raises(ValueError, match="has no task 'trian'; it has train"):
         run_dag(dag, simulated={"trian": SimulatedTraining()})
+    with pytest.raises(ValueError, match="slots=0: give at least 1"):
+        run_dag(dag, slots=0)
     with pytest.raises(ValueError, match="has no time zone"):
         run_dag(dag, run_after=datetime(2026, 1, 1))
     with pytest.raises(ValueError, match='belong to engine="simulated"'):

@@ -11,6 +11,7 @@ import pytest
 
 from elasticflow_airflow.client import ElasticFlowClient, Snapshot, snapshot_script
 from elasticflow_airflow.testing import SimulatedCluster, SimulatedTraining, SimulationStuckError
+from elasticflow_airflow.testing.running import RunDag
 from elasticflow_airflow.wire import Attachment, Command, JobIdentity, JobStatus, JobSubmission, Length, State
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
@@ -220,6 +221,23 @@ def test_other_machines_count_from_the_next_submission_on(cluster, client, submi
     assert len(client.health().slots) == 16
     cluster.resize(nodes=1, slots=1)
     assert submit(steps=20_000, within=1_000).job.state is State.REJECTED
+
+
+@pytest.mark.parametrize("shape", [{"slots": 0}, {"nodes": -1}, {"nodes": 0, "slots": 2}])
+def test_a_cluster_without_slots_is_refused_with_what_was_given(cluster, tmp_path, shape):
+    (name, given), *_ = shape.items()
+    message = f"{name}={given}: give at least 1"
+    with pytest.raises(ValueError, match=message):
+        SimulatedCluster(tmp_path / "none", **shape)
+    with pytest.raises(ValueError, match=message):
+        cluster.resize(**{"nodes": 1, "slots": 4, **shape})
+    assert cluster.shape == (1, 4)
+    run_dag = RunDag(
+        prepare=lambda: pytest.fail("it began"), cluster=lambda _: cluster, local=lambda _: pytest.fail("it began")
+    )
+    for engine in ("simulated", "local"):
+        with pytest.raises(ValueError, match=message):
+            run_dag("dags/none.py", engine=engine, **shape)
 
 
 def test_what_a_training_cannot_be_is_said():
