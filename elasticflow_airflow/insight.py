@@ -61,6 +61,18 @@ class Admission(Wire):
     reason: str = ""
 
 
+class NamedTask(Wire):
+    """A task that a sentence names, by ``length`` characters from ``at`` on, and whose it is.
+
+    Who shows the sentence to people must know what they may read.
+    """
+
+    at: int
+    length: int
+    namespace: str
+    dag_id: str
+
+
 class ClusterNow(Wire):
     """The cluster at this moment: every slot and who holds it, and all live jobs."""
 
@@ -69,6 +81,8 @@ class ClusterNow(Wire):
     jobs: list[JobStatus]
     why: dict[str, str] = Field(default_factory=dict)
     """By job id, one sentence as in ``JobStory.why``."""
+    why_names: dict[str, list[NamedTask]] = Field(default_factory=dict)
+    """By job id, the tasks that its sentence names, in order."""
 
 
 class ClusterHistory(Wire):
@@ -150,6 +164,8 @@ class JobStory(Wire):
     incarnations: int
     why: str
     """One sentence: why it has this size or why it waits, and until when."""
+    why_names: list[NamedTask] = Field(default_factory=list)
+    """The tasks that the sentence names, in order."""
     submission: dict[str, Any]
     """What was asked for: no secret, no environment value."""
     generations: list[Span]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from elasticflow_airflow.insight import (
     Span,
     WorkerTimes,
 )
-from elasticflow_airflow.service import recurring, spans
+from elasticflow_airflow.service import spans
 from elasticflow_airflow.service.endings import gpu_seconds, rescales
 from elasticflow_airflow.service.foresight import Foresight
 from elasticflow_airflow.service.models import (
@@ -62,12 +62,14 @@ class InsightDesk:
             live = reader.list_current(state=None, dag_id=None, live=True, limit=_MOST_JOBS)
             generations = reader.live_generations()
             slots = slot_statuses(self.nodes(), reader)
-        names = _names(job for job, _ in live)
+        keys = _keys(job for job, _ in live)
+        said = {row.job_id: why(row, foresight, keys, now) for _, row in live}
         return ClusterNow(
             at=now,
             slots=slots,
             jobs=[status_of(job, row, generations.get((row.job_id, row.incarnation), ())) for job, row in live],
-            why={row.job_id: why(row, foresight, names, now) for _, row in live},
+            why={job_id: sentence.text for job_id, sentence in said.items()},
+            why_names={job_id: list(sentence.named) for job_id, sentence in said.items() if sentence.named},
         )
 
     def history(self, from_at: float | None, until_at: float | None, parts: int) -> ClusterHistory:
@@ -114,16 +116,18 @@ class InsightDesk:
             samples = reader.samples(job_id, row.incarnation)
             workers = reader.worker_times(job_id, row.incarnation)
             candidates = reader.candidates(job_id, row.incarnation)
-            names = _names(one for one, _ in reader.list_current(state=None, dag_id=None, live=True, limit=_MOST_JOBS))
+            keys = _keys(one for one, _ in reader.list_current(state=None, dag_id=None, live=True, limit=_MOST_JOBS))
         state = None
         if foresight is not None and not row.terminal and row.introduced and row.incarnation == job.incarnation:
             state = foresight.states.get(job_id)
         believed = {} if state is None or state.job.curve is None else dict(state.job.curve.steps_per_s)
         told = {int(size): float(speed) for size, speed in (row.submission.get("scaling_curve") or {}).items()}
+        said = why(row, foresight, keys, now)
         return JobStory(
             status=status_of(job, row, generations),
             incarnations=job.incarnation,
-            why=why(row, foresight, names, now),
+            why=said.text,
+            why_names=list(said.named),
             submission=_shown(row.submission),
             generations=spans.spans_of(job, generations),
             planned=[] if state is None else _planned([(job, row)], foresight, now, expected=False),
@@ -175,8 +179,8 @@ def _incarnation(reader: Reader, job_id: str, incarnation: int | None) -> tuple[
     return job, row
 
 
-def _names(jobs: Any) -> dict[str, str]:
-    return {job.job_id: recurring.name_of(job.recurring_key) for job in jobs}
+def _keys(jobs: Iterable[JobRow]) -> dict[str, str]:
+    return {job.job_id: job.recurring_key for job in jobs}
 
 
 def _planned(

@@ -7,10 +7,12 @@ holds now, and who is in the way.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from elasticflow_airflow.insight import NamedTask
 from elasticflow_airflow.scheduler_core.explain import duration, workers
 from elasticflow_airflow.scheduler_core.values import JobState, Phase, Reservation
 from elasticflow_airflow.service import recurring
@@ -23,6 +25,16 @@ _SAME_S = 1.0
 _NAMED = 2
 _SOON_S = 20 * 3600.0
 _VERY_SOON_S = 600.0
+_MARKED = re.compile("\x02([^\x03]*)\x03")
+"""A task while the sentence is made: its recurring key, which is JSON and so has no control characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sentence:
+    """What is said, and which tasks are named in it: not everybody may read of each of them."""
+
+    text: str
+    named: tuple[NamedTask, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +44,7 @@ class _Case:
     row: IncarnationRow
     state: JobState
     foresight: Foresight
-    names: Mapping[str, str]
+    keys: Mapping[str, str]
     now: float
 
     @property
@@ -50,27 +62,44 @@ class _Case:
         return sorted((one for one in planned if one.end_s > self.now), key=lambda one: one.start_s)
 
 
-def why(row: IncarnationRow, foresight: Foresight | None, names: Mapping[str, str], now: float) -> str:
-    """The sentence. ``names`` are those of the live jobs, by id; times in it are UTC."""
+def why(row: IncarnationRow, foresight: Foresight | None, keys: Mapping[str, str], now: float) -> Sentence:
+    """The sentence. ``keys`` are the recurring keys of the live jobs, by id; times in it are UTC."""
     if row.terminal or row.ending:
-        return row.state_reason
+        return Sentence(row.state_reason)
     if not row.introduced:
-        return "was just submitted: the scheduler has not decided yet"
+        return Sentence("was just submitted: the scheduler has not decided yet")
     state = None if foresight is None else foresight.states.get(row.job_id)
     if foresight is None or state is None:
-        return row.state_reason
+        return Sentence(row.state_reason)
     if state.phase is Phase.PARKED:
         ends_at = None if row.lease_expires_at is None else row.lease_expires_at + row.orphan_s
         until = "" if ends_at is None else f", and is cancelled at {clock(ends_at, now)}"
-        return f"its owner in Airflow is not heard of: it holds nothing until one is back{until}"
+        return Sentence(f"its owner in Airflow is not heard of: it holds nothing until one is back{until}")
     if state.phase is Phase.WAITING or (state.phase is Phase.PROFILING and not state.placement.workers):
-        return row.state_reason
+        return Sentence(row.state_reason)
     if state.phase is Phase.PROFILING:
         limit = state.profile_until_s
         until = "" if limit is None else f" until {clock(limit, now)} at the latest"
-        return f"measures its speed with {workers(state.placement.workers)}{until}; then its deadline is decided on"
-    case = _Case(row, state, foresight, names, now)
-    return _of_holder(case) if case.size else _of_waiter(case)
+        measures = f"measures its speed with {workers(state.placement.workers)}{until}"
+        return Sentence(f"{measures}; then its deadline is decided on")
+    case = _Case(row, state, foresight, keys, now)
+    return _unmarked(_of_holder(case) if case.size else _of_waiter(case))
+
+
+def _marked(recurring_key: str) -> str:
+    return f"\x02{recurring_key}\x03"
+
+
+def _unmarked(marked: str) -> Sentence:
+    """Write the names of the tasks for their marks, and note where they stand."""
+    text, after, named = "", 0, []
+    for found in _MARKED.finditer(marked):
+        text += marked[after : found.start()]
+        namespace, dag_id = recurring.owner_of(found[1])
+        name = recurring.name_of(found[1])
+        named.append(NamedTask(at=len(text), length=len(name), namespace=namespace, dag_id=dag_id))
+        text, after = text + name, found.end()
+    return Sentence(text + marked[after:], tuple(named))
 
 
 def clock(at_s: float, now: float) -> str:
@@ -162,7 +191,7 @@ def _others(case: _Case, from_s: float, until_s: float, what: str) -> str:
         if job_id != case.row.job_id
     }
     found = sorted((job_id for job_id, held in holding.items() if held), key=lambda job_id: (-holding[job_id], job_id))
-    said = list(dict.fromkeys(case.names.get(job_id, job_id) for job_id in found))
+    said = list(dict.fromkeys(_marked(case.keys[job_id]) if job_id in case.keys else job_id for job_id in found))
     runs = _expected(case, from_s, until_s)
     if not said and not runs:
         return ""
@@ -175,7 +204,7 @@ def _others(case: _Case, from_s: float, until_s: float, what: str) -> str:
 def _expected(case: _Case, from_s: float, until_s: float) -> list[str]:
     """The runs for which room is kept between two times."""
     return [
-        f"the run of {recurring.name_of(run.task)} that is due {clock(run.due_s, case.now)}"
+        f"the run of {_marked(run.task)} that is due {clock(run.due_s, case.now)}"
         for run, slots in case.foresight.expected
         if any(overlaps(one, from_s, until_s) for one in slots)
     ]

@@ -213,7 +213,7 @@ def _add_cluster(app: FastAPI, source: Source) -> None:
                 "version": health.version,
                 "engine": health.engine,
                 "status": health.status,
-                "problems": sight.plain(health.problems),
+                "problems": sight.problems(health.problems),
             },
         }
 
@@ -325,15 +325,15 @@ def _add_job(app: FastAPI, source: Source) -> None:
     def story(dag_id: DagId, job_id: JobId, user: GetUserDep, incarnation: Incarnation = None) -> dict[str, Any]:
         _status(source, dag_id, job_id)
         found = source.ask(questions.story(job_id, incarnation))
-        plain: dict[str, Any] = _sight(source, user).knowing([found.status]).plain(found.model_dump(mode="json"))
+        sight = _sight(source, user).knowing([found.status])
+        plain: dict[str, Any] = sight.plain(sight.story(found).model_dump(mode="json"))
         return {**plain, "latest_at": latest_finish_at(found, time.time()), "may_edit": _may_edit(user, dag_id)}
 
     @app.get(f"{job}/events", dependencies=[_reads])
     def events(
         dag_id: DagId, job_id: JobId, user: GetUserDep, after: Annotated[int, Query(ge=0, lt=1 << 62)] = 0
     ) -> list[dict[str, Any]]:
-        _status(source, dag_id, job_id)
-        sight = _sight(source, user)
+        sight = _sight(source, user).knowing([_status(source, dag_id, job_id)])
         return [sight.plain(event.model_dump(mode="json")) for event in _events(source, job_id, after)]
 
     @app.get(f"{job}/runs", dependencies=[_reads])
@@ -363,7 +363,7 @@ def _add_job(app: FastAPI, source: Source) -> None:
         _status(source, dag_id, job_id)
         found = source.ask(questions.story(job_id, incarnation))
         of_it = [e for e in _events(source, job_id) if e.incarnation in (None, found.status.incarnation)]
-        made = _sight(source, user).plain(chrome_trace(found, of_it, time.time()))
+        made = _sight(source, user).knowing([found.status]).plain(chrome_trace(found, of_it, time.time()))
         name = f'attachment; filename="{job_id}-{found.status.incarnation}.trace.json"'
         return JSONResponse(made, headers={"Content-Disposition": name})
 
@@ -384,7 +384,7 @@ def _add_changes(app: FastAPI, source: Source) -> None:
         reason = f"cancelled by {user.get_name()} on the ElasticFlow page"
         answer = source.ask(calls.claimed("cancel", job_id, request.claim, reason))
         source.forget()
-        return answer
+        return JobStatus.model_validate(_sight(source, user).plain(answer.model_dump(mode="json")))
 
     @app.patch(job, dependencies=[_ours, _edits])
     def amend(dag_id: DagId, job_id: JobId, user: GetUserDep, request: AmendRequest) -> AmendAnswer:

@@ -7,14 +7,15 @@ of lists; where they hold slots they stay as anonymous blocks: a picture of the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elasticflow_airflow.insight import Admission, ClusterHistory, ClusterNow, Span, WhatIf
+from elasticflow_airflow.insight import Admission, ClusterHistory, ClusterNow, JobStory, NamedTask, Span, WhatIf
 from elasticflow_airflow.wire import ForecastAnswer, ForecastItem, JobIdentity, JobStatus, SlotStatus
 
 SOMEBODY = "another job"
+_FAILED = "Its last pass over the jobs failed: its log says why."
 _TASK = re.compile(r"(?<![\w./-])[\w-]+(?:\.[\w-]+)+(?:\[\d+\])?(?![\w/-])")
 _JOB_ID = re.compile(r"(?<![\w-])[a-z0-9][a-z0-9-]*-[0-9a-f]{16}(?![\w-])")
 
@@ -48,9 +49,25 @@ class Sight:
         return replace(self, names=names, hidden_tasks=frozenset(hidden - set(names.values())))
 
     def text(self, text: str) -> str:
-        """A sentence for this user. Reasons name other jobs by id or as dag.task: what is hidden gets no name."""
+        """A sentence for this user. Reasons name other jobs by id, people may write dag.task: both get no name here.
+
+        Sentences of the service that name tasks say where, see ``sentence``.
+        """
         named = _JOB_ID.sub(lambda found: self.names.get(found.group(), SOMEBODY), text)
         return _TASK.sub(lambda found: SOMEBODY if self._hides(found.group()) else found.group(), named)
+
+    def sentence(self, text: str, named: Sequence[NamedTask]) -> str:
+        """A sentence with the names of those tasks only that the user may read; ``named`` says where the names are."""
+        for one in sorted(named, key=lambda one: -one.at):
+            if not self._mine(one):
+                text = text[: one.at] + SOMEBODY + text[one.at + one.length :]
+        return text
+
+    def problems(self, problems: list[str]) -> list[str]:
+        """What is wrong with the service. It is the text of an error, which may name anything."""
+        if not problems or not (self.hidden_dags or self.hidden_tasks):
+            return problems
+        return [_FAILED]
 
     def plain(self, value: Any) -> Any:
         """A JSON value with its sentences for this user; ids that are fields of their own stay."""
@@ -67,8 +84,12 @@ class Sight:
         seen = [job for job in now.jobs if self.sees(job.identity)]
         ids = {job.job_id for job in seen}
         slots = [self._slot(slot, ids) for slot in now.slots]
-        why = {job_id: sentence for job_id, sentence in now.why.items() if job_id in ids}
-        return now.model_copy(update={"jobs": seen, "slots": slots, "why": why})
+        why = {job: self.sentence(text, now.why_names.get(job, ())) for job, text in now.why.items() if job in ids}
+        return now.model_copy(update={"jobs": seen, "slots": slots, "why": why, "why_names": {}})
+
+    def story(self, story: JobStory) -> JobStory:
+        """The story of a job that may be seen."""
+        return story.model_copy(update={"why": self.sentence(story.why, story.why_names), "why_names": []})
 
     def history(self, history: ClusterHistory) -> ClusterHistory:
         """What was and is planned, with hidden jobs as blocks without a name."""
@@ -101,7 +122,7 @@ class Sight:
             ".".join(parts[:end]) in self.hidden_dags for end in range(1, len(parts))
         )
 
-    def _mine(self, one: Span | Admission) -> bool:
+    def _mine(self, one: Span | Admission | NamedTask) -> bool:
         return one.namespace == self.namespace and one.dag_id in self.readable
 
     @staticmethod
@@ -115,8 +136,8 @@ class Sight:
     def _span(self, span: Span) -> Span:
         if self._mine(span):
             return span
-        anonymous = {"job_id": "", "dag_id": "", "task_id": "", "run_id": "", "map_index": -1, "reason": ""}
-        return span.model_copy(update={**anonymous, "purpose": "", "generation": None, "incarnation": 1})
+        names = dict.fromkeys(("job_id", "namespace", "dag_id", "task_id", "run_id", "purpose", "reason"), "")
+        return span.model_copy(update={**names, "map_index": -1, "generation": None, "incarnation": 1})
 
     def _foresees(self, item: ForecastItem) -> bool:
         return item.namespace == self.namespace and item.dag_id in self.readable

@@ -178,6 +178,28 @@ def test_why_names_the_run_for_which_slots_are_kept_free(world):
     assert "the run of daily.nightly that is due 09:00 UTC" in why(world, job)
 
 
+def test_why_says_whose_the_tasks_are_that_it_names(world):
+    due = world.now_s + 3600.0
+    curve = {"scaling_curve": CURVE, "within": 600.0}
+    nightly = world.submission(task="nightly", run="r1", steps=32 * 300, next_run_at=due, **curve)
+    of_others = nightly.identity.model_copy(update={"namespace": "elsewhere", "dag_id": "secretteam_eu"})
+    first = world.desk.submit(of_others.job_id, nightly.model_copy(update={"identity": of_others}))
+    assert world.ended(first, every=10.0).state == "succeeded"
+    world.step(due - 900.0 - world.now_s)
+    job = running(world, task="adhoc", within=7200.0, min_workers=4, steps=32 * 3000)
+    waiting = world.submit(task="spare", **LONG)
+    world.step(1.0)
+    now = desk_of(world).cluster()
+    told = {
+        job_id: [(said[one.at : one.at + one.length], one.namespace, one.dag_id) for one in now.why_names[job_id]]
+        for job_id, said in now.why.items()
+    }
+    expected, adhoc = ("secretteam_eu.nightly", "elsewhere", "secretteam_eu"), ("daily.adhoc", "default", "daily")
+    assert told == {job.job.job_id: [expected], waiting.job.job_id: [adhoc, expected]}, now.why
+    story = desk_of(world).story(waiting.job.job_id, None)
+    assert (story.why, story.why_names) == (now.why[waiting.job.job_id], now.why_names[waiting.job.job_id])
+
+
 def test_why_tells_of_measuring_waiting_and_an_owner_who_is_away(world):
     urgent = running(world, task="urgent", within=780.0)
     job = world.submit(task="new", within=4 * 3600.0, steps=32 * 1800)

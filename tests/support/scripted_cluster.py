@@ -23,6 +23,7 @@ from elasticflow_airflow.insight import (
     ClusterNow,
     CurvePoint,
     JobStory,
+    NamedTask,
     RunOfTask,
     Sample,
     Span,
@@ -53,7 +54,8 @@ SLOTS = [(node, index) for node in NODES for index in range(4)]
 TASKS = {"nightly_reviews": "train", "fraud_daily": "finetune", "search_ranker": "train", "vision": "backbone"}
 HIDDEN = JobIdentity(dag_id="payroll", run_id="scheduled__today", task_id="train")
 FOREIGN = JobIdentity(namespace="elsewhere", dag_id="fraud_daily", run_id="scheduled__today", task_id="finetune")
-
+EXPECTED = JobIdentity(namespace="elsewhere", dag_id="secretteam_eu", run_id="", task_id="retrain")
+"""Of another Airflow, and due: no list of jobs tells of it."""
 
 _ARITHMETIC = """Deadline:
   task 'publish' must end by  Sat 2026-11-21 07:30 UTC  (deadline='07:30')
@@ -74,6 +76,7 @@ class ScriptedCluster:
     away: bool = False
     cancelled: set[str] = field(default_factory=set)
     deadlines: dict[str, float] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
     further: list[JobStatus] = field(default_factory=list)
     """More jobs that lists find."""
 
@@ -231,21 +234,28 @@ class ScriptedCluster:
         live = self._live()
         holder = {tuple(slot): job.job_id for job in live for slot in job.slots}
         why = {
-            identity(
-                "nightly_reviews"
-            ).job_id: "Holds 4 slots until it ends, as its deadline leaves no room for fewer.",
-            identity(
-                "fraud_daily"
-            ).job_id: "Holds 2 slots, then 4 once nightly_reviews has left: it has time to spare.",
+            identity("nightly_reviews").job_id: (
+                "Holds 4 slots until it ends, as its deadline leaves no room for fewer."
+            ),
+            identity("fraud_daily").job_id: (
+                "holds 2 slots until 03:20 UTC, then 4: secretteam_eu.retrain and nightly_reviews.train need them"
+            ),
             identity("search_ranker").job_id: "holds 1 slot until 03:20 UTC, as payroll.train needs the others",
             identity("vision").job_id: "Waits until nightly_reviews ends, then starts with 4: its deadline is far off.",
         }
         slots = [SlotStatus(node_id=n, index=i, job_id=holder.get((n, i))) for n, i in SLOTS]
-        return ClusterNow(at=self.now, slots=slots, jobs=live, why=why)
+        return ClusterNow(at=self.now, slots=slots, jobs=live, why=why, why_names=_named(why))
 
     def _health(self, _told: Any = None) -> Health:
         return Health(
-            status="ok", version="0.1.0", engine="local", pid=1, started_at=self.now, state_dir="/var/x", live_jobs=4
+            status="ok",
+            version="0.1.0",
+            engine="local",
+            pid=1,
+            started_at=self.now,
+            state_dir="/var/x",
+            live_jobs=4,
+            problems=self.problems,
         )
 
     def history(self, params: Mapping[str, str]) -> ClusterHistory:
@@ -384,7 +394,9 @@ class ScriptedCluster:
                     deadline_at=due + 4 * HOUR,
                     projected_at=due + 3.4 * HOUR if outcome == "kept" else None,
                     earliest_deadline_at=None if outcome == "kept" else due + 4.6 * HOUR,
-                    reason="" if outcome == "kept" else "vision holds 4 slots until 03:20, so 4 are left for 4 h",
+                    reason=""
+                    if outcome == "kept"
+                    else f"{identity('vision').job_id} holds 4 slots until 03:20, so 4 are left for 4 h",
                 )
             )
         kept = sum(item.outcome == "kept" for item in items)
@@ -432,12 +444,14 @@ class ScriptedCluster:
         return found[: int(params.get("limit", 100))]
 
     def story(self, job: JobStatus) -> JobStory:
-        why = self.cluster().why.get(job.job_id, job.state_reason)
+        now = self.cluster()
+        why = now.why.get(job.job_id, job.state_reason)
         began = self._generations(job) if job.slots else []
         return JobStory(
             status=job,
             incarnations=1,
             why=why,
+            why_names=now.why_names.get(job.job_id, []),
             submission={
                 "script": "train.py",
                 "args": ["--lr", "3e-4"],
@@ -556,6 +570,19 @@ class ScriptedCluster:
     def _log(self, offset: int) -> LogPiece:
         text = "".join(f"step {n} loss {0.24 + 0.9 * math.exp(-n / 4000):.4f}\n" for n in range(13000, 14900, 50))
         return LogPiece(text=text[offset:], start_offset=offset, next_offset=len(text), end_of_file=True)
+
+
+def _named(why: Mapping[str, str]) -> dict[str, list[NamedTask]]:
+    """Where sentences name a task by its full name, as the service says it."""
+    whose = [EXPECTED, *(identity(dag_id) for dag_id in TASKS)]
+    return {
+        job_id: [
+            NamedTask(at=found.start(), length=len(found[0]), namespace=who.namespace, dag_id=who.dag_id)
+            for who in whose
+            for found in re.finditer(rf"\b{who.dag_id}\.{who.task_id}\b", sentence)
+        ]
+        for job_id, sentence in why.items()
+    }
 
 
 def _span(who: JobIdentity, a: float, b: float | None, slots: Any, reason: str, starting_s: float) -> Span:

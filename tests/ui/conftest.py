@@ -56,13 +56,19 @@ def airflow_with_dags() -> None:
 
 @pytest.fixture
 def manager(airflow_with_dags: None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Airflow's simple authorization, but for one DAG that only administrators may read."""
+    """Airflow's simple authorization, but for one DAG that only administrators may read.
+
+    Where ``only`` is set, nobody reads any other DAG, whatever the role.
+    """
     from airflow.api_fastapi import app as airflow_app
     from airflow.api_fastapi.auth.managers.simple.simple_auth_manager import SimpleAuthManager
 
     class WithOneSecret(SimpleAuthManager):
+        only: str | None = None
+
         def is_authorized_dag(self, *, method: Any, user: Any, access_entity: Any = None, details: Any = None) -> bool:
-            if details is not None and details.id == "payroll" and user.role != "admin":
+            asked = None if details is None else details.id
+            if (asked == "payroll" and user.role != "admin") or (asked and self.only not in (None, asked)):
                 return False
             return super().is_authorized_dag(method=method, user=user, access_entity=access_entity, details=details)
 

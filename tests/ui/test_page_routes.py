@@ -10,7 +10,7 @@ import pytest
 from fastapi.routing import APIRoute
 from support.scripted_cluster import FOREIGN, HIDDEN, NODES, ScriptedCluster, identity
 
-from elasticflow_airflow.wire import JobIdentity
+from elasticflow_airflow.wire import Event, JobIdentity
 
 MINE = identity("fraud_daily")
 JOB = f"api/dags/fraud_daily/jobs/{MINE.job_id}"
@@ -82,6 +82,54 @@ def test_sentences_call_jobs_by_names_that_the_user_may_know(browse: Any, cluste
     assert "as payroll.train needs" in browse("admin").get("api/cluster").json()["why"][risky]
     reasons = [event["reason"] for event in browse("viewer").get(f"{JOB}/events").json()]
     assert "starts with 2 workers: another job holds the others" in reasons
+
+
+def test_no_route_names_a_dag_that_may_not_be_read(browse: Any, cluster: ScriptedCluster, manager: Any) -> None:
+    manager.only = "fraud_daily"
+    cluster.problems = [f"IntegrityError(['default', 'payroll', 'train'], {HIDDEN.job_id!r})"]
+    editor = browse("user")
+    change = {"claim": 2, "deadline_at": cluster.now + 9000}
+    answers = {path: editor.get(path) for path in [*LISTS, *(f"{JOB}/{what}" for what in READS)]}
+    answers["history"] = editor.get("api/history", params={"from_at": cluster.now - 9e5, "until_at": cluster.now + 9e5})
+    answers["stacks"] = editor.post(f"{JOB}/stacks")
+    answers["what-if"] = editor.post("api/what-if", json={"changes": [{"job_id": MINE.job_id, "deadline_at": 9e9}]})
+    answers["amend"] = editor.patch(JOB, json=change)
+    answers["stale"] = editor.post(f"{JOB}/cancel", json={"claim": 1})
+    answers["cancel"] = editor.post(f"{JOB}/cancel", json={"claim": 2})
+    secret = ("payroll", "secretteam", "elsewhere", "nightly", "search", "vision")
+    for route, answer in answers.items():
+        assert answer.status_code == (409 if route == "stale" else 200), route
+        assert [name for name in secret if name in answer.text] == [], route
+    said = answers[f"{JOB}/story"].json()["why"]
+    assert said == "holds 2 slots until 03:20 UTC, then 4: another job and another job need them"
+    assert answers["cancel"].json()["state_reason"] == "holds 2 slots beside another job"
+    (problem,) = answers["api/cluster"].json()["service"]["problems"]
+    assert problem == "Its last pass over the jobs failed: its log says why."
+
+
+def test_the_service_says_which_tasks_a_sentence_names(browse: Any, cluster: ScriptedCluster) -> None:
+    """Also those that no list of jobs tells of: runs that are expected, of other Airflows even."""
+    said = "holds 2 slots until 03:20 UTC, then 4: another job and nightly_reviews.train need them"
+    browser = browse("viewer")
+    assert browser.get("api/jobs").json()["why"][MINE.job_id] == said
+    assert browser.get("api/cluster").json()["why"][MINE.job_id] == said
+    assert browser.get(f"{JOB}/story").json()["why"] == said
+
+
+def test_an_old_job_is_called_by_its_name_in_its_own_story(
+    browse: Any, cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elasticflow_airflow.ui.api_app._RECENT", 1)
+    old = identity("search_ranker", "manual__1d")
+    monkeypatch.setattr(ScriptedCluster, "_events", lambda *_: [event_of(old, f"{old.job_id} was rejected")])
+    path = f"api/dags/search_ranker/jobs/{old.job_id}"
+    (event,) = browse("viewer").get(f"{path}/events").json()
+    assert event["reason"] == "search_ranker.train was rejected"
+    assert "search_ranker.train was rejected" in browse("viewer").get(f"{path}/trace.json").text
+
+
+def event_of(who: JobIdentity, reason: str) -> Event:
+    return Event(event_id=1, job_id=who.job_id, incarnation=1, at=1.0, kind="rejected", reason=reason)
 
 
 @pytest.mark.parametrize("what", READS)
