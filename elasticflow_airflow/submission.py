@@ -15,7 +15,7 @@ import pendulum
 from airflow.sdk import BaseHook
 from airflow.sdk.exceptions import AirflowNotFoundException
 from airflow.sdk.execution_time import task_runner
-from airflow.sdk.log import mask_secret
+from airflow.sdk.log import mask_secret, redact  # type: ignore[attr-defined]  # Airflow's providers do so
 from pydantic import SecretStr, ValidationError
 
 from elasticflow_airflow.arguments import (
@@ -245,8 +245,9 @@ def prepare(
         raise ArgumentError(f"task {task.task_id!r} cannot be submitted: {wrong}") from error
     # Only now: an error above quotes what it was given.
     secrets = {name: SecretStr(value) for name, value in resolve_secrets(task.secret_env).items()}
+    command = submission.command.model_copy(update={"args_shown": _args_shown(submission.command.args)})
     return Prepared(
-        submission=submission.model_copy(update={"secret_env": secrets}),
+        submission=submission.model_copy(update={"secret_env": secrets, "command": command}),
         snapshot=snapshot,
         notes=tuple(notes),
         warnings=tuple(deadlines.warnings),
@@ -299,6 +300,12 @@ def _rendered_env(env: Any, given: Any) -> dict[str, str]:
         present(f"env[{name!r}]", value, given.get(name) if isinstance(given, Mapping) else given)
     check_each({"env": env})
     return {str(name): str(value) for name, value in env.items()}
+
+
+def _args_shown(args: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The arguments without what Airflow masks in logs: values of connections, say. None: there is nothing such."""
+    shown = tuple(str(redact(arg)) for arg in args)
+    return None if shown == args else shown
 
 
 def check_downstream(deadline_of: str | None, task: Any) -> None:

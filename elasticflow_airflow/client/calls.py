@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -45,6 +45,8 @@ _SUBMIT_TIMEOUT_S = 30.0
 """The service may wait for a verdict before it answers a submit."""
 _UPLOAD_TIMEOUT_S = 120.0
 _DOCTOR_TIMEOUT_S = 90.0
+_NOT_ASKED: dict[str, Any] = {"secret_env": True, "command": {"args_shown"}}
+"""What a question about a submission need not say."""
 """It asks an interpreter and the name service, either of which may be what is slow."""
 
 _STATUSES = TypeAdapter(list[JobStatus])
@@ -110,7 +112,7 @@ def submit(submission: JobSubmission) -> Call[Attachment]:
 
 def dry_run(submission: JobSubmission) -> Call[DryRun]:
     """Ask what admission control would say to a submission; nothing is submitted, and no secret is sent."""
-    message = submission.model_dump(mode="json", exclude={"secret_env"})
+    message = submission.model_dump(mode="json", exclude=_NOT_ASKED)
     return Call(
         method="PUT",
         path=job_path(submission.identity.job_id),
@@ -124,12 +126,14 @@ def dry_run(submission: JobSubmission) -> Call[DryRun]:
 def forecast(hours: float = 24.0, planned: Sequence[PlannedRun] = ()) -> Call[ForecastAnswer]:
     """Ask what will become of everything that is due in the next hours, and of planned runs; no secret is sent."""
     request = ForecastRequest(hours=hours, planned=list(planned))
-    body = request.model_dump_json(exclude={"planned": {"__all__": {"submission": {"secret_env"}}}}).encode()
+    body = request.model_dump_json(exclude={"planned": {"__all__": {"submission": _NOT_ASKED}}}).encode()
     return Call(method="POST", path="/v1/forecast", read=reader(ForecastAnswer), body=body, timeout_s=_SUBMIT_TIMEOUT_S)
 
 
 def _with_secrets(submission: JobSubmission) -> bytes:
     message = submission.model_dump(mode="json", exclude={"secret_env"})
+    if submission.command.args_shown is None:
+        del message["command"]["args_shown"]  # A service that is older than this field would refuse it.
     # Pydantic masks secrets when it dumps; only this body carries them.
     message["secret_env"] = {name: value.get_secret_value() for name, value in submission.secret_env.items()}
     return json.dumps(message).encode()

@@ -37,6 +37,7 @@ from elasticflow_airflow.service.models import (
 )
 from elasticflow_airflow.service.reasons import why
 from elasticflow_airflow.service.refusal import Refusal, no_such_job
+from elasticflow_airflow.service.secrets import shown_args
 from elasticflow_airflow.service.store import Reader, Store
 from elasticflow_airflow.service.view import slot_statuses, status_of
 
@@ -224,8 +225,9 @@ def _admission(
 
 
 def _shown(submission: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked for. Of the environment only the names: values may be secrets."""
+    """What was asked for, without what may be secret: of the environment only the names."""
     command = dict(submission.get("command") or {})
+    command["args"] = shown_args(command.get("args") or (), command.pop("args_shown", None))
     command["env"] = sorted(command.get("env") or {})
     return {**submission, "command": command}
 

@@ -1,13 +1,22 @@
-"""Encrypts what ``secret_env`` holds. The key is a 0600 file in the state directory; nothing here is ever logged."""
+"""Encrypts what ``secret_env`` holds, and keeps secrets out of what is shown.
+
+The key is a 0600 file in the state directory; nothing here is ever logged.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 REDACTED = "***"
+_SENSITIVE = re.compile(r"apikey|authorization|credentials?|key|pass(?:phrase|wd|word)|pwd|secrets?|token", re.I)
+"""Last words of the names of options whose values are secrets; ``--password-file`` and ``--max-tokens`` have none."""
+_OPTION = re.compile(r"(?P<dashes>[-+]{0,2})(?P<name>[A-Za-z][\w.-]*)(?P<value>=.*)?", re.DOTALL)
+_WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
+_PASSWORD_IN_URL = re.compile(r"(?<=://)([^/\s:@]*):[^/\s@]+@")
 
 
 class SecretError(Exception):
@@ -73,3 +82,40 @@ def redact(text: str, secrets: Mapping[str, str]) -> str:
         if len(value) >= 4:  # Shorter ones would tear ordinary words apart.
             text = text.replace(value, REDACTED)
     return text
+
+
+def shown_args(args: Sequence[str], as_told: Sequence[str] | None) -> list[str]:
+    """The arguments of a script for people. ``as_told``: as their submitter shows them, who may know more secrets.
+
+    Beside those, the values of options that are called like secrets, and passwords in URLs, are left out.
+    """
+    shown: list[str] = []
+    hides_next = False
+    for arg in as_told or args:
+        option = _OPTION.fullmatch(arg)
+        sensitive = option is not None and _is_sensitive(option["name"])
+        if hides_next and not arg.startswith("-"):
+            shown.append(REDACTED)
+        elif option is not None and sensitive and option["value"]:
+            shown.append(f"{option['dashes']}{option['name']}={REDACTED}")
+        else:
+            shown.append(_PASSWORD_IN_URL.sub(rf"\1:{REDACTED}@", arg))
+        hides_next = option is not None and sensitive and arg.startswith("-") and not option["value"]
+    return shown
+
+
+def secrets_in_args(args: Sequence[str], as_told: Sequence[str] | None) -> dict[str, str]:
+    """The values that the submitter does not show, by a name of their own: a failing script may print its arguments."""
+    found: dict[str, str] = {}
+    for arg, shown in zip(args, as_told or args, strict=True):
+        if arg == shown:
+            continue
+        hidden = re.fullmatch("(.+?)".join(map(re.escape, shown.split(REDACTED))), arg, re.DOTALL)
+        for value in (arg,) if hidden is None else hidden.groups():
+            found[f"argument {len(found)}"] = value
+    return found
+
+
+def _is_sensitive(name: str) -> bool:
+    words = _WORD.findall(name)
+    return bool(words) and _SENSITIVE.fullmatch(words[-1]) is not None

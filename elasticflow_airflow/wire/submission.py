@@ -43,6 +43,8 @@ class Command(Wire):
     script: str | None = None
     module: str | None = None
     args: tuple[str, ...] = ()
+    args_shown: tuple[str, ...] | None = None
+    """The same for people, with ``***`` for what is secret in them; None: the submitter knows of no secret there."""
     python: str | None = None
     working_dir: str | None = None
     env: dict[str, str] = Field(default_factory=dict)
@@ -51,6 +53,8 @@ class Command(Wire):
     def _one_entry(self) -> Command:
         if (self.script is None) == (self.module is None):
             raise ValueError("give exactly one of script= and module=")
+        if self.args_shown is not None and len(self.args_shown) != len(self.args):
+            raise ValueError(f"args_shown= has {len(self.args_shown)} elements, and args= has {len(self.args)}")
         return self
 
 

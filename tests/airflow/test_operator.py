@@ -16,6 +16,7 @@ from airflow.sdk.exceptions import (
     TaskDeferralTimeout,
     TaskDeferred,
 )
+from airflow.sdk.execution_time.context import ConnectionAccessor
 from support.elastic_tasks import Store, context_of, success
 
 from elasticflow_airflow import listeners
@@ -287,6 +288,33 @@ def test_secrets_come_from_connections_and_are_not_shown(service, make_status, m
         task = make_task(secret_env={"A": reference})
         with pytest.raises(AirflowFailException, match=words):
             task.execute(context_of(task))
+
+
+def test_secrets_in_arguments_are_marked_for_whoever_shows_them(service, make_status, make_task, monkeypatch):
+    monkeypatch.setenv("AIRFLOW_CONN_HUB", '{"conn_type": "http", "password": "hunter22"}')
+    hub = "https://me:{{ conn.hub.password }}@hub"
+    service.statuses = [success(make_status)]
+    task = make_task(script_args=["--token", "{{ conn.hub.password }}", f"--hub={hub}", "--lr", 0.1])
+    task.render_template_fields({"conn": ConnectionAccessor()})
+    task.execute(context_of(task))
+    command = service.did("submit")[0]["command"]
+    assert command["args"] == ["--token", "hunter22", "--hub=https://me:hunter22@hub", "--lr", "0.1"]
+    assert command["args_shown"] == ["--token", "***", "--hub=https://me:***@hub", "--lr", "0.1"]
+
+
+def test_what_a_connection_gives_as_a_secret_is_marked_in_arguments_too(service, make_status, make_task, monkeypatch):
+    monkeypatch.setenv("AIRFLOW_CONN_VAULT", '{"conn_type": "http", "password": "0pen-sesame"}')
+    service.statuses = [success(make_status)]
+    task = make_task(script_args=["0pen-sesame"], secret_env={"TOKEN": "conn:vault.password"})
+    task.execute(context_of(task))
+    assert service.did("submit")[0]["command"]["args_shown"] == ["***"]
+
+
+def test_arguments_without_a_secret_are_sent_once(service, make_status, make_task):
+    service.statuses = [success(make_status)]
+    task = make_task(script_args=["--lr", "0.1"])
+    task.execute(context_of(task))
+    assert "args_shown" not in service.did("submit")[0]["command"]  # which an earlier service would refuse
 
 
 def test_ctrl_c_inside_a_task_ends_the_whole_run_and_no_other(service, make_task):

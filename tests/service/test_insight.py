@@ -9,6 +9,8 @@ from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES
 from elasticflow_airflow.service.feeding import CalendarDesk
 from elasticflow_airflow.service.insight import InsightDesk
 from elasticflow_airflow.service.refusal import Refusal
+from elasticflow_airflow.service.secrets import shown_args
+from elasticflow_airflow.wire import Command
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 LONG = {"steps": 32 * 600, "scaling_curve": CURVE}
@@ -236,6 +238,47 @@ def test_a_story_has_everything_and_no_secret(world):
     assert [point.workers for point in story.curve] == [1, 2, 4]
     assert story.curve[-1].measured_steps_per_s == pytest.approx(32.0, rel=0.1)
     assert all(point.reckoned_steps_per_s for point in story.curve)
+
+
+def test_a_story_shows_no_secret_of_the_arguments(world):
+    args = ("--token=hunter2", "https://me:hunter2@hub/x", "--data", "s3://b/d", "--api-key", "hunter2", "-v")
+    job = world.submit(args=args, **LONG)
+    told = desk_of(world).story(job.job.job_id, None).submission["command"]
+    shown = ["--token=***", "https://me:***@hub/x", "--data", "s3://b/d", "--api-key", "***", "-v"]
+    assert told["args"] == shown
+    assert "args_shown" not in told
+
+
+def test_a_story_shows_of_the_arguments_what_their_submitter_would(world):
+    fake = {"fail_at_step": 5, "failure": "TypeError: no 'hunter22' in /data"}
+    submission = world.submission(args=("/data", "hunter22", "x=hunter22;y"), fake=fake, **LONG)
+    command = {**submission.command.model_dump(), "args_shown": ("/data", "***", "x=***;y")}
+    submission = submission.model_copy(update={"command": Command.model_validate(command)})
+    job = world.desk.submit(submission.identity.job_id, submission)
+    assert world.ended(job).state == "failed"
+    story = desk_of(world).story(job.job.job_id, None)
+    assert story.submission["command"]["args"] == ["/data", "***", "x=***;y"]
+    assert "no '***' in /data" in (story.status.failure or "")
+    assert "hunter22" not in story.model_dump_json() + "".join(world.story())
+
+
+@pytest.mark.parametrize(
+    ("args", "shown"),
+    [
+        (["--hub_token", "abc"], ["--hub_token", "***"]),
+        (["--hubToken", "abc"], ["--hubToken", "***"]),
+        (["-secret", "abc", "def"], ["-secret", "***", "def"]),
+        (["hub.password=a=b"], ["hub.password=***"]),
+        (["--credentials", "abc"], ["--credentials", "***"]),
+        (["--use-auth-token", "--lr", "3"], ["--use-auth-token", "--lr", "3"]),
+        (["--tokenizer", "bert", "--max-tokens", "9"], ["--tokenizer", "bert", "--max-tokens", "9"]),
+        (["--password-file", "/run/secret"], ["--password-file", "/run/secret"]),
+        (["token", "abc", "--token"], ["token", "abc", "--token"]),
+    ],
+    ids=" ".join,
+)
+def test_options_that_are_called_like_secrets_keep_their_values(args, shown):
+    assert shown_args(args, None) == shown
 
 
 def test_a_story_knows_the_checkpoint_that_counts(world):
