@@ -48,9 +48,16 @@ from airflow.utils.session import create_session
 with create_session() as session:
     session.merge(DagBundleModel(name="page"))
     session.flush()
-    for dag_id in ("nightly", "fraud", "ranker"):
+    for dag_id in ("fraud", "ranker"):
         session.merge(DagModel(dag_id=dag_id, bundle_name="page", is_stale=False))
 """
+NIGHTLY = """
+from airflow.providers.standard.operators.empty import EmptyOperator
+from airflow.sdk import DAG
+with DAG("nightly", schedule=None):
+    EmptyOperator(task_id="train") >> EmptyOperator(task_id="report")
+"""
+"""A DAG that Airflow knows all of, so that it shows pages about its runs and tasks."""
 
 
 @dataclass
@@ -67,6 +74,17 @@ class Site:
         )
         answer.raise_for_status()
         return str(answer.json()["access_token"])
+
+    def add_run(self, dag_id: str, run_id: str) -> None:
+        """A run of a DAG as Airflow knows it; nobody executes its tasks."""
+        answer = httpx.post(
+            f"{self.url}api/v2/dags/{dag_id}/dagRuns",
+            json={"dag_run_id": run_id, "logical_date": None},
+            headers={"Authorization": f"Bearer {self.session('admin')}"},
+            timeout=60,
+            trust_env=False,
+        )
+        answer.raise_for_status()
 
     def submit(self, dag_id: str, steps: int, **given: Any) -> JobStatus:
         """A job as an operator would submit it; the lease outlasts the tests."""
@@ -171,7 +189,12 @@ def site() -> Iterator[Site]:
 
     try:
         start("service", service, "-m", "elasticflow_airflow.service")
-        for command in (["-m", "airflow", "db", "migrate"], ["-c", ADD_DAGS]):
+        (home / "dags" / "nightly.py").write_text(NIGHTLY)
+        for command in (
+            ["-m", "airflow", "db", "migrate"],
+            ["-c", ADD_DAGS],
+            ["-m", "airflow", "dags", "reserialize"],
+        ):
             subprocess.run([sys.executable, *command], env=airflow, check=True, timeout=240, capture_output=True)
         start("api-server", airflow, "-m", "airflow", "api-server")
         endpoint = Endpoint.from_url(f"http://127.0.0.1:{service_port}", token=TOKEN)
@@ -185,6 +208,7 @@ def site() -> Iterator[Site]:
             wait("two jobs train", lambda: all(made.status(dag).step > 20 for dag in ("nightly", "fraud")))
             wait("one is refused", lambda: made.status("ranker").state is State.REJECTED)
             wait("Airflow is there", lambda: answers(f"{made.url}api/v2/version"), 240)
+            made.add_run("nightly", "manual__1")
             yield made
     except BaseException:
         for log in home.glob("*.out"):
@@ -308,7 +332,29 @@ def test_the_button_on_a_task_leads_to_its_job(look: Any, site: Site, monkeypatc
     page.frame_locator("iframe[title=ElasticFlow]").get_by_role("heading", name="nightly · train").wait_for()
 
 
-def test_a_task_instances_tab_shows_its_job(look: Any) -> None:
+def test_the_tab_of_a_run_shows_its_jobs(look: Any) -> None:
+    page = look("viewer", "dags/nightly/runs/manual__1")
+    page.get_by_role("link", name="ElasticFlow", exact=True).click()
+    frame = page.frame_locator("iframe[title=ElasticFlow]")
+    frame.get_by_role("link", name="nightly · train").wait_for()
+    assert frame.get_by_role("link", name="fraud · train").count() == 0
+    assert page.url.partition("#")[0].endswith("runs/manual__1/plugin/elasticflow-run")
+
+
+def test_the_tab_of_a_task_instance_shows_its_job(look: Any) -> None:
+    page = look("viewer", "dags/nightly/runs/manual__1/tasks/train")
+    page.get_by_role("link", name="ElasticFlow", exact=True).click()
+    page.frame_locator("iframe[title=ElasticFlow]").get_by_role("heading", name="nightly · train").wait_for()
+    assert page.url.partition("#")[0].endswith("runs/manual__1/tasks/train/plugin/elasticflow-task")
+
+
+def test_the_tab_of_another_task_says_that_it_has_no_job(look: Any) -> None:
+    page = look("viewer", "dags/nightly/runs/manual__1/tasks/report")
+    page.get_by_role("link", name="ElasticFlow", exact=True).click()
+    page.frame_locator("iframe[title=ElasticFlow]").get_by_role("heading", name="No ElasticFlow job here").wait_for()
+
+
+def test_the_page_finds_a_job_by_its_address(look: Any) -> None:
     query = "dag_id=nightly&run_id=manual__1&task_id=train&map_index=%7BMAP_INDEX%7D"
     page = look("viewer", f"elasticflow/?{query}")
     page.get_by_role("heading", name="nightly · train").wait_for()
