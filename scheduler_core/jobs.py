@@ -12,6 +12,9 @@ from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.values import Job, JobState, Phase, Placement, Reservation, ScalingCurve
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Work
 
+LEAST_S = 3 * TOLERANCE_S
+"""What is left of a job that holds nothing takes at least so long: shorter than the tolerance, it would be nothing."""
+
 
 @dataclass(slots=True)
 class ProfilingRun:
@@ -119,9 +122,12 @@ class LiveJob:
             size = self.mask.bit_count()
             costs = self.job.costs
             limit = INFINITY if self.best_effort or self.job.deadline_s is None else self.job.deadline_s
+            remaining = INFINITY if self.remaining is None else self.remaining
+            if not size and speeds:  # what takes no time at all would be given no slots, and never end
+                remaining = max(remaining, LEAST_S * max(speeds.values()))
             work = Work(
                 job_id=self.job.job_id,
-                remaining=INFINITY if self.remaining is None else self.remaining,
+                remaining=remaining,
                 since_s=max(self.as_of_s, self.ready_s),
                 mask=self.mask,
                 size=size,
@@ -177,11 +183,18 @@ class LiveJob:
             self.expected = None if event.expected_steps is None else max(0.0, event.expected_steps)
             self.ever_started = self.ever_started or bool(self.mask)
 
+    def stop(self, layout: Layout, config: SchedulerConfig, now: float) -> None:
+        """Settle for the end of the present gang: a job that has not ended has steps left, whatever was expected."""
+        speed = self.work(layout, config).speed_now
+        self.settle(layout, config, now)
+        if self.mask and self.remaining is not None and self.remaining <= LEAST_S * speed:
+            self.remaining = config.overdue_s * speed
+
     def hold(self, layout: Layout, config: SchedulerConfig, mask: int, now: float) -> None:
         """Take exactly the slots of ``mask`` from ``now`` on, paying for the change."""
         cost = self.work(layout, config).cost_of_change(now)
         begins = self.mask == 0 or (self.starting and self.ready_s > now + TOLERANCE_S)
-        self.settle(layout, config, now)
+        self.stop(layout, config, now)
         self.placement = layout.placement_of(mask, self.placement)
         if self.mask == 0 and mask:
             self.running_since_s = now

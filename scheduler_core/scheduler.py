@@ -354,7 +354,7 @@ class Scheduler(Decider):
 
     def _lose_gang(self, job: LiveJob, now: float) -> None:
         board = self._board
-        job.settle(board.layout, self.config, now)
+        job.stop(board.layout, self.config, now)
         job.placement, job.mask, job.ready_s, job.starting = Placement(), 0, now, False
         job.profiling = None
         job.waiting_since_s = now

@@ -110,3 +110,24 @@ def test_whatever_fails_slots_stay_single_and_work_gets_done(world: ModuleType, 
 @given(sizes=sizes_of_nodes, jobs=arrivals, trouble=troubles)
 def test_whatever_fails_at_length(world: ModuleType, sizes, jobs, trouble) -> None:
     _live_through(world, sizes, jobs, trouble)
+
+
+def test_a_job_that_should_have_ended_gets_slots_again_after_it_has_lost_them() -> None:
+    """Nobody says how much is really left of it, and a start costs nothing."""
+    scheduler = Scheduler(nodes=[Node(node_id="n0", slots=1)])
+    job = Job(
+        job_id="a",
+        submitted_s=0.0,
+        deadline_s=100.0,
+        total_steps=100.0,
+        curve=ScalingCurve({1: 1.0}),
+        costs=RescaleCosts(startup_s=0.0, pause_s=0.0),
+    )
+    scheduler.handle(ev.JobSubmitted(job), 0.0)
+    for now in (100.0, 105.0, 110.0):
+        scheduler.handle(ev.WakeUp(), now)
+    scheduler.handle(ev.NodeLost("n0"), 112.0)
+    decided = scheduler.handle(ev.NodeJoined(Node(node_id="n0", slots=1)), 120.0)
+    assert [d.placement.workers for d in decided if isinstance(d, de.Resize)] == [1]
+    for second in range(121, 300):
+        assert not [d for d in scheduler.handle(ev.WakeUp(), float(second)) if isinstance(d, de.Suspend)]
