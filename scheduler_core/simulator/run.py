@@ -82,6 +82,8 @@ class _Run:
     """Whether it runs on what the holders of its slots leave."""
     version: int = 0
     gone: bool = False
+    said_s: float | None = None
+    """When it last said, as its slots changed, what is left: once at one moment is enough."""
 
     def settle(self, now: float) -> None:
         """Account for the steps made until ``now``."""
@@ -91,9 +93,9 @@ class _Run:
 
 
 class _Due(NamedTuple):
-    """Something that a running gang will do, unless its slots change before (then ``version`` is another)."""
+    """Something that a gang will do or say, unless its slots change before (then ``version`` is another)."""
 
-    what: Literal["start", "report", "slow", "end"]
+    what: Literal["left", "start", "report", "slow", "end"]
     run: _Run
     version: int
 
@@ -103,10 +105,11 @@ class Simulation:
     """One policy on one cluster with one list of jobs.
 
     ``report_after_s``/``report_every_s``: when running jobs report progress and measured speed; None: never, which is
-    right when curves are exact. ``checkpoint_s``: a lost gang loses its steps since the last multiple of it.
-    ``startup_factor`` scales every real start-up and pause (1: as promised). ``straggler_after_s``: a gang of
-    several that makes steps with a slow slot for so long is told of it, and that the slot is to be
-    avoided for ``straggler_avoid_s`` (None: the policy learns of it by the reported speed only).
+    right when curves are exact. Where they do, a gang that made steps and is stopped or resized says what is left.
+    ``checkpoint_s``: a lost gang loses its steps since the last multiple of it. ``startup_factor`` scales every real
+    start-up and pause (1: as promised). ``straggler_after_s``: a gang of several that makes steps with a slow slot for
+    so long is told of it, and that the slot is to be avoided for ``straggler_avoid_s`` (None: the policy learns of it
+    by the reported speed only).
     """
 
     name: str
@@ -217,6 +220,9 @@ class Simulation:
         if happening.what == "start":
             return [ev.GangStarted(job_id, Placement(run.slots))]
         run.settle(now)
+        if happening.what == "left":
+            run.said_s = now
+            return [ev.JobProgressed(job_id, run.left)]
         if happening.what == "slow":
             return self._tell_of_straggler(run, now)
         if happening.what == "report":
@@ -311,7 +317,10 @@ class Simulation:
                     other = taken.setdefault(slot, run.record.job_id)
                     if other != run.record.job_id:
                         raise SimulationError(f"{self.name} gives {slot} to {run.record.job_id!r} beside {other!r}")
+            made_steps = bool(run.slots) and now > run.ready_s
             self._hold(run, slots if not run.gone else (), now)
+            if made_steps and self.report_after_s is not None and run.since_s == now != run.said_s and not run.gone:
+                self._push(now, 2, _Due("left", run, run.version))
         if self.packed is not None:
             self._rate({*self._owner.values(), *self._guests.values()}, now)
         elif self._guests:

@@ -243,7 +243,7 @@ def test_what_was_promised_counts_as_late_and_what_came_with_it_as_met(simulated
     assert [(r.met, r.late_though_admitted) for r in result.records] == [(False, True), (False, False), (True, False)]
 
 
-def test_reports_say_what_really_is_and_stop_with_each_change(simulated: Make) -> None:
+def test_reports_say_what_really_is_and_begin_anew_with_each_change(simulated: Make) -> None:
     script = {("submitted", "a"): [resize("a", 0), de.WakeMeAt(75.0)], 75.0: [resize("a", 0, 1)]}
     job = simulated("a", steps=100, startup_s=10, pause_s=5, truth={1: 0.5, 2: 1.0})
     _, _, policy = run(script, [job], report_after_s=20.0, report_every_s=30.0)
@@ -254,9 +254,25 @@ def test_reports_say_what_really_is_and_stop_with_each_change(simulated: Make) -
     assert [(now, e.remaining_steps, e.steps_per_s) for now, e in heard(policy, ev.JobProgressed)] == [  # type: ignore[union-attr]  # all of this kind
         (30.0, 90.0, 0.5),
         (60.0, 75.0, 0.5),
+        (75.0, 67.5, None),  # what is left when its slots change
         (100.0, 47.5, 1.0),
         (130.0, 17.5, 1.0),
     ]
+
+
+def test_a_gang_that_is_stopped_says_what_is_left_if_it_made_steps(simulated: Make) -> None:
+    script = {
+        ("submitted", "a"): [resize("a", 0), de.WakeMeAt(5.0)],
+        5.0: [resize("a", 0, 1), de.WakeMeAt(25.0)],  # still starting: nothing new to say
+        25.0: [de.Suspend("a", "for now"), de.WakeMeAt(50.0)],
+        50.0: [resize("a", 0, 1)],
+    }
+    job = simulated("a", steps=100, startup_s=10, truth={1: 0.5, 2: 1.0})
+    result, _, policy = run(script, [job], report_after_s=1000.0)
+    assert heard(policy, ev.JobProgressed) == [(25.0, ev.JobProgressed("a", 90.0))]
+    assert result.records[0].finished_s == 150.0
+    _, _, policy = run(script, [job])
+    assert heard(policy, ev.JobProgressed) == []
 
 
 def test_a_lost_node_takes_its_gangs_and_their_steps_since_the_last_checkpoint(simulated: Make) -> None:
