@@ -17,6 +17,9 @@ from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob
 from elasticflow_airflow.scheduler_core.simulator.trace import Trace, TraceJob
 from elasticflow_airflow.scheduler_core.values import BatchChoice, Job, Node, OnReject, RescaleCosts, ScalingCurve
 
+LONGEST_S = 1e10
+"""Longer jobs are refused: times are floats, and the scheduler tells such as are 10 µs apart from each other."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
@@ -44,6 +47,11 @@ class Conditions:
             value = getattr(self, name)
             if not 0.0 <= value < math.inf:
                 raise InputError(f"{name} is {value!r}; it must be a number of at least 0")
+        if self.throughput_error >= 10.0:
+            raise InputError(
+                f"throughput_error is {self.throughput_error!r}; it is the sigma of a log-normal factor, say 0.1, and"
+                " below 10"
+            )
         if self.startup_s is not None and not 0.0 <= self.startup_s < math.inf:
             raise InputError(f"startup_s is {self.startup_s!r}; it must be a number of at least 0")
         if self.noise_batches is not None and not 0.0 <= self.noise_batches < math.inf:
@@ -102,6 +110,14 @@ def prepare(
         if smallest > largest:
             raise InputError(
                 f"job {row.job_id!r} needs at least {smallest} slots; the largest block of this cluster is {largest}",
+                trace.path,
+                row.line,
+            )
+        length_s = max(row.steps / speed for speed in curve.steps_per_s.values())
+        if length_s > LONGEST_S:
+            raise InputError(
+                f"job {row.job_id!r} would take {length_s:.3g} s at its slowest size, more than the {LONGEST_S:g} s to"
+                " which times are exact; check its steps and its curve",
                 trace.path,
                 row.line,
             )
