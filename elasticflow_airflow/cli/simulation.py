@@ -1,30 +1,25 @@
 """``elasticflow simulate`` and ``elasticflow compare``: traces in, schedules, tables and plots out.
 
-Only options stand here at the top: whatever simulates or draws is imported when a command runs. A command writes all
-its files or none, whatever ends it.
+Only options stand here at the top: whatever simulates or draws is imported when a command runs.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
+
+from elasticflow_airflow.cli.answering import answering, require_writable
 
 if TYPE_CHECKING:
     from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles
     from elasticflow_airflow.scheduler_core.simulator.experiment import Setting
 
-BAD_INPUT, INTERRUPTED, TERMINATED = 2, 130, 143
-"""Exit statuses: bad input, Ctrl-C, SIGTERM."""
 WIDE = 200
-OPTIONAL = ("matplotlib", "scipy")
 TROUBLES = {
     "mtbf_h": ("repair_h",),
     "drain_every_h": ("drain_notice_h", "drain_away_h"),
@@ -145,7 +140,7 @@ def simulate(
     as_json: bool = AsJson,
 ) -> None:
     """Simulate a trace under one policy: the very scheduler of the service on a virtual clock."""
-    with _answering():
+    with answering():
         from elasticflow_airflow.cli.simulation_display import Bars, note, simulation_lines
         from elasticflow_airflow.scheduler_core.config import Objective
         from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, play
@@ -153,7 +148,7 @@ def simulate(
 
         contender = Contender(policy=policy, objective=Objective(objective))
         if export is not None:
-            _writable(export, [trace])
+            require_writable([export], trace=trace, curves=curves)
         setting = _setting(
             trace,
             curves,
@@ -233,7 +228,7 @@ def compare(
     as_json: bool = AsJson,
 ) -> None:
     """Simulate a trace under several policies side by side; print and write tables and plots."""
-    with _answering():
+    with answering():
         from dataclasses import replace
 
         from elasticflow_airflow.cli.simulation_display import Bars, comparison_lines
@@ -249,12 +244,15 @@ def compare(
             drawing.require_library()
         if bound:
             comparing.require_solver()
-        if window_h is not None and (window_h[0] < 0 or window_h[1] <= 0):
+        if window_h is not None and not (0 <= window_h[0] < math.inf and 0 < window_h[1] < math.inf):
             raise InputError(f"--window-h is {window_h}; give its begin, at least 0, and its length, above 0")
         limit = 4 * nodes if max_nodes is None else max_nodes
         if capacity_sweep and limit < nodes:
             raise InputError(f"--max-nodes is {limit}, less than --nodes, which is {nodes}")
-        _writable(out / "summary.csv", [trace], make=True)
+        names = comparing.file_names(contenders, capacities=capacity_sweep, schedules=schedules)
+        if plots:
+            names += drawing.file_names(contenders, capacities=capacity_sweep)
+        require_writable([out / name for name in names], trace=trace, curves=curves, make=True)
         setting = _setting(
             trace,
             curves,
@@ -370,66 +368,6 @@ def _troubles(seed: int, **options: float | tuple[float, float] | None) -> Troub
 
 def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _writable(path: Path, inputs: list[Path], *, make: bool = False) -> None:
-    """Find out before the simulation, not after it, that a file cannot be written. ``make``: its folder will be made.
-
-    Raises:
-        InputError: it cannot, or it is one of the inputs.
-    """
-    from elasticflow_airflow.scheduler_core.simulator.problems import InputError
-
-    if path.exists() and not path.is_file():
-        raise InputError("is no regular file; name one to write to", path)
-    if any(path.exists() and given.exists() and path.samefile(given) for given in inputs):
-        raise InputError("is read by this very command; name another file to write to", path)
-    above = path.parent
-    while make and not above.exists():
-        above = above.parent
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise InputError(f"cannot be written: {above} is no folder, or none that may be written to", path)
-
-
-class _Terminated(BaseException):
-    """SIGTERM came."""
-
-
-@contextmanager
-def _answering() -> Iterator[None]:
-    """Say what was wrong and end with the status for it; clean up at SIGTERM as at Ctrl-C."""
-    from elasticflow_airflow.scheduler_core.simulator.problems import InputError
-    from elasticflow_airflow.scheduler_core.simulator.run import SimulationError
-
-    def leave(*_: object) -> NoReturn:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    except InputError as problem:
-        _fail(str(problem), BAD_INPUT)
-    except SimulationError as problem:
-        _fail(f"a defect of the policy, nothing was written: {problem}", 1)
-    except ModuleNotFoundError as problem:
-        if problem.name is None or problem.name.split(".")[0] not in OPTIONAL:
-            raise
-        _fail(
-            f"this needs {problem.name}, which is not installed; pip install 'elasticflow-airflow[simulate]'", BAD_INPUT
-        )
-    except OSError as problem:
-        _fail(f"nothing was written: {problem}", 1)
-    except KeyboardInterrupt:
-        _fail("interrupted, nothing was written", INTERRUPTED)
-    except _Terminated:
-        _fail("terminated, nothing was written", TERMINATED)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _fail(text: str, status: int) -> NoReturn:
-    Console(stderr=True).print(f"elasticflow: {text}", style="red", highlight=False, soft_wrap=True, markup=False)
-    raise typer.Exit(status) from None
 
 
 def _width() -> int:

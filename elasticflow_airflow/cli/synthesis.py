@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from pathlib import Path
 
 import typer
 from rich.console import Console
 
-_BAD_INPUT = 2
+from elasticflow_airflow.cli.answering import answering, require_writable
 
 
 class Kind(StrEnum):
@@ -48,34 +49,29 @@ def synthesize(
     ),
 ) -> None:
     """Write a trace of made-up jobs: seeded, and each could keep its deadline alone."""
-    from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
-    from elasticflow_airflow.scheduler_core.simulator.problems import InputError
-    from elasticflow_airflow.scheduler_core.simulator.synthetic import (
-        RecurringDags,
-        Shape,
-        diurnal,
-        poisson,
-        recurring,
-        short_jobs,
-    )
-    from elasticflow_airflow.scheduler_core.simulator.trace import write_trace
+    with answering():
+        from elasticflow_airflow.scheduler_core.simulator import synthetic
+        from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
+        from elasticflow_airflow.scheduler_core.simulator.problems import InputError
+        from elasticflow_airflow.scheduler_core.simulator.trace import write_trace
 
-    try:
+        for name, value in (("--every-s", every_s), ("--per-day", per_day), ("--startup-s", startup_s)):
+            if not math.isfinite(value):
+                raise InputError(f"{name} is {value}; it must be finite")
         found = read_curves(curves)
+        require_writable([out], trace=None, curves=curves)
+        shape = synthetic.Shape(startup_s=startup_s)
         match kind:
             case Kind.POISSON:
-                made = poisson(found, jobs=jobs, every_s=every_s, seed=seed, shape=Shape(startup_s=startup_s))
+                made = synthetic.poisson(found, jobs=jobs, every_s=every_s, seed=seed, shape=shape)
             case Kind.DIURNAL:
-                made = diurnal(found, days=days, per_day=per_day, seed=seed, shape=Shape(startup_s=startup_s))
+                made = synthetic.diurnal(found, days=days, per_day=per_day, seed=seed, shape=shape)
             case Kind.SHORT:
-                made = short_jobs(found, jobs=jobs, every_s=every_s, startup_s=startup_s, seed=seed)
+                made = synthetic.short_jobs(found, jobs=jobs, every_s=every_s, startup_s=startup_s, seed=seed)
             case Kind.RECURRING:
-                options = RecurringDags(slots=slots, days=days, ad_hoc_per_day=per_day, startup_s=startup_s)
-                made = recurring(found, options, seed=seed)
+                options = synthetic.RecurringDags(slots=slots, days=days, ad_hoc_per_day=per_day, startup_s=startup_s)
+                made = synthetic.recurring(found, options, seed=seed)
         write_trace(out, made)
-    except (InputError, OSError) as problem:
-        Console(stderr=True).print(f"elasticflow: {problem}", style="red", highlight=False, soft_wrap=True)
-        raise typer.Exit(_BAD_INPUT) from problem
     expected = sum(job.expected for job in made)
     runs = f", {expected} of them runs of recurring tasks" if expected else ""
     Console(highlight=False, soft_wrap=True).print(f"{out}: {len(made)} jobs{runs}", markup=False)

@@ -151,6 +151,12 @@ def bound_of(setting: Setting, time_limit_s: float = 120.0) -> Bound:
     return clairvoyant_bound(real, setting.slots, time_limit_s=time_limit_s)
 
 
+def file_names(contenders: Sequence[Contender], *, capacities: bool, schedules: bool) -> list[str]:
+    """The names of all files that :func:`write_comparison` writes."""
+    names = ["summary.csv", "summary.json", "jobs.csv"] + ["capacity.csv"] * capacities
+    return names + [schedule_name(contender) for contender in contenders if schedules]
+
+
 def write_comparison(comparison: Comparison, folder: Path, *, schedules: bool = False) -> list[Path]:
     """Write ``summary.csv``, ``summary.json``, ``jobs.csv``, and the schedules if wanted. Returns the files' names.
 
@@ -172,7 +178,7 @@ def write_comparison(comparison: Comparison, folder: Path, *, schedules: bool = 
     names = list(texts)
     if schedules:
         for played in comparison.played:
-            name = f"schedule-{file_name(played.contender)}.jsonl"
+            name = schedule_name(played.contender)
             write_schedule(folder / name, comparison.setting.nodes, played.changes)
             names.append(name)
     return [folder / name for name in names]
@@ -183,7 +189,7 @@ def whole_or_nothing(folder: Path) -> Iterator[Path]:
     """A new folder to write to; all its files move to ``folder`` at the end, or none where something is raised.
 
     Raises:
-        InputError: ``folder`` cannot be made or written to.
+        InputError: ``folder`` cannot be made or written to, or has a folder where a file should go.
     """
     new = not folder.exists()
     try:
@@ -193,12 +199,21 @@ def whole_or_nothing(folder: Path) -> Iterator[Path]:
         raise InputError(f"cannot be written to: {problem}", folder) from problem
     try:
         yield draft
-        for file in sorted(draft.iterdir()):
+        files = sorted(draft.iterdir())
+        for file in files:
+            if (folder / file.name).is_dir():
+                raise InputError("is no regular file; nothing was written", folder / file.name)
+        for file in files:
             file.replace(folder / file.name)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
         if new and not any(folder.iterdir()):
             folder.rmdir()
+
+
+def schedule_name(contender: Contender) -> str:
+    """The name of the file of a contender's schedule."""
+    return f"schedule-{file_name(contender)}.jsonl"
 
 
 def file_name(contender: Contender) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import TextIO
 @contextmanager
 def whole_file(path: Path) -> Iterator[TextIO]:
     """A text file (UTF-8, line ends as written) that takes its place at the end, or never where something is raised."""
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        with partial.open("w", newline="", encoding="utf-8") as file:
+        with partial.open("x", newline="", encoding="utf-8") as file:
             yield file
         partial.replace(path)
     finally:

@@ -64,6 +64,16 @@ def require_library() -> None:
         )
 
 
+def file_names(contenders: Sequence[Contender], *, capacities: bool) -> list[str]:
+    """The names of all files that :func:`draw` writes."""
+    figures = ["deadlines", "slots", "completion", *map(_gantt_name, contenders)] + ["capacity"] * capacities
+    return [f"{figure}.{kind}" for figure in figures for kind in FORMATS]
+
+
+def _gantt_name(contender: Contender) -> str:
+    return f"gantt-{file_name(contender)}"
+
+
 def draw(
     comparison: Comparison,
     folder: Path,
@@ -89,8 +99,7 @@ def draw(
     else:
         window = (begin_s + window_h[0] * _HOUR_S, begin_s + (window_h[0] + window_h[1]) * _HOUR_S)
     for played in comparison.played:
-        name = f"gantt-{file_name(played.contender)}"
-        figures[name] = partial(gantt, comparison.setting, played, window)
+        figures[_gantt_name(played.contender)] = partial(gantt, comparison.setting, played, window)
     if comparison.capacities:
         figures["capacity"] = partial(capacity, comparison)
     written = []

@@ -15,6 +15,8 @@ from elasticflow_airflow.cli.main import app
 from elasticflow_airflow.scheduler_core.config import Objective
 from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES
 from elasticflow_airflow.scheduler_core.simulator import capacity, plots, series
+from elasticflow_airflow.scheduler_core.simulator import compare as comparing
+from elasticflow_airflow.scheduler_core.simulator import run as loop
 from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
 from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, Setting, parse_contenders, play
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster
@@ -99,6 +101,9 @@ def test_prints_json_and_does_without_what_is_not_wanted(options: list[str], tmp
         ),
         (["--policies", ","], "no policy to simulate"),
         (["--window-h", "1", "0"], "--window-h is (1.0, 0.0)"),
+        (["--window-h", "nan", "5"], "--window-h is (nan, 5.0)"),
+        (["--window-h", "0", "inf"], "--window-h is (0.0, inf)"),
+        (["--throughput-error", "10"], "throughput_error is 10.0; it is the sigma of a log-normal factor"),
         (["--capacity-sweep", "--nodes", "4", "--max-nodes", "2"], "--max-nodes is 2, less than --nodes, which is 4"),
         (["--curves", "nowhere"], "nowhere: is not a folder"),
     ],
@@ -114,8 +119,6 @@ def test_bad_options_are_refused(options: list[str], more: list[str], said: str,
 def test_a_missing_library_is_said_before_anything_runs(
     options: list[str], library: str, option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from elasticflow_airflow.scheduler_core.simulator import compare as comparing
-
     for module in (plots, comparing):
         monkeypatch.setattr(module, "find_spec", lambda name: None if name == library else object())
     done = compare(*options, "--policies", "elasticflow")
@@ -133,8 +136,73 @@ def test_an_interrupt_while_drawing_leaves_no_file(
     monkeypatch.setattr(plots, "draw", interrupted)
     monkeypatch.setattr(plots, "require_library", lambda: None)
     done = compare(*options, "--policies", "elasticflow", "--no-bound")
-    assert done.exit_code == 130
+    assert done.exit_code == 2
+    assert "interrupted, nothing was written" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("summary.csv", []),
+        ("jobs.csv", []),
+        ("summary.json", []),
+        ("capacity.csv", ["--capacity-sweep"]),
+        ("schedule-elasticflow-wait.jsonl", ["--schedules"]),
+        ("slots.svg", ["--plots"]),
+        ("gantt-elasticflow-wait.png", ["--plots"]),
+        ("capacity.png", ["--plots", "--capacity-sweep"]),
+    ],
+)
+def test_no_trace_and_no_other_thing_is_written_over(
+    options: list[str], name: str, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trace may have any of the names that are written, and so may a folder: both are found before anything runs."""
+    monkeypatch.setattr(plots, "require_library", lambda: None)
+    monkeypatch.setattr(loop.Simulation, "run", lambda self: pytest.fail("simulated for nothing"))
+    own = tmp_path / name
+    own.write_text((tmp_path / "trace.csv").read_text())
+    base = [*options, "--no-plots", "--no-bound", "--policies", "elasticflow:wait", *more]
+    done = compare(*base, "--trace", str(own), "--out", str(tmp_path))
+    assert (done.exit_code, "is read by this very command" in done.stderr) == (2, True), done.output
+    (tmp_path / "out" / name).mkdir(parents=True)
+    done = compare(*base)
+    assert (done.exit_code, "is no regular file" in done.stderr) == (2, True), done.output
+    assert name in done.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
+
+
+def test_nothing_is_written_among_the_curves(options: list[str], tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "curves")
+    for out in ("curves", "link"):
+        done = compare(*options, "--no-plots", "--no-bound", "--out", str(tmp_path / out))
+        assert (done.exit_code, "is in the folder of scaling curves" in done.stderr) == (2, True), done.output
+    assert [path.name for path in (tmp_path / "curves").iterdir()] == ["net.csv"]
+
+
+def test_the_files_foreseen_are_those_written(options: list[str], tmp_path: Path, setting: Setting) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra [simulate]")
+    contenders = parse_contenders(["elasticflow:value,edf"])
+    done = compare(
+        *options, "--no-bound", "--policies", "elasticflow:value,edf", "--schedules", "--capacity-sweep", "--plots"
+    )
+    assert done.exit_code == 0, done.output
+    foreseen = comparing.file_names(contenders, capacities=True, schedules=True)
+    foreseen += plots.file_names(contenders, capacities=True)
+    assert sorted(foreseen) == sorted(path.name for path in (tmp_path / "out").iterdir())
+
+
+def test_a_folder_that_appears_meanwhile_stops_all_files(tmp_path: Path) -> None:
+    (tmp_path / "b.csv").mkdir()
+
+    def write() -> None:
+        with comparing.whole_or_nothing(tmp_path) as folder:
+            for name in ("a.csv", "b.csv", "c.csv"):
+                (folder / name).write_text("")
+
+    with pytest.raises(InputError, match=r"b\.csv: is no regular file"):
+        write()
+    assert [path.name for path in tmp_path.iterdir()] == ["b.csv"]
 
 
 def test_contenders_are_read_as_they_are_written() -> None:

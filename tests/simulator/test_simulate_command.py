@@ -180,6 +180,7 @@ def test_a_bad_trace_is_refused(
     [
         pytest.param("global_batch_size,1,2,4\n64,3.0,,8.0\n", "net.csv:2: the curve of batch size 64 has", id="hole"),
         pytest.param("global_batch_size,1,2\n64,fast,5\n", "net.csv:2: a cell is not a number", id="no number"),
+        pytest.param("global_batch_size,1\n64,1e-300\n", "trace.csv:2: job 'a' would take", id="slow"),
         pytest.param("batch,1\n64,1\n", "net.csv:1: the first line must be global_batch_size", id="header"),
         pytest.param("global_batch_size,16\n64,9.0\n", "trace.csv:2: job 'a' needs at least 16 slots", id="too large"),
     ],
@@ -193,6 +194,8 @@ def test_bad_curves_are_refused(curve: str, said: str, inputs: Callable[..., lis
     [
         (["--policy", "best"], "unknown policy 'best'; there are elasticflow, "),
         (["--throughput-error", "inf"], "throughput_error is inf"),
+        (["--throughput-error", "10"], "throughput_error is 10.0; it is the sigma of a log-normal factor"),
+        (["--throughput-error", "1000"], "throughput_error is 1000.0; it is the sigma of a log-normal factor"),
         (["--mtbf-h", "0"], "mtbf_h is 0.0; it must be a number of hours above 0"),
         (["--mtbf-h", "9", "--repair-h", "0"], "repair_h is 0.0; it must be a number of hours above 0"),
         (["--repair-h", "2"], "--repair-h says nothing without --mtbf-h; give that, too"),
@@ -233,7 +236,27 @@ def test_what_cannot_be_written_is_said_before_anything_runs(
     assert "is read by this very command" in simulate(*options, "--export", f"{tmp_path}/trace.csv").stderr
     assert "is no regular file" in simulate(*options, "--export", str(tmp_path)).stderr
     assert "cannot be written" in simulate(*options, "--export", f"{tmp_path}/none/x.jsonl").stderr
+    assert "is read by this very command" in simulate(*options, "--export", f"{tmp_path}/curves/net.csv").stderr
+    assert "is in the folder of scaling curves" in simulate(*options, "--export", f"{tmp_path}/curves/x.csv").stderr
+    os.link(tmp_path / "curves" / "net.csv", tmp_path / "same")
+    assert "is read by this very command" in simulate(*options, "--export", f"{tmp_path}/same").stderr
     assert (tmp_path / "trace.csv").read_text() == before
+    assert (tmp_path / "curves" / "net.csv").read_text() == CURVE
+
+
+def test_a_file_that_is_called_as_a_partial_one_would_be_stays(
+    inputs: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    own = tmp_path / "schedule.jsonl.partial"
+    own.write_text("mine")
+    assert simulate(*inputs(), "--export", f"{tmp_path}/schedule.jsonl").exit_code == 0
+    assert own.read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "curves",
+        "schedule.jsonl",
+        "schedule.jsonl.partial",
+        "trace.csv",
+    ]
 
 
 def test_an_interrupt_while_writing_leaves_no_file(
@@ -248,7 +271,7 @@ def test_an_interrupt_while_writing_leaves_no_file(
 
     monkeypatch.setattr(export.json, "dumps", interrupted)
     done = simulate(*inputs(), "--export", f"{tmp_path}/schedule.jsonl")
-    assert done.exit_code == 130
+    assert done.exit_code == 2
     assert "interrupted, nothing was written" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["curves", "trace.csv"]
 
@@ -275,9 +298,9 @@ def test_a_library_that_a_policy_needs_is_named(
     assert "this needs scipy, which is not installed; pip install 'elasticflow-airflow[simulate]'" in done.stderr
 
 
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("sent", "says"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
 def test_a_run_that_is_interrupted_leaves_nothing(
-    sent: signal.Signals, status: int, inputs: Callable[..., list[str]], tmp_path: Path
+    sent: signal.Signals, says: str, inputs: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     rows = (f"j{i},{i},30000000,net,64,{9_000_000_000 + i},x" for i in range(3000))  # takes minutes
     options = inputs(*rows, header="job_id,submitted_s,steps,model,batch_size,deadline_s,team")
@@ -293,8 +316,8 @@ def test_a_run_that_is_interrupted_leaves_nothing(
             _, said = running.communicate(timeout=60)
         finally:
             running.kill()
-    assert running.returncode == status, said
-    assert "nothing was written" in said
+    assert running.returncode == 2, said
+    assert f"elasticflow: {says}, nothing was written" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["curves", "trace.csv"]
 
 

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from elasticflow_airflow.cli.main import app
 from elasticflow_airflow.scheduler_core import Scheduler
+from elasticflow_airflow.scheduler_core.simulator import synthetic
 from elasticflow_airflow.scheduler_core.simulator.calendar_feed import CalendarFeed, Timetable, timetables
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
 from elasticflow_airflow.scheduler_core.simulator.problems import InputError
@@ -230,3 +231,41 @@ def test_the_command_refuses_what_cannot_be_and_writes_nothing(tmp_path):
     assert done.exit_code == 2
     assert "no table" in done.stderr
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("curves/net.csv", "is read by this very command"),
+        ("curves/made.csv", "is in the folder of scaling curves"),
+        ("curves", "is no regular file"),
+        ("nowhere/made.csv", "cannot be written"),
+    ],
+)
+def test_the_command_writes_over_no_curve_and_into_no_folder_of_them(name, said, tmp_path, curves_folder):
+    table = "global_batch_size,1,2,4\n32,1.0,1.8,3.0\n"
+    curves = curves_folder(table)
+    done = CliRunner().invoke(app, ["synthesize", "poisson", "--curves", str(curves), "--out", str(tmp_path / name)])
+    assert (done.exit_code, said in done.stderr) == (2, True), done.output
+    assert [path.name for path in curves.iterdir()] == ["net.csv"]
+    assert (curves / "net.csv").read_text() == table
+
+
+def test_the_command_leaves_nothing_when_it_is_interrupted(tmp_path, curves_folder, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    curves = curves_folder("global_batch_size,1,2,4\n32,1.0,1.8,3.0\n")
+    monkeypatch.setattr(synthetic, "poisson", interrupted)
+    out = tmp_path / "made.csv"
+    done = CliRunner().invoke(app, ["synthesize", "poisson", "--curves", str(curves), "--out", str(out)])
+    assert (done.exit_code, "interrupted, nothing was written" in done.stderr) == (2, True), done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["curves"]
+
+
+@pytest.mark.parametrize("option", ["--every-s", "--startup-s", "--per-day"])
+def test_the_command_refuses_numbers_without_end(option, tmp_path, curves_folder):
+    curves = curves_folder("global_batch_size,1,2,4\n32,1.0,1.8,3.0\n")
+    options = ["--curves", str(curves), "--out", str(tmp_path / "made.csv"), option, "inf"]
+    done = CliRunner().invoke(app, ["synthesize", "poisson", *options])
+    assert (done.exit_code, f"{option} is inf" in done.stderr) == (2, True), done.output
