@@ -21,6 +21,8 @@ from elasticflow_airflow.scheduler_core.simulator.outcome import JobRecord, Resu
 from elasticflow_airflow.scheduler_core.values import Job, Node, Placement, Slot
 
 _TINY_S = 1e-5
+_LEAST_WAKE_UP_S = 1e-3
+"""Wake-ups that come more often than this, many of them in a row, stop the clock."""
 
 
 class SimulationError(RuntimeError):
@@ -143,6 +145,11 @@ class Simulation:
     _types: dict[str, str] = field(default_factory=dict)
     """GPU type by node."""
     _wake_s: float | None = None
+    _woken: int = 0
+    """Wake-ups since something else happened, or since ``_woken_since_s``."""
+    _woken_since_s: float = 0.0
+    _work_done: bool = False
+    """Whether anybody held slots since then."""
     _over: int = 0
 
     def run(self) -> Result:
@@ -159,17 +166,16 @@ class Simulation:
         for disturbance in self.disturbances:
             self._push(disturbance.at_s, 1, disturbance)
         first = min((job.arrives_s for job in self.jobs), default=0.0)
-        now, events, idle, decision_s = first, 0, 0, list[float]()
+        now, events, decision_s = first, 0, list[float]()
+        self._woken, self._woken_since_s = 0, first
         while self._over < len(self.jobs) and (self._queue or self._wake_s is not None):
             if self._wake_s is not None and (not self._queue or self._wake_s < self._queue[0][0]):
                 now, happening = self._wake_s, None
                 self._wake_s = None
-                idle += 1
-                if idle > 10_000 + 100 * len(self.jobs):
-                    raise SimulationError(f"{self.name} asks to be woken for ever at {now:.1f} and nothing happens")
+                self._count_wake_up(now)
             else:
                 now, _, _, happening = heapq.heappop(self._queue)
-                idle = 0
+                self._woken, self._woken_since_s, self._work_done = 0, now, False
             for event in self._happen(happening, now):
                 events += 1
                 started = time.perf_counter()
@@ -189,6 +195,20 @@ class Simulation:
             run_s=time.perf_counter() - begin,
             decision_s=tuple(decision_s),
         )
+
+    def _count_wake_up(self, now: float) -> None:
+        """Wake-ups one after another may go on for as long as time passes in which work is done.
+
+        Raises:
+            SimulationError: there were many, and time stands still or nobody has held slots.
+        """
+        self._woken += 1
+        self._work_done = self._work_done or bool(self._owner)
+        if self._woken <= 10_000 + 100 * len(self.jobs):
+            return
+        if not self._work_done or now - self._woken_since_s < self._woken * _LEAST_WAKE_UP_S:
+            raise SimulationError(f"{self.name} asks to be woken for ever at {now:.1f} and nothing happens")
+        self._woken, self._woken_since_s, self._work_done = 0, now, False
 
     # -- what happens ----------------------------------------------------------------------------------------------
 

@@ -221,6 +221,47 @@ def test_a_policy_that_only_asks_to_be_woken_is_stopped(simulated: Make) -> None
         Simulation(name="restless", policy=Restless(), nodes=[NODE], jobs=[simulated("a")]).run()
 
 
+@pytest.mark.parametrize("every_s", [0.0, 1e-6])
+def test_nor_may_it_stop_the_clock_while_a_job_runs(simulated: Make, every_s: float) -> None:
+    class Restless:
+        def handle(self, event: ev.Event, now: float) -> list[de.Decision]:
+            back_and_forth = [resize("a", 0)] if isinstance(event, ev.JobSubmitted) else []
+            return [*back_and_forth, de.WakeMeAt(now + every_s)]
+
+    with pytest.raises(SimulationError, match="asks to be woken for ever"):
+        Simulation(name="restless", policy=Restless(), nodes=[NODE], jobs=[simulated("a")]).run()
+
+
+def test_a_policy_may_be_woken_as_often_as_it_likes_while_work_is_done(simulated: Make) -> None:
+    """One watches a long job; one lets two of them take turns, and suspends both at every other wake-up."""
+
+    class Watching:
+        def handle(self, event: ev.Event, now: float) -> list[de.Decision]:
+            return [*([resize("a", 0)] if isinstance(event, ev.JobSubmitted) else []), de.WakeMeAt(now + 1.0)]
+
+    class TakingTurns:
+        def __init__(self) -> None:
+            self.live: list[str] = []
+            self.turn = 0
+
+        def handle(self, event: ev.Event, now: float) -> list[de.Decision]:
+            if isinstance(event, ev.JobSubmitted):
+                self.live.append(event.job.job_id)
+            elif isinstance(event, ev.JobFinished):
+                self.live.remove(event.job_id)
+            self.turn += 1
+            decided: list[de.Decision] = [de.Suspend(job_id, "its turn is over") for job_id in self.live]
+            if self.turn % 2 and self.live:
+                decided.append(resize(self.live[self.turn // 2 % len(self.live)], 0))
+            return [*decided, de.WakeMeAt(now + 0.5)]
+
+    watched = Simulation(name="w", policy=Watching(), nodes=[NODE], jobs=[simulated("a", steps=15_000)]).run()
+    assert watched.records[0].finished_s == 15_000
+    jobs = [simulated("a", steps=3_000), simulated("b", steps=3_000)]
+    shared = Simulation(name="t", policy=TakingTurns(), nodes=[NODE], jobs=jobs).run()
+    assert all(record.finished_s is not None for record in shared.records)
+
+
 def test_jobs_that_nobody_runs_are_unfinished(simulated: Make) -> None:
     result, _, _ = run({}, [simulated("a", deadline_s=50.0)])
     summary = result.summary()
