@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, Setting, play
 from elasticflow_airflow.scheduler_core.simulator.outcome import MET_TOLERANCE_S
 from elasticflow_airflow.scheduler_core.simulator.problems import InputError
@@ -100,9 +101,10 @@ def achievable(setting: Setting) -> dict[str, float]:
         InputError: a job cannot run on it at any size.
     """
     found: dict[str, float] = {}
+    largest = 1 << (Layout(setting.nodes).levels - 1)
     for simulated in setting.jobs(Contender(policy="elasticflow")):
         job = simulated.job
-        fastest = max(speed for size, speed in simulated.truth.items() if size <= setting.slots)
+        fastest = max(speed for size, speed in simulated.truth.items() if size <= largest)
         assert job.total_steps is not None
         end = simulated.arrives_s + job.costs.startup_s + job.total_steps / fastest + job.costs.tail_s
         if job.deadline_s is not None and end <= job.deadline_s + MET_TOLERANCE_S:
