@@ -1,14 +1,14 @@
 """Measured scaling curves from a folder of tables: one CSV a model, rows are global batch sizes, columns workers.
 
-Cells are steps/s; empty, ``nan`` or 0 means that the size does not run. A size that does not run between two that do is
-a hole: refused, because nobody measured it and a plan would have to guess.
+Cells are steps/s; empty, ``nan`` or 0 means that the size does not run. A power of two between two sizes that run
+which does not run itself, or has no column, is a hole: refused, for nobody measured it and a plan would have to guess.
 """
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from elasticflow_airflow.scheduler_core.simulator.problems import InputError
@@ -33,6 +33,13 @@ def read_curves(folder: Path) -> dict[tuple[str, int], ScalingCurve]:
     if not found:
         raise InputError("no table (*.csv) in this folder; --curves names a folder with one for each model", folder)
     return found
+
+
+def holes(sizes: Iterable[int]) -> list[int]:
+    """Powers of two that are missing between the least and the largest of ``sizes``, which are such themselves."""
+    known = set(sizes)
+    least, largest = min(known), max(known)
+    return [1 << level for level in range(least.bit_length(), largest.bit_length()) if 1 << level not in known]
 
 
 def curve_for(curves: Curves, model: str, batch_size: int, where: tuple[Path | None, int | None]) -> ScalingCurve:
@@ -95,8 +102,8 @@ def _read_row(row: list[str], sizes: list[int], path: Path, line: int) -> tuple[
         raise InputError(f"a cell is not a number: {','.join(row)}", path, line) from None
     if not speeds:
         raise InputError(f"batch size {batch} runs at no number of workers", path, line)
-    inside = [size for size in sizes if min(speeds) <= size <= max(speeds)]
-    holes = [size for size in inside if size not in speeds]
-    if holes:
-        raise InputError(f"the curve of batch size {batch} has a hole at {holes} workers; measure it there", path, line)
+    missing = holes(speeds)
+    if missing:
+        text = f"the curve of batch size {batch} has a hole at {missing} workers; measure it there"
+        raise InputError(text, path, line)
     return batch, ScalingCurve(speeds)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from elasticflow_airflow.scheduler_core.simulator.curves import Curves
+from elasticflow_airflow.scheduler_core.simulator.curves import Curves, holes
 from elasticflow_airflow.scheduler_core.simulator.problems import InputError
 from elasticflow_airflow.scheduler_core.simulator.trace import Trace
 from elasticflow_airflow.scheduler_core.values import Node, ScalingCurve
@@ -95,4 +95,9 @@ def read_typed_curves(path: Path, placement: str = "consolidated") -> dict[str, 
         raise InputError(f"cannot be read as a CSV file: {problem}", path) from problem
     if not found:
         raise InputError(f"no row has placement {placement!r} and a batch size", path)
+    for gpu, tables in found.items():
+        for (model, batch), speeds in tables.items():
+            if gaps := holes(speeds):
+                what = f"the curve of {model!r} with batch size {batch} on {gpu!r}"
+                raise InputError(f"{what} has a hole at {gaps} workers; measure it there", path)
     return {gpu: {key: ScalingCurve(speeds) for key, speeds in tables.items()} for gpu, tables in found.items()}

@@ -10,6 +10,7 @@ import pytest
 from elasticflow_airflow.scheduler_core.simulator.curves import curve_for, read_curves
 from elasticflow_airflow.scheduler_core.simulator.problems import InputError
 
+WITHOUT_2 = "global_batch_size,1,4,8\n64,1.5,,\n128,,2.0,3.5\n"
 TABLE = "global_batch_size,1,2,4,8\n64,1.5,2.5,,\n128,,2.0,3.5,nan\n256,1,0.9,2,0\n"
 
 
@@ -20,6 +21,11 @@ def test_cells_are_speeds_and_empty_ones_do_not_run(curves_folder: Callable[...,
         ("net", 128): {2: 2.0, 4: 3.5},
         ("net", 256): {1: 1.0, 2: 0.9, 4: 2.0},
     }
+
+
+def test_a_size_that_no_row_needs_may_be_left_out_of_the_header(curves_folder: Callable[..., Path]) -> None:
+    curves = read_curves(curves_folder(WITHOUT_2))
+    assert [dict(curve.steps_per_s) for curve in curves.values()] == [{1: 1.5}, {4: 2.0, 8: 3.5}]
 
 
 def test_every_table_of_the_folder_is_a_model(curves_folder: Callable[..., Path]) -> None:
@@ -46,6 +52,8 @@ def test_every_table_of_the_folder_is_a_model(curves_folder: Callable[..., Path]
         ("global_batch_size,1,2\n8,1,inf\n", 2, "'inf' steps/s at 2 workers is no speed"),
         ("global_batch_size,1,2\n8,,\n", 2, "batch size 8 runs at no number of workers"),
         ("global_batch_size,1,2,4\n8,1,,4\n", 2, "has a hole at [2] workers"),
+        ("global_batch_size,1,2,8\n8,1,2,8\n", 2, "has a hole at [4] workers"),
+        ("global_batch_size,2,16\n4,1,\n8,1,2\n", 3, "has a hole at [4, 8] workers"),
         ("global_batch_size,1,2,4,8\n4,1,2,3,4\n8,1,nan,0,4\n", 3, "has a hole at [2, 4] workers"),
     ],
 )

@@ -77,7 +77,13 @@ def test_tables_with_faults_are_refused_with_their_line(tmp_path: Path) -> None:
         read_colocation(path, "v100", FAST)
     with pytest.raises(InputError, match=r"pairs\.csv:1: the header lacks placement"):
         read_typed_curves(path)
-    path.write_text("gpu,placement,model,batch_size,workers,steps_per_s\nv100,consolidated,net,64,one,2\n")
+    head = "gpu,placement,model,batch_size,workers,steps_per_s\n"
+    path.write_text(head + "".join(f"v100,consolidated,net,64,{workers},{workers}\n" for workers in (1, 8, 2)))
+    with pytest.raises(
+        InputError, match=r"pairs\.csv: the curve of 'net' with batch size 64 on 'v100' has a hole at \[4"
+    ):
+        read_typed_curves(path)
+    path.write_text(head + "v100,consolidated,net,64,one,2\n")
     with pytest.raises(InputError, match=r"pairs\.csv:2: a cell is not a number"):
         read_typed_curves(path)
 
