@@ -17,7 +17,10 @@ Where it differs, and why:
   term by term, and kept: the promise rests on that schedule (:mod:`leases`). A greedy filling answers easy cases.
 - A start costs its pause in each lease of the plan. Renewing a lease costs nothing, so plans are kept with time to
   spare. A job too tight for that is *pinned* if it can be: it starts at once and keeps its slots to its end.
-- Idle slots may be used within a term by whoever waits; the lease then lasts until the term ends.
+- Idle slots may be used within a term by whoever waits; the lease then lasts until the term ends. Where a promise
+  rests on such a start, the slots are set aside for it. At the moment when leases are given out, none is idle: whoever
+  is judged then needs leases from that term on.
+- A job's tail is a part of its last lease, so nobody holds slots beyond a lease.
 - Placement is buddy allocation, as for all policies: blocks are always consolidated.
 """
 
@@ -25,6 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Self
 
 import numpy as np
 
@@ -41,7 +45,7 @@ from elasticflow_airflow.scheduler_core.work import TOLERANCE_S
 LEASE_S = 600.0
 _HORIZON = 8192
 """No lease is planned more terms ahead."""
-_SIZE, _PINNED = "lease_size", "pinned_until_s"
+_SIZE, _PINNED, _ENDS = "lease_size", "pinned_until_s", "ends_s"
 
 
 class Chronus(GangPolicy):
@@ -63,6 +67,8 @@ class Chronus(GangPolicy):
         self._term_end_s = -math.inf
         self._pins: dict[str, int] = {}
         """Blocks (masks) found for pinned jobs."""
+        self._starts: dict[str, int] = {}
+        """Blocks (masks) found for promises that start within this term, until they have them."""
         self._schedule: Schedule = {}
         """By job, the absolute numbers of the terms in which it holds a lease: the proof of the promises."""
         self._risks: list[Decision] = []
@@ -75,35 +81,52 @@ class Chronus(GangPolicy):
         deadline = job.job.deadline_s
         if deadline is None:
             return self.take(newcomer, "runs in leases that no deadline needs")
-        free, begin = self._free(now), self._next_boundary(now)
+        free, begin = self._free(now), self._begin(now)
         others = [view for view in self._promised(now) if view.job_id != job.job_id]
         demands = self._demands(others, begin, now)
         stored = self._shifted(begin)
         for size in newcomer.rising if self._choose_size else (self._asked(newcomer),):
             block = job.mask if job.size == size else self.layout.find(free, size)
+            starts = block if begin > now + TOLERANCE_S else 0
             end = now + newcomer.cost_s(size) + newcomer.run_s(size) + newcomer.tail_s
-            demand = self._demand(newcomer, begin, now, size=size, runs=bool(block))
+            demand = self._demand(newcomer, begin, now, size=size, runs=bool(starts))
             if demand is None and end <= deadline:
-                return self._promise(job, size, deadline, "ends within the lease that is idle now")
+                return self._promise(job, size, deadline, "ends within the lease that is idle now", starts)
             if demand is not None and demand.possible:
                 rows = self._rows([*demands, demand], others, begin, now)
                 found = beside(stored, demands, demand, rows) or schedule_for([*demands, demand], rows)
                 if found is not None:
                     self._keep(found, begin)
                     count = f"{demand.leases} leases of {size} slots among {demand.terms} terms"
-                    return self._promise(job, size, deadline, count)
+                    return self._promise(job, size, deadline, count, starts)
             if block and end <= deadline:
                 found = schedule_for(demands, self._rows(demands, others, begin, now, (block, end)))
                 if found is not None:
                     self._keep(found, begin)
+                    admitted = self._promise(job, size, deadline, f"keeps {size} slots until {moment(end)}")
                     self._pins[job.job_id] = block
                     job.memory[_PINNED] = end
-                    return self._promise(job, size, deadline, f"keeps {size} slots until {moment(end)}")
+                    return admitted
         return self.refuse(newcomer, "not enough leases are left before its deadline beside those promised")
 
-    def _promise(self, job: GangJob, size: int, deadline: float, why: str) -> Admit:
+    def _promise(self, job: GangJob, size: int, deadline: float, why: str, starts: int = 0) -> Admit:
+        """``starts``: the block that it is to have at once."""
         job.memory[_SIZE] = float(size)
+        job.memory.pop(_PINNED, None)
+        self._pins.pop(job.job_id, None)
+        if starts and starts != job.mask:
+            self._starts[job.job_id] = starts
         return Admit(job.job_id, Terms.DEADLINE, deadline, None, why)
+
+    def keeps(self, job: GangJob) -> bool:  # noqa: ARG002  (whoever it is)
+        """Nobody: who is in its tail when its lease ends has another, or makes way."""
+        return False
+
+    def twin(self) -> Self:
+        """An independent copy."""
+        other = super().twin()
+        other._pins, other._starts, other._risks = dict(self._pins), dict(self._starts), list(self._risks)
+        return other
 
     # -- leases ----------------------------------------------------------------------------------------------------
 
@@ -197,12 +220,15 @@ class Chronus(GangPolicy):
 
     def _replan(self, now: float, why: str, *, retry: bool = False) -> list[Decision]:
         for job in self.jobs.values():
-            if _PINNED in job.memory and not job.mask and job.job_id not in self._pins:
-                del job.memory[_PINNED]  # its slots were lost
+            if not job.mask:
+                job.memory.pop(_ENDS, None)
+                if job.job_id not in self._pins:
+                    job.memory.pop(_PINNED, None)  # its slots were lost
         out = super()._replan(now, why, retry=retry)
         self._pins = {
             job_id: mask for job_id, mask in self._pins.items() if job_id in self.jobs and not self._runs(job_id)
         }
+        self._starts.clear()
         risks, self._risks = self._risks, []
         return [*risks, *out]
 
@@ -211,10 +237,11 @@ class Chronus(GangPolicy):
 
     def _fitting(self, waiting: Sequence[JobView], now: float) -> list[JobView]:
         """Those who fit into idle slots as they are: nobody is moved within a term."""
-        free, found = self._free(now), []
+        found = [job for job in waiting if job.job_id in self._starts or job.job_id in self._pins]
+        free = self._free(now)
         for job in waiting:
-            block = self._pins.get(job.job_id, 0) or self.layout.find(free, self._size(job))
-            if block and not block & ~free:
+            block = 0 if job in found else self.layout.find(free, self._size(job))
+            if block:
                 free &= ~block
                 found.append(job)
         return found
@@ -222,17 +249,24 @@ class Chronus(GangPolicy):
     # -- arithmetic ------------------------------------------------------------------------------------------------
 
     def _free(self, now: float) -> int:
+        """Idle slots that are not set aside for anybody."""
         taken = 0
         for job in self.jobs.values():
-            taken |= job.mask
+            taken |= job.mask or self._starts.get(job.job_id, 0) | self._pins.get(job.job_id, 0)
         return self.usable(now) & ~taken
 
     def _next_boundary(self, now: float) -> float:
         return (math.floor((now + TOLERANCE_S) / self._lease_s) + 1.0) * self._lease_s
 
+    def _begin(self, now: float) -> float:
+        """When the first term begins whose leases are still to be given out; that may be now."""
+        begin = round(now / self._lease_s) * self._lease_s
+        due = abs(begin - now) <= TOLERANCE_S and now >= self._term_end_s - TOLERANCE_S
+        return now if due else self._next_boundary(now)
+
     def _promised(self, now: float) -> list[JobView]:
         live = [job for job in self.jobs.values() if job.promised and job.phase is Phase.ADMITTED]
-        return [view for view in (self.view(job, now) for job in live) if view.speeds and view.left > 0.0]
+        return [view for view in (self.view(job, now) for job in live) if view.speeds]
 
     def _asked(self, job: JobView) -> int:
         """The size that was asked for, at most the knee."""
@@ -253,24 +287,38 @@ class Chronus(GangPolicy):
         deadline = job.job.job.deadline_s
         if deadline is None or (not size and _PINNED in job.job.memory):
             return None
+        known = not size
         size = size or self._size(job)
         speed = job.speeds.get(size, 0.0)
         left = job.left
-        if job.size or runs:
-            left -= speed * max(0.0, begin - now - job.cost_s(size))
-        if left <= TOLERANCE_S * speed:
-            return None
+        if speed > 0.0 and (job.size or runs):
+            if self._ends_s(job, size) <= begin + TOLERANCE_S:
+                return None
+            left = max(0.0, left - speed * max(0.0, begin - now - job.cost_s(size)))
         cost = max(job.startup_s, job.pause_s)
         by_lease = speed * (self._lease_s - cost)
-        if by_lease <= 0.0:
-            return Demand(job.job_id, size, 1, 0)  # a lease is over before it has started
-        leases = math.ceil(left / by_lease - 1e-9)
-        last = deadline - job.tail_s
-        terms = max(0, math.floor((last - begin) / self._lease_s + 1e-9))
-        rest = last - begin - terms * self._lease_s - cost
-        if rest > 0.0 and left <= (leases - 1) * by_lease + speed * rest:
+        tail = speed * job.tail_s
+        if by_lease <= tail or left == math.inf:
+            return Demand(job.job_id, size, 1, 0)  # a lease is over before it has started, or nobody knows its length
+        leases = max(1, math.ceil(left / by_lease - 1e-9))
+        in_last = left - (leases - 1) * by_lease + tail
+        if in_last > by_lease * (1.0 + 1e-9):  # the tail needs a lease of its own
+            leases, in_last = leases + 1, tail
+        terms = max(0, math.floor((deadline - begin) / self._lease_s + 1e-9))
+        rest = deadline - begin - terms * self._lease_s - cost
+        if rest > 0.0 and in_last <= speed * (rest + (TOLERANCE_S if known else 0.0)):
             terms += 1
         return Demand(job.job_id, size, leases, min(terms, _HORIZON))
+
+    def _ends_s(self, job: JobView, size: int) -> float:
+        """When it would leave with these slots, tail included. In its tail: as was said before that began."""
+        cost, run, memory = job.cost_s(size), job.run_s(size), job.job.memory
+        if size == job.size and cost + run <= TOLERANCE_S and _ENDS in memory:
+            return memory[_ENDS]
+        end = job.now + cost + run + job.tail_s
+        if size == job.size:
+            memory[_ENDS] = end
+        return end
 
     def _rows(
         self,

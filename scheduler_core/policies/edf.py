@@ -12,6 +12,8 @@ artifact lets a job grow past the peak of its curve, where more GPUs make it slo
 shares, in front of EDF, which hands out as much as helps: what the one admits the other may still make late. Ours asks
 the question of the policy that will run: a newcomer is admitted if EDF itself, rolled forward without further arrivals,
 ends it and everyone admitted before in time, with the margins for speeds and delays that our own promises have, too.
+That holds while nothing else moves those who are promised. So they are sized anew only at what concerns them, as in
+that trial; whoever waits, and best effort, takes what they leave and moves none of them.
 
 ``edf+elastic`` (:class:`ElasticEdf`) refuses nobody: jobs in order of their deadlines get their minimum satisfactory
 share (Algorithm 1; pauses are part of it), and what is left goes by marginal return (Algorithm 2), to those who cannot
@@ -27,11 +29,11 @@ from heapq import heapify, heappop, heappush
 
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
-from elasticflow_airflow.scheduler_core.decisions import Admit, Reject, Terms, Wait, WakeMeAt
+from elasticflow_airflow.scheduler_core.decisions import Admit, Decision, Reject, Terms, Wait, WakeMeAt
 from elasticflow_airflow.scheduler_core.explain import duration
 from elasticflow_airflow.scheduler_core.filling import minimum_share
 from elasticflow_airflow.scheduler_core.policies.gang import Claim, GangPolicy, Scene, Wanted
-from elasticflow_airflow.scheduler_core.policies.live import JobView
+from elasticflow_airflow.scheduler_core.policies.live import GangJob, JobView
 from elasticflow_airflow.scheduler_core.policies.seating import Room
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.values import Node, Phase, ScalingCurve
@@ -79,6 +81,48 @@ class AdmittingEdf(Edf):
 
     promises = True
 
+    def __init__(self, config: SchedulerConfig | None = None, nodes: Iterable[Node] = ()) -> None:
+        super().__init__(config, nodes)
+        self._anew = True
+        """Whether something has happened that those who are promised are sized anew for."""
+        self._usable = 0
+        """Slots (a mask) that might be held when they were."""
+
+    def handle(self, event: ev.Event, now: float) -> list[Decision]:
+        """Take in one event and say what follows from it."""
+        match event:
+            case ev.JobSubmitted() | ev.WakeUp():
+                pass  # whoever is admitted says so
+            case ev.NodeJoined() | ev.NodeLost() | ev.NodeDraining() | ev.SlotSlow():
+                self._anew = True
+            case _:
+                job = self.jobs.get(event.job_id)
+                self._anew = self._anew or (job is not None and not job.best_effort)
+        return super().handle(event, now)
+
+    def wanted(self, scene: Scene) -> Wanted:
+        """As EDF has it; between what concerns them, those who are promised stay as they are."""
+        if self._anew or self.usable(scene.now) != self._usable:
+            self._anew, self._usable = False, self.usable(scene.now)
+            return super().wanted(scene)
+        stay = [Claim(job.job_id, (job.size,)) for job in scene.jobs if job.job.promised and job.size]
+        rest = replace(scene, jobs=[job for job in scene.jobs if not job.job.promised])
+        return Wanted([*stay, *super().wanted(rest).claims])
+
+    def seats(self, wanted: Wanted, free: int) -> tuple[dict[str, int], dict[str, str]]:
+        """The promised where they would be alone, the others around them."""
+        promised = [claim for claim in wanted.claims if self.jobs[claim.job_id].promised]
+        seats, reasons = super().seats(Wanted(promised), free)
+        for mask in seats.values():
+            free &= ~mask
+        others = [claim for claim in wanted.claims if not self.jobs[claim.job_id].promised]
+        more, why = super().seats(Wanted(others), free)
+        return {**seats, **more}, {**reasons, **why}
+
+    def keeps(self, job: GangJob) -> bool:
+        """Only promised jobs: nobody else stands in their way."""
+        return job.promised
+
     def rank(self, job: JobView) -> tuple[float, int]:
         """By deadline; those without a promise come after all promises, whatever they wish for."""
         return by_deadline(job) if job.job.promised else (INFINITY, job.job.number)
@@ -95,11 +139,13 @@ class AdmittingEdf(Edf):
         twin = self.twin()
         trial = twin.jobs.setdefault(job.job_id, copy.copy(job))
         trial.phase, trial.best_effort = Phase.ADMITTED, False
-        for other in [other for other in twin.jobs.values() if other.phase is not Phase.ADMITTED]:
-            del twin.jobs[other.job_id]  # runs later, if at all, and is admitted only if that keeps every promise
+        for other in [other for other in twin.jobs.values() if other.phase is not Phase.ADMITTED or other.best_effort]:
+            del twin.jobs[other.job_id]  # stands in nobody's way, and is admitted only if that keeps every promise
+        twin._anew = True
         twin.expect_the_worst()
         late = twin.first_late(newcomer.now)
         if late is None:
+            self._anew = True
             reason = "earliest deadline first ends it and all admitted before in time"
             return Admit(job.job_id, Terms.DEADLINE, deadline, None, reason)
         who, by_s = late

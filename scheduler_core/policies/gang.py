@@ -203,6 +203,10 @@ class GangPolicy(Books, ABC):
                 return Wait(job.job_id, f"waits for capacity until {moment(until)}: {reason}", until)
         return Reject(job.job_id, reason, offer_s)
 
+    def keeps(self, job: GangJob) -> bool:  # noqa: ARG002  (by default all do)
+        """Whether a job whose last step is made holds its slots, whoever else wants them, until it has left."""
+        return True
+
     def seats(self, wanted: Wanted, free: int) -> tuple[dict[str, int], dict[str, str]]:
         """Slots (masks) for what is wanted, out of ``free``, and why each job has them."""
         grants, reasons = self._grant(wanted, Room(self.layout, free))
@@ -302,7 +306,7 @@ class GangPolicy(Books, ABC):
             if job.phase is not Phase.ADMITTED:
                 continue
             view = self.view(job, now)
-            if job.mask and view.left <= TOLERANCE_S * max(1.0, view.speeds.get(view.size, 0.0)):
+            if job.mask and self.keeps(job) and view.left <= TOLERANCE_S * max(1.0, view.speeds.get(view.size, 0.0)):
                 kept |= job.mask  # its last step is made, and the word of its end is on its way
             elif view.speeds:
                 views.append(view)

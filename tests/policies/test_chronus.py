@@ -10,7 +10,7 @@ import pytest
 from elasticflow_airflow.scheduler_core import decisions as de
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.policies.chronus import Chronus
-from elasticflow_airflow.scheduler_core.values import Job
+from elasticflow_airflow.scheduler_core.values import Job, OnReject
 
 MakeJob = Callable[..., Job]
 
@@ -62,6 +62,41 @@ def test_chosen_sizes_are_the_smallest_that_keep_the_deadline(make: MakeJob, nod
     assert asked.jobs["a"].rejected_s == 0.0
     chosen = play(Chronus(nodes=cluster, lease_s=100.0, choose_size=True), [job], cluster)
     assert chosen.sizes("a") == [(0.0, 2), (150.0, 0)]
+
+
+def test_who_waits_is_promised_idle_slots_once(make: MakeJob, nodes: Any) -> None:
+    policy = Chronus(nodes=nodes(1, 1), lease_s=100.0)
+    policy.handle(ev.JobSubmitted(make("first", 150.0, deadline=200.0)), 0.0)
+    for name in ("one", "other"):
+        waits = make(name, 30.0, at=10.0, deadline=195.0, on_reject=OnReject.WAIT)
+        assert isinstance(policy.handle(ev.JobSubmitted(waits), 10.0)[0], de.Wait)
+    admitted = [d for d in policy.handle(ev.JobCancelled("first"), 110.0) if isinstance(d, de.Admit)]
+    assert [d.job_id for d in admitted] == ["one"]
+    admitted = [d for d in policy.handle(ev.JobFinished("one"), 140.0) if isinstance(d, de.Admit)]
+    assert [d.job_id for d in admitted] == ["other"]
+
+
+def test_no_slot_is_idle_at_the_moment_when_leases_are_given_out(make: MakeJob, nodes: Any, play: Any) -> None:
+    cluster = nodes(1, 1)
+    jobs = [
+        make("first", 100.0, deadline=100.0),
+        make("promised", 100.0, at=10.0, deadline=200.0),
+        make("waits", 60.0, at=50.0, deadline=190.0, on_reject=OnReject.WAIT),
+    ]
+    played = play(Chronus(nodes=cluster, lease_s=100.0), jobs, cluster)
+    assert [record.met for record in played.result.records] == [True, True, False]
+    assert played.jobs["waits"].rejected_s == pytest.approx(130.0, abs=1e-3)
+
+
+def test_a_tail_is_a_part_of_the_lease(make: MakeJob, nodes: Any) -> None:
+    def verdict(tail: float) -> type[de.Decision]:
+        policy = Chronus(nodes=nodes(1, 1), lease_s=100.0)
+        policy.handle(ev.JobSubmitted(make("holds", 100.0, deadline=100.0, tail=tail)), 0.0)
+        policy.handle(ev.JobSubmitted(make("next", 90.0, deadline=200.0, tail=tail)), 0.0)
+        return type(policy.handle(ev.JobSubmitted(make("last", 90.0, deadline=300.0, tail=tail)), 0.0)[0])
+
+    assert verdict(10.0) is de.Admit
+    assert verdict(11.0) is de.Reject
 
 
 def test_best_effort_leases_go_to_the_shortest(make: MakeJob, nodes: Any, play: Any) -> None:

@@ -46,6 +46,7 @@ CHOICES = (
     "elasticflow:value:wait",
     "elasticflow:late",
 )
+PROMISING = ("chronus", "chronus:wait", "chronus+size", "chronus+size:wait", "edf+admission", "edf+admission:wait")
 GREEDY = ("edf", "edf+elastic", "edf+admission", "gang-fifo", "gandiva", "tiresias", "themis", "optimus")
 MIXED = (("a100", 8, 8), ("t4", 8, 4))
 TYPES = "+types"
@@ -103,6 +104,13 @@ def test_all_policies_are_free_of_faults(name: str, case: Case, tmp_path: Path) 
 def test_our_choices_are_free_of_faults_where_not_everybody_fits(label: str, tmp_path: Path) -> None:
     report = sound(label, CONTENDED, tmp_path)
     assert bool(report.late) == label.endswith("late")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [CONTENDED, Case("195job", 8, 8), Case("cluster10", 2, 8)], ids=title)
+@pytest.mark.parametrize("label", PROMISING)
+def test_others_who_promise_keep_it_where_not_everybody_fits(label: str, case: Case, tmp_path: Path) -> None:
+    sound(label, case, tmp_path)
 
 
 @pytest.mark.slow
