@@ -43,10 +43,10 @@ Param = str | int | float | tuple[str, ...]
 
 _SUBMIT_TIMEOUT_S = 30.0
 """The service may wait for a verdict before it answers a submit."""
-_UPLOAD_TIMEOUT_S = 120.0
-_DOCTOR_TIMEOUT_S = 90.0
 _NOT_ASKED: dict[str, Any] = {"secret_env": True, "command": {"args_shown"}}
 """What a question about a submission need not say."""
+_UPLOAD_TIMEOUT_S = 120.0
+_DOCTOR_TIMEOUT_S = 90.0
 """It asks an interpreter and the name service, either of which may be what is slow."""
 
 _STATUSES = TypeAdapter(list[JobStatus])
