@@ -2,11 +2,11 @@
 
     python benchmarks/bench_solver.py [--page docs/explanation/benchmark.md]
 
-At every refusal HiGHS decides a relaxation of the question: whether the promises so far and the newcomer fit the cluster
-when jobs may mix sizes and split slots at will, and nobody but the newcomer pays for a start or a change. Where not even
-that fits, no plan exists, and no solver can find one. Where it fits, a solver might find a plan, or there is none because
-sizes are whole and changes cost: this counts for the solver. First come, decided at arrival, exact curves. Needs
-../shared/data beside the checkout, and scipy.
+At every refusal HiGHS decides a relaxation of the question: whether the promises so far and the newcomer fit the
+cluster when jobs may mix sizes and split slots at will, and nobody but the newcomer pays for a start or a change. Where
+not even that fits, no plan exists, and no solver can find one. Where it fits, a solver might find a plan, or there is
+none because sizes are whole and changes cost: this counts for the solver. First come, decided at arrival, exact curves.
+Needs ../shared/data beside the checkout, and scipy.
 """
 
 from __future__ import annotations
