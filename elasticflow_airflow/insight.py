@@ -85,6 +85,21 @@ class ClusterNow(Wire):
     """By job id, the tasks that its sentence names, in order."""
 
 
+class DagTotals(Wire):
+    """What one DAG asked for and held between two moments."""
+
+    namespace: str
+    dag_id: str
+    runs: int
+    rejected: int
+    judged: int
+    """Runs that have ended and had a deadline; ``met`` are those that kept it."""
+    met: int
+    median_wait_s: float | None
+    """From submission to the first step, of those that began."""
+    slot_s: float
+
+
 class ClusterHistory(Wire):
     """What was, what is planned, and what was asked for, between two moments.
 
@@ -102,8 +117,13 @@ class ClusterHistory(Wire):
     held_slot_s: list[float]
     computing_slot_s: list[float]
     slots: int
+    by_dag: list[DagTotals] = Field(default_factory=list)
     complete: bool = True
-    """False: so much was going on that the oldest of it is left out."""
+    """False: so much was going on that the oldest of ``spans`` or ``admissions`` is left out. The sums are of all."""
+    spans_from_at: float | None = None
+    """What began to hold slots before this moment is left out of ``spans``; None: nothing is."""
+    admissions_from_at: float | None = None
+    """What was submitted before this moment is left out of ``admissions``; None: nothing is."""
 
 
 class Sample(Wire):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from elasticflow_airflow.engines.port import EngineNode
@@ -18,13 +18,14 @@ from elasticflow_airflow.insight import (
     ClusterHistory,
     ClusterNow,
     CurvePoint,
+    DagTotals,
     JobStory,
     RunOfTask,
     Sample,
     Span,
     WorkerTimes,
 )
-from elasticflow_airflow.service import spans
+from elasticflow_airflow.service import recurring, spans
 from elasticflow_airflow.service.endings import gpu_seconds, rescales
 from elasticflow_airflow.service.foresight import Foresight
 from elasticflow_airflow.service.models import (
@@ -38,11 +39,11 @@ from elasticflow_airflow.service.models import (
 from elasticflow_airflow.service.reasons import why
 from elasticflow_airflow.service.refusal import Refusal, no_such_job
 from elasticflow_airflow.service.secrets import shown_args
-from elasticflow_airflow.service.store import Reader, Store
+from elasticflow_airflow.service.store import AskedTotals, Reader, Store
 from elasticflow_airflow.service.view import slot_statuses, status_of
 
 MOST_ROWS = 5000
-"""A history tells of so many generations and submissions at most, the newest."""
+"""A history tells of so many generations and submissions at most, the newest; its sums are of all."""
 _MOST_JOBS = 1000
 LONGEST_S = 31 * 86400.0
 
@@ -82,18 +83,24 @@ class InsightDesk:
         from_at = now - 86400.0 if from_at is None else from_at
         until_at = now + 86400.0 if until_at is None else until_at
         _check_moments(from_at, until_at)
+        past_until_at = min(until_at, now + 1.0)
+        sums = _Held(from_at, (until_at - from_at) / parts, parts, now)
         with self.store.read() as reader:
-            held = reader.generations_between(from_at, min(until_at, now + 1.0), MOST_ROWS)
+            held = reader.generations_between(from_at, past_until_at, MOST_ROWS)
             asked = reader.incarnations_between(from_at, until_at, MOST_ROWS)
             began = reader.began_between(from_at, until_at)
             decided = reader.event_times([row.verdict["event_id"] for _, row in asked if row.verdict.get("event_id")])
-        part_s = (until_at - from_at) / parts
-        held_s, computing_s = [0.0] * parts, [0.0] * parts
-        found: list[Span] = []
-        for job, generations in spans.by_job(held):
-            found += spans.spans_of(job, generations)
-            spans.add_up(held_s, spans.held(generations, now), from_at, part_s)
-            spans.add_up(computing_s, spans.computing(generations, now), from_at, part_s)
+            totals = reader.totals_between(from_at, until_at)
+            told = spans.by_job(held)
+            all_are_told = len(held) < MOST_ROWS
+            if all_are_told:
+                for job, generations in told:
+                    sums.add(job.recurring_key, generations)
+            else:
+                for recurring_key, holdings in reader.holdings_between(from_at, past_until_at):
+                    sums.add(recurring_key, holdings)
+        found = [span for job, generations in told for span in spans.spans_of(job, generations)]
+        all_are_listed = len(asked) < MOST_ROWS
         return ClusterHistory(
             from_at=from_at,
             until_at=until_at,
@@ -101,11 +108,14 @@ class InsightDesk:
             spans=sorted(found, key=lambda span: (span.from_at, span.job_id)),
             planned=[span for span in _planned(asked, foresight, now) if span.from_at < until_at],
             admissions=[_admission(job, row, began, decided) for job, row in asked],
-            part_s=part_s,
-            held_slot_s=held_s,
-            computing_slot_s=computing_s,
+            part_s=sums.part_s,
+            held_slot_s=sums.held_s,
+            computing_slot_s=sums.computing_s,
             slots=sum(node.slots for node in self.nodes()),
-            complete=len(held) < MOST_ROWS and len(asked) < MOST_ROWS,
+            by_dag=_by_dag(totals, sums.by_dag_s),
+            complete=all_are_told and all_are_listed,
+            spans_from_at=None if all_are_told else held[0][1].holding_at,
+            admissions_from_at=None if all_are_listed else asked[0][1].submitted_at,
         )
 
     def story(self, job_id: str, incarnation: int | None) -> JobStory:
@@ -149,6 +159,40 @@ class InsightDesk:
             if all(one.job_id != job_id for one, _ in found):
                 found = [*found[: limit - 1], (job, row)]
             return [_run(reader, one, other, now) for one, other in found]
+
+
+@dataclass(slots=True)
+class _Held:
+    """Adds up who held slots and when they computed: over equal parts of the time, and by namespace and DAG."""
+
+    from_at: float
+    part_s: float
+    parts: int
+    now: float
+    held_s: list[float] = field(init=False)
+    computing_s: list[float] = field(init=False)
+    by_dag_s: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.held_s, self.computing_s = [0.0] * self.parts, [0.0] * self.parts
+
+    def add(self, recurring_key: str, generations: Sequence[spans.Held]) -> None:
+        """Add all generations of one job."""
+        held = spans.held(generations, self.now)
+        spans.add_up(self.held_s, held, self.from_at, self.part_s)
+        spans.add_up(self.computing_s, spans.computing(generations, self.now), self.from_at, self.part_s)
+        until_at = self.from_at + self.part_s * self.parts
+        seconds = sum(max(0.0, min(until, until_at) - max(since, self.from_at)) for since, until in held)
+        whose = recurring.owner_of(recurring_key)
+        self.by_dag_s[whose] = self.by_dag_s.get(whose, 0.0) + seconds
+
+
+def _by_dag(asked: Sequence[AskedTotals], held_s: Mapping[tuple[str, str], float]) -> list[DagTotals]:
+    """Both sums of each DAG; one that asked for nothing may have held slots until its workers had left."""
+    found = {(one.namespace, one.dag_id): one for one in asked}
+    for whose in held_s:
+        found.setdefault(whose, AskedTotals(*whose, runs=0, rejected=0, judged=0, met=0, median_wait_s=None))
+    return [DagTotals(**asdict(one), slot_s=held_s.get(whose, 0.0)) for whose, one in sorted(found.items())]
 
 
 def _check_moments(from_at: float, until_at: float) -> None:

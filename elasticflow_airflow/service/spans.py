@@ -12,11 +12,13 @@ from elasticflow_airflow.insight import Span
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core.values import Reservation
 from elasticflow_airflow.service.models import GenerationRow, JobRow
+from elasticflow_airflow.service.store import Holding
 
 JOIN = "join"
 """Purpose of a span in which new workers get ready to join a training that goes on elsewhere."""
 
 Interval = tuple[float, float]
+Held = GenerationRow | Holding
 
 
 def spans_of(job: JobRow, generations: Sequence[GenerationRow]) -> list[Span]:
@@ -105,13 +107,13 @@ def names_of(job: JobRow) -> dict[str, object]:
     }
 
 
-def pause_of(generation: GenerationRow) -> float:
+def pause_of(generation: Held) -> float:
     """How long training stood still for a change in place, in seconds."""
     pause_s = generation.notes.get("switch", {}).get("pause_s")
     return 0.0 if pause_s is None else max(0.0, float(pause_s))
 
 
-def held(generations: Sequence[GenerationRow], now: float) -> list[Interval]:
+def held(generations: Sequence[Held], now: float) -> list[Interval]:
     """When each slot of one job was held: one interval a slot and stretch, none overlaps another of its slot."""
     by_slot: dict[tuple[str, int], list[Interval]] = {}
     for g in generations:
@@ -122,7 +124,7 @@ def held(generations: Sequence[GenerationRow], now: float) -> list[Interval]:
     return [one for intervals in by_slot.values() for one in _union(intervals)]
 
 
-def computing(generations: Sequence[GenerationRow], now: float) -> list[Interval]:
+def computing(generations: Sequence[Held], now: float) -> list[Interval]:
     """When each slot of one job trained, like :func:`held`: without start-up, pauses, and the last save."""
     by_slot: dict[tuple[str, int], list[Interval]] = {}
     switches = _switches(generations)
@@ -161,7 +163,7 @@ def by_job(rows: Iterable[tuple[JobRow, GenerationRow]]) -> list[tuple[JobRow, l
     return list(found.values())
 
 
-def _switches(generations: Sequence[GenerationRow]) -> dict[int, float]:
+def _switches(generations: Sequence[Held]) -> dict[int, float]:
     """When the workers of a generation went on in another one, by its number."""
     found: dict[int, float] = {}
     for g in generations:

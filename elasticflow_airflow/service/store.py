@@ -13,7 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Session, defer, load_only, sessionmaker
@@ -48,6 +49,7 @@ _POSTGRES = {
 }
 """So that a server whose machine is gone, and which refuses nothing, counts as away long before a lease ends."""
 _IDS_AT_ONCE = 500
+_ROWS_AT_ONCE = 1000
 _MEASURED = (GenerationRow.window, GenerationRow.folded, GenerationRow.log_names, GenerationRow.lost)
 _OUTLINE = (
     IncarnationRow.submitted_at,
@@ -59,6 +61,33 @@ _OUTLINE = (
     IncarnationRow.result,
 )
 _WRITE_LOCK_KEY = 0x456C4673  # any constant that everybody who writes agrees on
+
+
+class Holding(NamedTuple):
+    """When a generation held which slots: what a ``GenerationRow`` says of that, by the same names."""
+
+    generation: int
+    placement: list[Any]
+    mode: str
+    continues: int | None
+    holding_at: float | None
+    running_at: float | None
+    ended_at: float | None
+    last_step_at: float | None
+    notes: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AskedTotals:
+    """What one DAG asked for: ``judged`` runs have ended and had a deadline. Waits are until the first step."""
+
+    namespace: str
+    dag_id: str
+    runs: int
+    rejected: int
+    judged: int
+    met: int
+    median_wait_s: float | None
 
 
 class Reader:
@@ -190,17 +219,88 @@ class Reader:
             sa.select(JobRow, GenerationRow)
             .options(*(defer(column, raiseload=True) for column in _MEASURED))
             .join(JobRow, JobRow.job_id == GenerationRow.job_id)
-            .where(
-                GenerationRow.holding_at < until_at,
-                sa.or_(
-                    GenerationRow.ended_at > from_at,
-                    sa.and_(GenerationRow.ended_at.is_(None), GenerationRow.handled.is_(False)),
-                ),
-            )
+            .where(*_held_between(from_at, until_at))
             .order_by(GenerationRow.holding_at.desc(), GenerationRow.job_id, GenerationRow.generation.desc())
             .limit(limit)
         )
         return [(job, row) for job, row in self.session.execute(query)][::-1]
+
+    def holdings_between(self, from_at: float, until_at: float) -> Iterator[tuple[str, list[Holding]]]:
+        """By job, all that held slots between two moments, oldest first; the job is told by its recurring key.
+
+        There may be very many: one after the other, and only what is needed of each.
+        """
+        notes = sa.case((GenerationRow.continues.is_not(None), GenerationRow.notes))
+        query = (
+            sa.select(
+                GenerationRow.job_id,
+                JobRow.recurring_key,
+                GenerationRow.generation,
+                GenerationRow.placement,
+                GenerationRow.mode,
+                GenerationRow.continues,
+                GenerationRow.holding_at,
+                GenerationRow.running_at,
+                GenerationRow.ended_at,
+                GenerationRow.last_step_at,
+                sa.type_coerce(notes, GenerationRow.notes.type),
+            )
+            .join(JobRow, JobRow.job_id == GenerationRow.job_id)
+            .where(*_held_between(from_at, until_at))
+            .order_by(GenerationRow.job_id, GenerationRow.generation)
+            .execution_options(yield_per=_ROWS_AT_ONCE)
+        )
+        for (_, recurring_key), rows in itertools.groupby(self.session.execute(query), key=lambda row: row[:2]):
+            yield recurring_key, [Holding._make((*row[2:-1], row[-1] or {})) for row in rows]
+
+    def totals_between(self, from_at: float, until_at: float) -> list[AskedTotals]:
+        """By DAG, what was asked for and how it went, of all that was submitted and not over between two moments."""
+        began = (
+            sa.select(sa.func.min(GenerationRow.running_at))
+            .where(
+                GenerationRow.job_id == IncarnationRow.job_id, GenerationRow.incarnation == IncarnationRow.incarnation
+            )
+            .scalar_subquery()
+        )
+        asked = (
+            sa.select(
+                JobRow.identity["namespace"].as_string().label("namespace"),
+                JobRow.dag_id,
+                IncarnationRow.verdict["decision"].as_string().label("decision"),
+                IncarnationRow.result["met"].as_boolean().label("met"),
+                (began - IncarnationRow.submitted_at).label("wait_s"),
+            )
+            .join(JobRow, JobRow.job_id == IncarnationRow.job_id)
+            .where(*_asked_between(from_at, until_at))
+            .subquery()
+        )
+        whose = (asked.c.namespace, asked.c.dag_id)
+        rank = sa.func.row_number().over(partition_by=whose, order_by=asked.c.wait_s)
+        waits = (
+            sa.select(*whose, asked.c.wait_s, rank.label("rank"), sa.func.count().over(partition_by=whose).label("of"))
+            .where(asked.c.wait_s.is_not(None))
+            .subquery()
+        )
+        middle = (
+            sa.select(waits.c.namespace, waits.c.dag_id, sa.func.avg(waits.c.wait_s).label("wait_s"))
+            .where((2 * waits.c.rank).between(waits.c.of, waits.c.of + 2))
+            .group_by(waits.c.namespace, waits.c.dag_id)
+            .subquery()
+        )
+        sums = (
+            sa.select(
+                *whose,
+                sa.func.count().label("runs"),
+                sa.func.count(sa.case((asked.c.decision == "rejected", 1))).label("rejected"),
+                sa.func.count(asked.c.met).label("judged"),
+                sa.func.count(sa.case((asked.c.met.is_(sa.true()), 1))).label("met"),
+            )
+            .group_by(*whose)
+            .subquery()
+        )
+        same = sa.and_(middle.c.namespace == sums.c.namespace, middle.c.dag_id == sums.c.dag_id)
+        query = sa.select(sums, middle.c.wait_s).outerjoin(middle, same).order_by(sums.c.namespace, sums.c.dag_id)
+        return [AskedTotals(*row) for row in self.session.execute(query)]
 
     def incarnations_between(self, from_at: float, until_at: float, limit: int) -> list[tuple[JobRow, IncarnationRow]]:
         """The newest incarnations that were submitted and not over between two moments, oldest first.
@@ -211,10 +311,7 @@ class Reader:
             sa.select(JobRow, IncarnationRow)
             .options(load_only(*_OUTLINE, raiseload=True))
             .join(JobRow, JobRow.job_id == IncarnationRow.job_id)
-            .where(
-                IncarnationRow.submitted_at < until_at,
-                sa.or_(IncarnationRow.finished_at > from_at, IncarnationRow.finished_at.is_(None)),
-            )
+            .where(*_asked_between(from_at, until_at))
             .order_by(IncarnationRow.submitted_at.desc(), IncarnationRow.job_id)
             .limit(limit)
         )
@@ -225,11 +322,7 @@ class Reader:
         query = (
             sa.select(IncarnationRow.job_id, IncarnationRow.incarnation, sa.func.min(GenerationRow.running_at))
             .join(GenerationRow)
-            .where(
-                IncarnationRow.submitted_at < until_at,
-                sa.or_(IncarnationRow.finished_at > from_at, IncarnationRow.finished_at.is_(None)),
-                GenerationRow.running_at.is_not(None),
-            )
+            .where(*_asked_between(from_at, until_at), GenerationRow.running_at.is_not(None))
             .group_by(IncarnationRow.job_id, IncarnationRow.incarnation)
         )
         found = self.session.execute(query)
@@ -518,6 +611,18 @@ def _switch_to_wal(cursor: Any) -> None:
             if time.monotonic() > end:
                 raise
         time.sleep(0.05)
+
+
+def _held_between(from_at: float, until_at: float) -> tuple[sa.ColumnElement[bool], ...]:
+    """Generations that held slots between two moments."""
+    goes_on = sa.and_(GenerationRow.ended_at.is_(None), GenerationRow.handled.is_(False))
+    return GenerationRow.holding_at < until_at, sa.or_(GenerationRow.ended_at > from_at, goes_on)
+
+
+def _asked_between(from_at: float, until_at: float) -> tuple[sa.ColumnElement[bool], ...]:
+    """Incarnations that were submitted and not over between two moments."""
+    goes_on = IncarnationRow.finished_at.is_(None)
+    return IncarnationRow.submitted_at < until_at, sa.or_(IncarnationRow.finished_at > from_at, goes_on)
 
 
 _PRAGMAS: Sequence[str] = (

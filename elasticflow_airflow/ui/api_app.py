@@ -41,13 +41,14 @@ from elasticflow_airflow.ui.trace import chrome_trace
 from elasticflow_airflow.ui.visibility import Sight
 from elasticflow_airflow.wire import AmendAnswer, AmendRequest, Event, JobStatus, LogPiece
 
-_NOW_S, _HISTORY_S, _FORECAST_S = 1.0, 5.0, 20.0
+_NOW_S, _HISTORY_S, _LONG_HISTORY_S, _FORECAST_S = 1.0, 5.0, 30.0, 20.0
 _RECENT = 300
 _LOOKED_INTO, _LATEST_S = 20, 30.0
 _ADDRESS_AT_MOST = 4000
 _EVENTS_AT_MOST = 5000
 _EVENT_PAGE = 1000
 _LONGEST_S = 31 * 86400.0
+_LONG_S = 2 * 86400.0
 
 DagId = Annotated[str, Path(min_length=1, max_length=250)]
 JobId = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9-]{0,119}$")]
@@ -224,7 +225,8 @@ def _add_cluster(app: FastAPI, source: Source) -> None:
         if not 0 < until_at - from_at <= _LONGEST_S:
             raise HTTPException(422, "until_at must be after from_at, by 31 days at most")
         sight = _sight(source, user)
-        found = source.share(questions.history(from_at, until_at, parts), _HISTORY_S)
+        for_s = _HISTORY_S if until_at - from_at <= _LONG_S else _LONG_HISTORY_S
+        found = source.share(questions.history(from_at, until_at, parts), for_s)
         plain: dict[str, Any] = sight.plain(sight.history(found).model_dump(mode="json"))
         return plain
 

@@ -11,7 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elasticflow_airflow.insight import Admission, ClusterHistory, ClusterNow, JobStory, NamedTask, Span, WhatIf
+from elasticflow_airflow.insight import (
+    Admission,
+    ClusterHistory,
+    ClusterNow,
+    DagTotals,
+    JobStory,
+    NamedTask,
+    Span,
+    WhatIf,
+)
 from elasticflow_airflow.wire import ForecastAnswer, ForecastItem, JobIdentity, JobStatus, SlotStatus
 
 SOMEBODY = "another job"
@@ -98,6 +107,7 @@ class Sight:
                 "spans": [self._span(span) for span in history.spans],
                 "planned": [self._span(span) for span in history.planned],
                 "admissions": [one for one in history.admissions if self._mine(one)],
+                "by_dag": [one for one in history.by_dag if self._mine(one)],
             }
         )
 
@@ -122,7 +132,7 @@ class Sight:
             ".".join(parts[:end]) in self.hidden_dags for end in range(1, len(parts))
         )
 
-    def _mine(self, one: Span | Admission | NamedTask) -> bool:
+    def _mine(self, one: Span | Admission | DagTotals | NamedTask) -> bool:
         return one.namespace == self.namespace and one.dag_id in self.readable
 
     @staticmethod

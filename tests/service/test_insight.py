@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 import pytest
 
 from elasticflow_airflow.insight import CalendarRequest, DueRuns
@@ -359,6 +361,53 @@ def test_both_databases_answer_alike(make_world, database_url):
     world.step(91 * 86400.0)
     assert world.generations(job) == []
     assert desk.story(job.job.job_id, None).samples == []
+
+
+def test_sums_are_of_all_that_was_also_where_not_all_is_told(make_world, database_url, monkeypatch):
+    world = make_world(url=database_url)
+    began = world.now_s
+    long = world.submit(task="long", fake={"in_place": True}, within=3600.0, **LONG)
+    world.reach(long, "running")
+    world.run(20.0, every=2.0)
+    for number in range(3):
+        job = world.submit(task="short", run=f"r{number}", within=400.0, steps=640, scaling_curve=CURVE)
+        world.ended(job, every=2.0)
+    world.submit(task="hopeless", within=1.0, scaling_curve=CURVE)
+    other = world.submission(task="loose", steps=32 * 600, scaling_curve=CURVE)
+    whose = other.identity.model_copy(update={"namespace": "elsewhere", "dag_id": "weekly"})
+    world.desk.submit(whose.job_id, other.model_copy(update={"identity": whose}))
+    world.run(10.0, every=2.0)
+    desk = desk_of(world)
+    full = desk.history(began + 10.0, world.now_s, 7)
+    assert (full.complete, full.spans_from_at, full.admissions_from_at) == (True, None, None)
+    for dag in full.by_dag:
+        asked = [one for one in full.admissions if (one.namespace, one.dag_id) == (dag.namespace, dag.dag_id)]
+        waits = [one.started_at - one.submitted_at for one in asked if one.started_at is not None]
+        assert dag.runs == len(asked)
+        assert dag.rejected == sum(one.decision == "rejected" for one in asked)
+        assert (dag.judged, dag.met) == (
+            sum(one.met is not None for one in asked),
+            sum(one.met is True for one in asked),
+        )
+        assert dag.median_wait_s == (pytest.approx(median(waits)) if waits else None)
+    daily, weekly = sorted(full.by_dag, key=lambda one: one.dag_id)
+    assert (daily.dag_id, daily.runs, daily.rejected, daily.judged, daily.met) == ("daily", 5, 1, 3, 3)
+    assert (weekly.namespace, weekly.dag_id, weekly.runs, weekly.judged) == ("elsewhere", "weekly", 1, 0)
+    assert daily.slot_s + weekly.slot_s == pytest.approx(sum(full.held_slot_s))
+    assert daily.slot_s > weekly.slot_s
+
+    monkeypatch.setattr("elasticflow_airflow.service.insight.MOST_ROWS", 2)
+    cut = desk.history(began + 10.0, world.now_s, 7)
+    assert not cut.complete
+    assert len(cut.admissions) == 2 < len(full.admissions)
+    assert len(cut.spans) < len(full.spans)
+    assert cut.admissions_from_at == min(one.submitted_at for one in cut.admissions)
+    assert began < cut.spans_from_at <= min(span.from_at for span in cut.spans)
+    for dag, same in zip(cut.by_dag, full.by_dag, strict=True):
+        assert dag.model_copy(update={"slot_s": 0.0}) == same.model_copy(update={"slot_s": 0.0})
+        assert dag.slot_s == pytest.approx(same.slot_s)
+    assert cut.held_slot_s == pytest.approx(full.held_slot_s)
+    assert cut.computing_slot_s == pytest.approx(full.computing_slot_s)
 
 
 # -- other policies ----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import httpx
@@ -22,6 +23,7 @@ from elasticflow_airflow.insight import (
     ClusterHistory,
     ClusterNow,
     CurvePoint,
+    DagTotals,
     JobStory,
     NamedTask,
     RunOfTask,
@@ -282,6 +284,7 @@ class ScriptedCluster:
             held_slot_s=held,
             computing_slot_s=computing,
             slots=8,
+            by_dag=_by_dag(spans, [a for a in admissions if a.submitted_at >= from_at], from_at, self.now),
         )
 
     def _past(self) -> tuple[list[Span], list[Admission]]:
@@ -570,6 +573,27 @@ class ScriptedCluster:
     def _log(self, offset: int) -> LogPiece:
         text = "".join(f"step {n} loss {0.24 + 0.9 * math.exp(-n / 4000):.4f}\n" for n in range(13000, 14900, 50))
         return LogPiece(text=text[offset:], start_offset=offset, next_offset=len(text), end_of_file=True)
+
+
+def _by_dag(spans: list[Span], asked: list[Admission], from_at: float, now: float) -> list[DagTotals]:
+    made = []
+    for namespace, dag_id in sorted({(one.namespace, one.dag_id) for one in (*spans, *asked)}):
+        mine = [one for one in asked if (one.namespace, one.dag_id) == (namespace, dag_id)]
+        held = [one for one in spans if (one.namespace, one.dag_id) == (namespace, dag_id)]
+        waits = [one.started_at - one.submitted_at for one in mine if one.started_at is not None]
+        made.append(
+            DagTotals(
+                namespace=namespace,
+                dag_id=dag_id,
+                runs=len(mine),
+                rejected=sum(one.decision == "rejected" for one in mine),
+                judged=sum(one.met is not None for one in mine),
+                met=sum(one.met is True for one in mine),
+                median_wait_s=median(waits) if waits else None,
+                slot_s=sum(one.workers * ((one.until_at or now) - max(from_at, one.from_at)) for one in held),
+            )
+        )
+    return made
 
 
 def _named(why: Mapping[str, str]) -> dict[str, list[NamedTask]]:

@@ -311,6 +311,32 @@ def test_each_view_shows_its_matter_and_everybody_can_use_it(look: Any, site: Si
         page.context.close()
 
 
+def test_what_is_too_much_to_be_drawn_is_said_and_still_counted(look: Any) -> None:
+    """As after a week with more changes of size, and more submissions, than the service tells at once."""
+
+    def cut(route: Any) -> None:
+        told = route.fetch().json()
+        sums = [
+            {**one, "runs": 12345, "judged": 200, "met": 150} for one in told["by_dag"] if one["dag_id"] == "nightly"
+        ]
+        gone = {"complete": False, "spans_from_at": told["now"] - 60, "admissions_from_at": told["now"] - 90}
+        route.fulfill(json={**told, "by_dag": sums, "admissions": told["admissions"][:1], **gone})
+
+    page = look("admin", "elasticflow/static/icon.svg")
+    page.route("**/api/history*", cut)
+    page.goto(page.url.replace("static/icon.svg", "#/cluster"))
+    view = shown(page)
+    said = [note.inner_text() for note in page.get_by_role("status").filter(has_text="So much").all()]
+    assert [note.partition(" that")[0] for note in said] == ["So much was going on", "So much was submitted"]
+    assert all("count all" in note for note in said)
+    assert "12,345" in view.inner_text()
+    assert "150 of 200" in view.inner_text()
+    check_accessibility(page, "a busy week")
+    everything = look("admin", "elasticflow/#/cluster")
+    shown(everything)
+    assert everything.get_by_text("So much was").count() == 0
+
+
 def test_airflows_navigation_leads_to_the_page(look: Any) -> None:
     page = look("admin", "")
     page.get_by_role("button", name="Browse").click()

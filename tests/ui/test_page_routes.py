@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fastapi.routing import APIRoute
-from support.scripted_cluster import FOREIGN, HIDDEN, NODES, ScriptedCluster, identity
+from support.scripted_cluster import FOREIGN, HIDDEN, NODES, TASKS, ScriptedCluster, identity
 
 from elasticflow_airflow.wire import Event, JobIdentity
 
@@ -71,6 +71,14 @@ def test_slots_of_hidden_jobs_are_taken_but_nameless(browse: Any) -> None:
     assert told["hidden_jobs"] == 2
     spans = browse("viewer").get("api/history?from_at=1&until_at=1000").json()["planned"]
     assert any(span["job_id"] == "" and span["slots"] for span in spans)
+
+
+def test_sums_are_of_the_dags_that_the_user_may_read(browse: Any, cluster: ScriptedCluster) -> None:
+    span = {"from_at": cluster.now - 7 * 86400, "until_at": cluster.now}
+    for role, seen in (("viewer", set(TASKS)), ("admin", {*TASKS, "payroll"})):
+        sums = browse(role).get("api/history", params=span).json()["by_dag"]
+        assert {one["dag_id"] for one in sums} == seen
+        assert {one["namespace"] for one in sums} == {"default"}
 
 
 def test_sentences_call_jobs_by_names_that_the_user_may_know(browse: Any, cluster: ScriptedCluster) -> None:

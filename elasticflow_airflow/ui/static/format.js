@@ -101,6 +101,3 @@ export function whole(text) {
 /** A value for <input type="datetime-local">, and back. */
 export const toInput = (at) => wall(Math.round(at / 60) * 60).slice(0, 16);
 export const fromInput = (text) => (text ? new Date(text).getTime() / 1000 : null);
-
-export const quantile = (sorted, part) =>
-  sorted.length ? sorted[Math.min(sorted.length - 1, Math.floor(part * sorted.length))] : null;

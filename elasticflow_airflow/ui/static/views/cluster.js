@@ -30,7 +30,8 @@ export function open({ main, refresh }) {
   async function look(signal) {
     got.cluster = await api.cluster(signal);
     const now = got.cluster.at;
-    await fresh('week', WEEK_MS, () => api.history(now - WEEK_S, now, 168, signal));
+    const minute = Math.ceil(now / 60) * 60; // All who look in this minute ask the same.
+    await fresh('week', WEEK_MS, () => api.history(minute - WEEK_S, minute, 168, signal));
     if (!chosen) {
       // A young cluster would be a stripe at the edge of a day.
       const oldest = Math.min(now, ...got.week.spans.map((span) => span.from_at), ...got.week.admissions.map((one) => one.submitted_at));
@@ -39,8 +40,9 @@ export function open({ main, refresh }) {
       chosen = true;
     }
     const [past, ahead] = RANGES[range];
+    const at = past > 24 ? minute : now;
     await Promise.all([
-      fresh('history', HISTORY_MS, () => api.history(now - past * 3600, now + ahead * 3600, 120, signal)),
+      fresh('history', HISTORY_MS, () => api.history(at - past * 3600, at + ahead * 3600, 120, signal)),
       fresh('forecast', FORECAST_MS, () => api.forecast(24, signal).catch((error) => {
         if (error.name === 'AbortError') throw error;
         return { items: [], summary: error.message, kept: 0, not_kept: 0, missing_slots: 0 };
@@ -66,6 +68,7 @@ export function open({ main, refresh }) {
       h('div', { class: 'bar-line' },
         h('fieldset', { class: 'choice' }, h('legend', { class: 'visually-hidden' }, 'Time shown'),
           Object.entries(RANGES).map(([key, [, , text]]) => h('button', { type: 'button', 'data-action': 'range', value: key, 'aria-pressed': String(key === range), 'data-key': key }, text)))),
+      left('spans-cut', 'So much was going on that only those blocks are shown that began after ', history.spans_from_at),
       h('div', { class: 'gantt-box', 'data-key': 'gantt-box' }, gantt({ history, cluster, width })),
       legend(history),
       fold('spans', 'As a table', table('Jobs on slots', [['Job', ''], ['From', 'nowrap'], ['Until', 'nowrap'], ['Slots', 'number'], ['Why', 'wide']],
@@ -111,14 +114,14 @@ function overview({ cluster, week, forecast }) {
   const computing = cluster.jobs.filter((job) => job.state === 'running').reduce((all, job) => all + job.workers, 0);
   const running = cluster.jobs.filter((job) => job.state === 'running').length;
   const waiting = cluster.jobs.filter((job) => isLive(job) && job.state !== 'running').length;
-  const judged = week.admissions.filter((one) => one.met !== null);
-  const met = judged.filter((one) => one.met).length;
+  const judged = week.by_dag.reduce((all, one) => all + one.judged, 0);
+  const met = week.by_dag.reduce((all, one) => all + one.met, 0);
   const draining = new Set(cluster.slots.filter((slot) => slot.draining_until).map((slot) => slot.node_id)).size;
   return tiles(
     ['Slots in use', h('span', {}, `${taken}`, h('small', {}, ` of ${cluster.slots.length}`)), draining ? `${f.plural(draining, 'node')} leaving` : `${computing} computing`],
     ['Jobs', h('span', {}, `${running}`, h('small', {}, ' running')), waiting ? `${waiting} waiting` : cluster.hidden_jobs ? `${cluster.hidden_jobs} of other teams` : 'none waits'],
     ['Next 24 hours', h('span', {}, `${forecast.kept}`, h('small', {}, ` of ${forecast.items.length} on course`)), forecast.not_kept ? `${forecast.not_kept} will not make it` : 'nothing at risk', forecast.not_kept ? 'bad' : null],
-    ['Deadlines met, 7 days', judged.length ? f.percent(met / judged.length) : '–', judged.length ? `${met} of ${judged.length}` : 'none was due'],
+    ['Deadlines met, 7 days', judged ? f.percent(met / judged) : '–', judged ? `${f.number(met)} of ${f.number(judged)}` : 'none was due'],
   );
 }
 
@@ -148,40 +151,22 @@ function group(items, by) {
   return made;
 }
 
+/** Sums of the service: they count also what is too much to be drawn. */
 function byDag(week) {
-  const of = new Map();
-  const at = (dag) => {
-    if (!of.has(dag)) of.set(dag, { asks: 0, rejected: 0, judged: 0, met: 0, waits: [], slotS: 0 });
-    return of.get(dag);
-  };
-  for (const one of week.admissions) {
-    const dag = at(one.dag_id);
-    dag.asks += 1;
-    if (one.decision === 'rejected') dag.rejected += 1;
-    if (one.met !== null) {
-      dag.judged += 1;
-      if (one.met) dag.met += 1;
-    }
-    if (one.started_at !== null) dag.waits.push(one.started_at - one.submitted_at);
-  }
-  for (const span of week.spans) {
-    if (!span.dag_id) continue;
-    at(span.dag_id).slotS += span.workers * Math.max(0, (span.until_at ?? week.now) - Math.max(week.from_at, span.from_at));
-  }
-  const rows = [...of].sort((a, b) => b[1].slotS - a[1].slotS);
-  const most = rows[0]?.[1].slotS || 1;
+  const rows = week.by_dag.slice().sort((a, b) => b.slot_s - a.slot_s);
+  const most = rows[0]?.slot_s || 1;
   return card('Last 7 days', null, rows.length
-    ? table('The last seven days by DAG', [['DAG', ''], ['Runs', 'number'], ['Met', 'number'], ['Rejected', 'number'], ['Median wait', 'number'], ['Slot hours', 'number']], rows.map(([dag, sums]) => {
-        const waits = sums.waits.sort((a, b) => a - b);
-        return { key: dag, cells: [
-          h('a', { href: `#/jobs?dag=${encodeURIComponent(dag)}`, class: 'plain' }, h('span', { class: `swatch c${colourOf(dag)}`, 'aria-hidden': 'true' }), dag),
-          f.number(sums.asks), sums.judged ? h('span', { class: sums.met < sums.judged ? 'warn-text' : '' }, `${sums.met} / ${sums.judged}`) : '–',
-          sums.rejected ? h('span', { class: 'bad-text' }, f.number(sums.rejected)) : '0', f.duration(f.quantile(waits, 0.5)),
-          h('span', { class: 'meter' }, h('span', { class: `c${colourOf(dag)}`, style: { width: `${Math.max(2, (44 * sums.slotS) / most)}px` } }), f.number(sums.slotS / 3600)),
-        ] };
-      }), { kind: 'dense' })
+    ? table('The last seven days by DAG', [['DAG', ''], ['Runs', 'number'], ['Met', 'number'], ['Rejected', 'number'], ['Median wait', 'number'], ['Slot hours', 'number']], rows.map((sums) => ({ key: sums.dag_id, cells: [
+        h('a', { href: `#/jobs?dag=${encodeURIComponent(sums.dag_id)}`, class: 'plain' }, h('span', { class: `swatch c${colourOf(sums.dag_id)}`, 'aria-hidden': 'true' }), sums.dag_id),
+        f.number(sums.runs), sums.judged ? h('span', { class: sums.met < sums.judged ? 'warn-text' : '' }, `${sums.met} / ${sums.judged}`) : '–',
+        sums.rejected ? h('span', { class: 'bad-text' }, f.number(sums.rejected)) : '0', sums.median_wait_s === null ? '–' : f.duration(sums.median_wait_s),
+        h('span', { class: 'meter' }, h('span', { class: `c${colourOf(sums.dag_id)}`, style: { width: `${Math.max(2, (44 * sums.slot_s) / most)}px` } }), f.number(sums.slot_s / 3600)),
+      ] })), { kind: 'dense' })
     : h('p', { class: 'quiet-note' }, 'No job has been submitted in the last seven days.'));
 }
+
+/** What is not shown, as there was too much of it; null where everything is. */
+const left = (key, what, from) => !from ? null : h('p', { class: 'banner', role: 'status', 'data-key': key }, what, time(from), '. The sums by DAG and the deadlines met count all.');
 
 const WAITS = [1, 3, 10, 60, 600, 3600, 36000, 360000];
 const KINDS = [['admitted', 'accent', 'Admitted'], ['renegotiated', 'warn', 'Later deadline'], ['best_effort', 'faint', 'Best effort'], ['undecided', 'muted', 'Undecided'], ['rejected', 'bad', 'Rejected']];
@@ -189,6 +174,7 @@ const KINDS = [['admitted', 'accent', 'Admitted'], ['renegotiated', 'warn', 'Lat
 function asks(week) {
   const refused = week.admissions.filter((one) => one.decision === 'rejected').sort((a, b) => b.submitted_at - a.submitted_at).slice(0, 5);
   return card('Submissions and waiting, last 7 days', null,
+    left('asks-cut', 'So much was submitted that only those are shown that came after ', week.admissions_from_at),
     h('div', { class: 'columns', 'data-key': 'asks' },
       h('figure', {}, h('figcaption', {}, 'Submissions by day'), place('chart-days', 'Bar chart: submissions by day and verdict; the table below has the numbers', 200)),
       h('figure', {}, h('figcaption', {}, 'From submission to the first step'), place('chart-waits', 'Box plot: waiting time by DAG; the median is in the table by DAG', 200))),
