@@ -9,13 +9,13 @@ nothing.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from elasticflow_airflow.scheduler_core.simulator.curves import Curves
 from elasticflow_airflow.scheduler_core.simulator.problems import InputError
+from elasticflow_airflow.scheduler_core.simulator.tables import records_of
 
 _COLUMNS = ("gpu", "model_a", "batch_size_a", "workers_a", "model_b", "batch_size_b", "workers_b")
 
@@ -49,30 +49,22 @@ def read_colocation(path: Path, gpu: str, alone: Curves) -> Colocation:
     """
     parts: dict[tuple[str, str], float] = {}
     kept: dict[tuple[str, str], float] = {}
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            missing = [c for c in (*_COLUMNS, "steps_per_s_a", "steps_per_s_b") if c not in (reader.fieldnames or ())]
-            if missing:
-                raise InputError(f"the header lacks {', '.join(missing)}", path, 1)
-            for row in reader:
-                if row["gpu"] != gpu or not row["batch_size_a"] or not row["batch_size_b"]:
-                    continue
-                try:
-                    keys = [(row["model_" + side], int(row["batch_size_" + side])) for side in "ab"]
-                    speeds = [float(row["steps_per_s_" + side]) for side in "ab"]
-                except ValueError:
-                    raise InputError(f"a cell is not a number: {row}", path, reader.line_num) from None
-                bases = [alone[key].steps_per_s.get(1, 0.0) if key in alone else 0.0 for key in keys]
-                if min(bases) <= 0.0:
-                    continue
-                first, second = speeds[0] / bases[0], speeds[1] / bases[1]
-                left = part_left(first, second)
-                names = [f"{model}:{batch}" for model, batch in keys]
-                kept[names[0], names[1]], kept[names[1], names[0]] = first, second
-                parts[names[0], names[1]] = parts[names[1], names[0]] = left
-    except (OSError, UnicodeDecodeError, csv.Error) as problem:
-        raise InputError(f"cannot be read as a CSV file: {problem}", path) from problem
+    for line, row in records_of(path, (*_COLUMNS, "steps_per_s_a", "steps_per_s_b")):
+        if row["gpu"] != gpu or not row["batch_size_a"] or not row["batch_size_b"]:
+            continue
+        try:
+            keys = [(row["model_" + side], int(row["batch_size_" + side])) for side in "ab"]
+            speeds = [float(row["steps_per_s_" + side]) for side in "ab"]
+        except ValueError:
+            raise InputError(f"a cell is not a number: {row}", path, line) from None
+        bases = [alone[key].steps_per_s.get(1, 0.0) if key in alone else 0.0 for key in keys]
+        if min(bases) <= 0.0:
+            continue
+        first, second = speeds[0] / bases[0], speeds[1] / bases[1]
+        left = part_left(first, second)
+        names = [f"{model}:{batch}" for model, batch in keys]
+        kept[names[0], names[1]], kept[names[1], names[0]] = first, second
+        parts[names[0], names[1]] = parts[names[1], names[0]] = left
     if not parts:
         raise InputError(f"no pair of known models for GPU type {gpu!r}", path)
     return Colocation(parts, kept)

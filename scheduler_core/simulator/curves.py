@@ -6,12 +6,12 @@ which does not run itself, or has no column, is a hole: refused, for nobody meas
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from elasticflow_airflow.scheduler_core.simulator.problems import InputError
+from elasticflow_airflow.scheduler_core.simulator.tables import require_width, rows_of
 from elasticflow_airflow.scheduler_core.values import ScalingCurve
 
 Curves = Mapping[tuple[str, int], ScalingCurve]
@@ -60,22 +60,19 @@ def curve_for(curves: Curves, model: str, batch_size: int, where: tuple[Path | N
 
 
 def _read_table(path: Path) -> dict[int, ScalingCurve]:
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.reader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as problem:
-        raise InputError(f"cannot be read as a CSV file: {problem}", path) from problem
-    if not rows or rows[0][:1] != ["global_batch_size"]:
+    rows = list(rows_of(path))
+    header = rows[0][1] if rows else []
+    if header[:1] != ["global_batch_size"]:
         raise InputError("the first line must be global_batch_size, followed by numbers of workers", path, 1)
     try:
-        sizes = [int(cell) for cell in rows[0][1:]]
+        sizes = [int(cell) for cell in header[1:]]
     except ValueError:
-        raise InputError(f"numbers of workers must be whole; the header is {rows[0]}", path, 1) from None
+        raise InputError(f"numbers of workers must be whole; the header is {header}", path, 1) from None
     if sizes != sorted(set(sizes)) or any(size < 1 or size & (size - 1) for size in sizes):
         raise InputError(f"numbers of workers must be rising powers of two; they are {sizes}", path, 1)
     found: dict[int, ScalingCurve] = {}
     lines: dict[int, int] = {}
-    for line, row in enumerate(rows[1:], start=2):
+    for line, row in rows[1:]:
         if any(row):
             batch, curve = _read_row(row, sizes, path, line)
             if batch in found:
@@ -85,8 +82,7 @@ def _read_table(path: Path) -> dict[int, ScalingCurve]:
 
 
 def _read_row(row: list[str], sizes: list[int], path: Path, line: int) -> tuple[int, ScalingCurve]:
-    if len(row) != len(sizes) + 1:
-        raise InputError(f"{len(row)} cells where the header has {len(sizes) + 1}", path, line)
+    require_width(row, len(sizes) + 1, path, line)
     speeds: dict[int, float] = {}
     try:
         batch = int(row[0])

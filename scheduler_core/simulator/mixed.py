@@ -8,13 +8,13 @@ Models that one of the tables lacks are left out.
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from elasticflow_airflow.scheduler_core.simulator.curves import Curves, holes
 from elasticflow_airflow.scheduler_core.simulator.problems import InputError
+from elasticflow_airflow.scheduler_core.simulator.tables import records_of
 from elasticflow_airflow.scheduler_core.simulator.trace import Trace
 from elasticflow_airflow.scheduler_core.values import Node, ScalingCurve
 
@@ -76,23 +76,15 @@ def read_typed_curves(path: Path, placement: str = "consolidated") -> dict[str, 
     """
     found: dict[str, dict[tuple[str, int], dict[int, float]]] = {}
     needed = ("gpu", "placement", "model", "batch_size", "workers", "steps_per_s")
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            missing = [name for name in needed if name not in (reader.fieldnames or ())]
-            if missing:
-                raise InputError(f"the header lacks {', '.join(missing)}", path, 1)
-            for row in reader:
-                if row["placement"] != placement or not row["batch_size"]:
-                    continue
-                try:
-                    batch, workers, speed = int(row["batch_size"]), int(row["workers"]), float(row["steps_per_s"])
-                except ValueError:
-                    raise InputError(f"a cell is not a number: {row}", path, reader.line_num) from None
-                if speed > 0.0 and workers > 0 and not workers & (workers - 1):
-                    found.setdefault(row["gpu"], {}).setdefault((row["model"], batch), {})[workers] = speed
-    except (OSError, UnicodeDecodeError, csv.Error) as problem:
-        raise InputError(f"cannot be read as a CSV file: {problem}", path) from problem
+    for line, row in records_of(path, needed):
+        if row["placement"] != placement or not row["batch_size"]:
+            continue
+        try:
+            batch, workers, speed = int(row["batch_size"]), int(row["workers"]), float(row["steps_per_s"])
+        except ValueError:
+            raise InputError(f"a cell is not a number: {row}", path, line) from None
+        if speed > 0.0 and workers > 0 and not workers & (workers - 1):
+            found.setdefault(row["gpu"], {}).setdefault((row["model"], batch), {})[workers] = speed
     if not found:
         raise InputError(f"no row has placement {placement!r} and a batch size", path)
     for gpu, tables in found.items():

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from elasticflow_airflow.scheduler_core.simulator.files import whole_file
 from elasticflow_airflow.scheduler_core.simulator.problems import InputError
+from elasticflow_airflow.scheduler_core.simulator.tables import require_width, rows_of
 
 _ALIASES: Mapping[str, tuple[str, ...]] = {
     "job_id": ("job_id",),
@@ -80,20 +81,13 @@ def read_trace(path: Path) -> Trace:
     Raises:
         InputError: the file, a column or a row is not as it must be; nothing has been simulated yet.
     """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file)
-            header = next(reader, None)
-            if header is None:
-                raise InputError("the file is empty; a trace begins with a header line", path)
-            columns, ignored = _columns([name.strip() for name in header], path)
-            jobs = [
-                _job(row, len(header), columns, path, reader.line_num)
-                for row in reader
-                if any(cell.strip() for cell in row)
-            ]
-    except (OSError, UnicodeDecodeError, csv.Error) as problem:
-        raise InputError(f"cannot be read as a CSV file: {problem}", path) from problem
+    rows = rows_of(path)
+    first = next(rows, None)
+    if first is None:
+        raise InputError("the file is empty; a trace begins with a header line", path)
+    header = [name.strip() for name in first[1]]
+    columns, ignored = _columns(header, path)
+    jobs = [_job(row, len(header), columns, path, line) for line, row in rows if any(cell.strip() for cell in row)]
     seen: dict[str, int] = {}
     for job in jobs:
         if job.job_id in seen:
@@ -150,8 +144,7 @@ def _columns(header: list[str], path: Path) -> tuple[dict[str, int], tuple[str, 
 
 
 def _job(row: list[str], width: int, columns: Mapping[str, int], path: Path, line: int) -> TraceJob:
-    if len(row) != width:
-        raise InputError(f"{len(row)} cells where the header has {width}", path, line)
+    require_width(row, width, path, line)
 
     def text(name: str) -> str:
         return row[columns[name]].strip() if name in columns else ""

@@ -46,6 +46,8 @@ def test_every_table_of_the_folder_is_a_model(curves_folder: Callable[..., Path]
         ("global_batch_size,2,1\n", 1, "must be rising powers of two; they are [2, 1]"),
         ("global_batch_size,1,1\n", 1, "must be rising powers of two; they are [1, 1]"),
         ("global_batch_size,1,2\n8,1,2\n16,1\n", 3, "2 cells where the header has 3"),
+        ('global_batch_size,1,2\n8,1,2\n"16,1,2\n32,1,2\n', 3, "1 cells where the header has 3; is a quote not"),
+        ('global_batch_size,1,2\n"8\n",1,2\n16,1\n', 4, "2 cells where the header has 3"),
         ("global_batch_size,1,2\n8,fast,2\n", 2, "a cell is not a number: 8,fast,2"),
         ("global_batch_size,1,2\n8.5,1,2\n", 2, "a cell is not a number"),
         ("global_batch_size,1,2\n8,-1,2\n", 2, "'-1' steps/s at 1 workers is no speed"),

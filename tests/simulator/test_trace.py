@@ -131,6 +131,26 @@ def test_the_line_is_that_of_the_file_also_after_a_cell_with_a_line_break(trace_
     assert str(caught.value).startswith(f"{path}:4: steps is '-4'")
 
 
+def test_a_row_over_several_lines_is_named_by_its_first(trace_file: Callable[..., Path]) -> None:
+    path = trace_file(GOOD, '"b,0,100,net,32,50', "c,0,100,net,32,50", "d,0,100,net,32,50")
+    with pytest.raises(InputError) as caught:
+        read_trace(path)
+    assert str(caught.value) == f"{path}:3: 1 cells where the header has 6; is a quote not closed?"
+    path = trace_file(GOOD, '"b\nb",0,-4,net,32,50')
+    with pytest.raises(InputError) as caught:
+        read_trace(path)
+    assert str(caught.value).startswith(f"{path}:3: steps is '-4'")
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_a_file_in_another_encoding_is_named_with_the_line(tmp_path: Path, end: bytes) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes(end.join([b"job_id,submitted_s,steps,model,batch_size,deadline_s", GOOD.encode(), b"\xe9,0", b""]))
+    with pytest.raises(InputError) as caught:
+        read_trace(path)
+    assert str(caught.value).startswith(f"{path}:3: cannot be read as a CSV file: byte 0xe9 is no UTF-8")
+
+
 def test_a_header_that_lacks_something_says_what_and_what_it_has(trace_file: Callable[..., Path]) -> None:
     path = trace_file("a,0", header="job_id,when")
     with pytest.raises(InputError) as caught:
