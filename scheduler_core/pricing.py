@@ -99,7 +99,9 @@ class Protection:
         if not self.arrivals:
             return expected
         known = np.array(self.arrivals, dtype=np.float64)
-        cheaper = (known[:, 1] < price * known[:, 3]) & (known[:, 0] <= now)
+        value = known[:, 3]
+        most = np.multiply(price, value, out=np.zeros(len(value)), where=value > 0.0)  # a price may be infinite
+        cheaper = (known[:, 1] < most) & (known[:, 0] <= now)
         if not cheaper.any():
             return expected
         first = float(known[:, 0].min())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -50,6 +51,17 @@ def test_only_who_is_cheaper_counts_and_value_makes_cheap() -> None:
     only_valuable = learned.expected_use(1.0, 60.0, times)[0]
     both = learned.expected_use(1.0, 200.0, times)[0]
     assert both == pytest.approx(only_valuable * 1.1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_is_worth_nothing_is_cheaper_than_nobody() -> None:
+    """A newcomer that is worth nothing has an infinite price: all that is worth something is cheaper."""
+    learned = protection()
+    learned.note(Arrival(0.0, 100.0, HOUR, 0.0))
+    times = np.array([2 * HOUR])
+    assert learned.expected_use(1.0, math.inf, times) == 0.0
+    learned.note(Arrival(0.0, 100.0, HOUR, 1.0))
+    assert learned.expected_use(1.0, math.inf, times)[0] == learned.expected_use(1.0, 1e9, times)[0] > 0.0
 
 
 def test_a_burst_is_not_the_rate_of_a_week() -> None:
