@@ -291,7 +291,7 @@ class Chronus(GangPolicy):
         size = size or self._size(job)
         speed = job.speeds.get(size, 0.0)
         left = job.left
-        if speed > 0.0 and (job.size or runs):
+        if speed > 0.0 and (job.size or runs or job.job_id in self._starts):
             if self._ends_s(job, size) <= begin + TOLERANCE_S:
                 return None
             left = max(0.0, left - speed * max(0.0, begin - now - job.cost_s(size)))
