@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from support.schedule_checker import CheckedJob, Report, check
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
+from elasticflow_airflow.scheduler_core import decisions as de
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles, disturbances
 from elasticflow_airflow.scheduler_core.simulator.export import write_schedule
 from elasticflow_airflow.scheduler_core.simulator.outcome import Result
 from elasticflow_airflow.scheduler_core.simulator.run import Change, Disturbance, SimulatedJob, Simulation
-from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, RescaleCosts, ScalingCurve
+from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, Placement, RescaleCosts, ScalingCurve
 
 QUICK = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 LONG = settings(max_examples=2000, deadline=None, derandomize=False, suppress_health_check=list(HealthCheck))
@@ -85,13 +86,66 @@ def stories(draw: st.DrawFn, *, most_jobs: int = 9, roomy: bool = False) -> Stor
     return Story(nodes, tuple(jobs), costs)
 
 
+class Listening(Scheduler):
+    """Our scheduler, with what it was told and what it said of each job, by time."""
+
+    def __init__(self, config: SchedulerConfig | None, nodes: Sequence[Node]) -> None:
+        super().__init__(config, nodes)
+        self.told: dict[str, list[tuple[float, ev.Event | ev.CalendarEvent | de.Decision]]] = {}
+        self.places: dict[str, Placement] = {}
+
+    def handle(self, event: ev.Event | ev.CalendarEvent, now: float) -> list[de.Decision]:
+        decided = super().handle(event, now)
+        lost = []
+        if isinstance(event, ev.NodeLost):
+            gone = event.node_id
+            lost = [job_id for job_id, held in self.places.items() if any(s.node_id == gone for s in held.slots)]
+        for one in (event, *(ev.GangLost(job_id) for job_id in lost), *decided):
+            job_id = getattr(one, "job_id", None)
+            if job_id is not None:
+                self.told.setdefault(job_id, []).append((now, one))
+            if isinstance(one, de.Resize):
+                self.places[one.job_id] = one.placement
+            elif isinstance(one, de.Suspend | ev.GangLost):
+                self.places.pop(one.job_id, None)
+        return decided
+
+    def could_tell(self, job_id: str, deadline_s: float, tail_s: float) -> str:
+        """Why it should have said by the deadline that the job will be late; empty: it did, or could not know.
+
+        It knows when the job stands still, and when the last report since it got its slots says so.
+        """
+        warned, held, ends_s = False, False, 0.0
+        for at_s, one in self.told.get(job_id, ()):
+            if at_s >= deadline_s:
+                break
+            match one:
+                case de.AtRisk() | de.OnTrack():
+                    warned = isinstance(one, de.AtRisk)
+                case de.Resize():
+                    held, ends_s = True, 0.0
+                case de.Suspend() | ev.GangLost():
+                    held = False
+                case ev.JobProgressed(remaining_steps=left, steps_per_s=speed) if (
+                    left and speed
+                ):  # in its tail it does not say since when
+                    ends_s = at_s + left / speed + tail_s
+        if warned or (held and ends_s <= deadline_s + 1e-3):
+            return ""
+        return f"{job_id} was to end at {ends_s} by its last report" if held else f"{job_id} held nothing"
+
+
 def play(
-    story: Story, config: SchedulerConfig | None = None, trouble: Sequence[Disturbance] = (), **options: object
+    story: Story,
+    config: SchedulerConfig | None = None,
+    trouble: Sequence[Disturbance] = (),
+    policy: Scheduler | None = None,
+    **options: object,
 ) -> tuple[Result, list[Change]]:
     log: list[Change] = []
     simulation = Simulation(
         name="elasticflow",
-        policy=Scheduler(config, story.nodes),
+        policy=policy or Scheduler(config, story.nodes),
         nodes=story.nodes,
         jobs=story.jobs,
         disturbances=trouble,
@@ -260,10 +314,14 @@ def test_in_any_trouble_no_slot_is_given_twice_and_late_ones_were_announced(
         seed=seed, repair_h=0.05, drain_notice_h=0.05, drain_away_h=0.05, straggler_h=0.1, **hours  # type: ignore[arg-type]  # by name
     )  # fmt: skip
     trouble = disturbances(story.nodes, troubles, 1000.0, 3000.0)
-    config = SchedulerConfig(speed_smoothing=1.0)
-    result, log = play(story, config, trouble, report_after_s=5.0, report_every_s=60.0, straggler_after_s=15.0)
+    listening = Listening(SchedulerConfig(speed_smoothing=1.0), story.nodes)
+    result, log = play(story, None, trouble, listening, report_after_s=5.0, report_every_s=60.0, straggler_after_s=15.0)
     kinds_wrong = counted(story, log, blocks=False).kinds()
     assert not set(kinds_wrong) & {"double", "slots", "form", "order", "early", "ended", "size"}
     for record in result.records:
-        if record.late_though_admitted and record.finished_s is None:
-            assert record.at_risk_s is not None
+        if record.late_though_admitted:
+            assert record.finished_s is not None or record.at_risk_s is not None
+            assert record.promised_deadline_s is not None
+            unsaid = listening.could_tell(record.job_id, record.promised_deadline_s, story.costs.tail_s)
+            assert not unsaid, unsaid
+            event("late, and announced before" if record.at_risk_s is not None else "late, and nobody could know")
