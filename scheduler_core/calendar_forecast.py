@@ -1,7 +1,8 @@
 """What will become of everything due by a time, and where something is missed, what is missing: slots, or hours.
 
-Works on a copy of a scheduler, which it may change. Expected runs are taken one after another in the order in which
-they are expected to come, as admission control would take them, each with a joint plan; uncertain ones as if they came.
+Works on a copy of a scheduler, which it may change. Jobs that wait for capacity, and then expected runs in the order in
+which they are expected to come, are taken one after another, as admission control would take them, each with a joint
+plan; uncertain ones as if they came.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun
+from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, stand_in_id
 from elasticflow_airflow.scheduler_core.calendar_guard import beside, place_from, stand_in
+from elasticflow_airflow.scheduler_core.config import Objective
 from elasticflow_airflow.scheduler_core.explain import duration, moment
 from elasticflow_airflow.scheduler_core.jobs import LiveJob
 from elasticflow_airflow.scheduler_core.planner import Planner
@@ -36,9 +38,9 @@ class Outcome(StrEnum):
     AT_RISK = "at_risk"
     """Promised, and no longer on course."""
     UNDECIDED = "undecided"
-    """Not promised yet: it waits, or is being measured."""
+    """Nobody can say yet: it is being measured, or waits though it would fit, since others are worth more."""
     MISSED = "missed"
-    """Expected, and would be rejected as things stand."""
+    """Expected, or waits for capacity, and would be rejected as things stand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +129,10 @@ def fewest(enough: Callable[[int], bool], most: int) -> int | None:
 def _outlooks(scheduler: Scheduler, now: float, until_s: float) -> tuple[Outlook, ...]:
     planner, jobs, policy = scheduler.open_books(now)
     due = [job for job in jobs if job.job.deadline_s is not None and job.job.deadline_s <= until_s]
-    found = [outlook_of(job) for job in due if not job.best_effort]  # who fell back to it keeps the deadline's figure
-    found += _Expecting(planner, policy).outlooks(_due(scheduler, until_s))
+    due = [job for job in due if not job.best_effort]  # who fell back to it keeps the deadline's figure
+    found = [outlook_of(job) for job in due if job.phase is not Phase.WAITING]
+    waiting = [job for job in due if job.phase is Phase.WAITING]
+    found += _Expecting(planner, policy).outlooks(_due(scheduler, until_s), waiting)
     return tuple(sorted(found, key=lambda one: (one.deadline_s, one.job_id, one.run_id)))
 
 
@@ -170,7 +174,9 @@ def outlook_of(job: LiveJob) -> Outlook:
     if job.best_effort:
         raise ValueError(f"job {job.job_id!r} is best effort; it has no deadline")
     if job.phase is not Phase.ADMITTED:
-        outcome, reason = Outcome.UNDECIDED, f"not promised yet: it is {job.phase.value}"
+        measured = job.phase is Phase.PROFILING
+        state = "its speed is still being measured" if measured else f"it is {job.phase.value}"
+        outcome, reason = Outcome.UNDECIDED, f"not promised yet: {state}"
     elif job.at_risk or projected is None or projected > deadline:
         outcome = Outcome.AT_RISK
         if projected is None:
@@ -193,7 +199,7 @@ def outlook_of(job: LiveJob) -> Outlook:
 
 
 class _Expecting:
-    """Takes expected runs in turn, each beside the promises and the runs taken before it."""
+    """Takes jobs that wait and expected runs in turn, each beside the promises and those taken before it."""
 
     def __init__(self, planner: Planner, policy: CalendarPolicy, *, offers: bool = True) -> None:
         """``offers``: look for a deadline that would do for what is missed, which takes several plans."""
@@ -201,11 +207,13 @@ class _Expecting:
         self.taken: list[Work] = []
         self.ends: dict[str, float] = {}
 
-    def outlooks(self, runs: Sequence[ExpectedRun]) -> list[Outlook]:
-        """One for each run; projections are those of the last joint plan."""
-        found = [self._take(run) for run in runs]
+    def outlooks(self, runs: Sequence[ExpectedRun], waiting: Sequence[LiveJob] = ()) -> list[Outlook]:
+        """One for each job that waits, and then for each run; projections are those of the last joint plan."""
+        found = [*(self._admit(job) for job in waiting), *(self._take(run) for run in runs)]
         return [
-            replace(one, projected_s=self.ends.get(f"expected {one.run_id}")) if one.outcome is Outcome.KEPT else one
+            replace(one, projected_s=self.ends.get(one.job_id or stand_in_id(one.run_id)))
+            if one.outcome is Outcome.KEPT
+            else one
             for one in found
         ]
 
@@ -217,6 +225,36 @@ class _Expecting:
     def _work(self, run: ExpectedRun) -> Work | None:
         planner, parts = self.planner, (self.policy.quantile, 0.5)
         return stand_in(run, planner.layout, planner.config, planner.now, parts, self.policy.unseen)
+
+    def _admit(self, job: LiveJob) -> Outlook:
+        """A job that waits for capacity."""
+        planner, deadline = self.planner, job.job.deadline_s
+        assert deadline is not None  # the caller looked
+        outlook = Outlook(outcome=Outcome.KEPT, deadline_s=deadline, reason="", job_id=job.job_id, task=job.job.task)
+        work = job.work(planner.layout, planner.config)
+        work = replace(work, limit_s=deadline - planner.config.deadline_margin_s)
+        if not work.sizes:
+            reason = f"waits for capacity: no usable number of workers: it needs at least {job.job.min_workers}"
+            return replace(outlook, outcome=Outcome.MISSED, reason=reason)
+        if self._fits(work):
+            if planner.config.objective is not Objective.FIRST_COME:
+                reason = (
+                    "not promised yet: it waits, though it would fit, since others are expected that are worth more"
+                )
+                return replace(outlook, outcome=Outcome.UNDECIDED, reason=reason)
+            self.taken.append(work)
+            return replace(outlook, reason="waits, and fits beside all that is promised")
+        reason = f"waits for capacity: it does not fit beside {self._others()}"
+        least = planner.now + work.least_time_s()
+        earliest = self._earliest(work, max(work.limit_s, least))
+        return replace(outlook, outcome=Outcome.MISSED, reason=reason, earliest_deadline_s=earliest)
+
+    def _others(self) -> str:
+        """Whom there is no room beside."""
+        jobs = sum(1 for job in self.planner.jobs if job.promised)
+        said = f"{jobs} promised {'job' if jobs == 1 else 'jobs'}"
+        more = len(self.taken)
+        return f"{said} and {more} that {'comes' if more == 1 else 'come'} before it" if more else said
 
     def _take(self, run: ExpectedRun) -> Outlook:
         planner = self.planner

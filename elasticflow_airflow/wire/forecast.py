@@ -36,10 +36,11 @@ class ForecastRequest(Wire):
 class ForecastItem(Wire):
     """One deadline: of a live job, or of a run that is expected.
 
-    ``kept``: it will be met. ``at_risk``: promised, but no longer on course. ``undecided``: a job that waits, or is
-    being measured. ``missed``: an expected run that would be rejected as things stand; ``earliest_deadline_at`` would
-    do. A planned run that is ``kept`` and has an ``earliest_deadline_at`` is kept by that one, as its
-    ``latest_deadline_at`` allows. ``unknown``: too little is known of the task.
+    ``kept``: it will be met. ``at_risk``: promised, but no longer on course. ``undecided``: a job that is being
+    measured, or waits though it would fit. ``missed``: a job that waits for capacity, or an expected run, that would be
+    rejected as things stand; ``earliest_deadline_at`` would do. A planned run that is ``kept`` and has an
+    ``earliest_deadline_at`` is kept by that one, as its ``latest_deadline_at`` allows. ``unknown``: too little is known
+    of the task.
     """
 
     kind: Literal["job", "expected"]

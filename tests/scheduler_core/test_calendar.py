@@ -295,6 +295,50 @@ def test_a_forecast_says_nothing_of_a_job_that_fell_back_to_best_effort():
     assert forecast(copy.deepcopy(scheduler), 0.0, 5000.0).outlooks == ()
 
 
+def waiting(scheduler: Scheduler) -> None:
+    """A promise for the whole cluster, and two that wait for what it leaves."""
+    verdict(scheduler, job("holds", 0.0, 1010.0, 4000.0), 0.0)
+    for name in ("first", "second"):
+        asked = job(name, 0.0, 1000.0, 2000.0, on_reject=OnReject.WAIT)
+        assert isinstance(verdict(scheduler, asked, 0.0), Wait)
+
+
+def test_a_forecast_says_what_is_missing_for_jobs_that_wait():
+    scheduler = make_scheduler()
+    waiting(scheduler)
+    found = forecast(copy.deepcopy(scheduler), 0.0, 5000.0)
+    outlooks = {one.job_id: one for one in found.outlooks}
+    assert {name: one.outcome for name, one in outlooks.items()} == {
+        "holds": Outcome.KEPT,
+        "first": Outcome.MISSED,
+        "second": Outcome.MISSED,
+    }
+    assert outlooks["first"].reason == "waits for capacity: it does not fit beside 1 promised job"
+    assert outlooks["first"].earliest_deadline_s == pytest.approx(1500.0, abs=60.0)
+    assert (found.extra_nodes, found.extra_slots) == (1, 4)
+
+
+def test_with_an_objective_a_job_may_wait_though_it_would_fit(monkeypatch: pytest.MonkeyPatch):
+    scheduler = Scheduler(SchedulerConfig(objective="value"), [Node(node_id="a", slots=4)])
+    waiting(scheduler)
+    monkeypatch.setattr(Scheduler, "_retry", lambda *_: None)  # its slots are worth more to others that are expected
+    scheduler.handle(ev.JobCancelled("holds"), 0.0)
+    found = forecast(scheduler, 0.0, 5000.0)
+    assert [one.outcome for one in found.outlooks] == [Outcome.UNDECIDED] * 2
+    assert "would fit" in found.outlooks[0].reason
+    assert found.extra_nodes == 0
+
+
+def test_a_forecast_says_that_a_job_is_still_measured():
+    scheduler = make_scheduler()
+    asked = Job(job_id="new", submitted_s=0.0, deadline_s=1000.0, total_steps=100.0, curve=None)
+    scheduler.handle(ev.JobSubmitted(asked), 0.0)
+    found = forecast(copy.deepcopy(scheduler), 0.0, 5000.0)
+    assert [(one.outcome, one.reason) for one in found.outlooks] == [
+        (Outcome.UNDECIDED, "not promised yet: its speed is still being measured")
+    ]
+
+
 def test_a_forecast_asks_for_nodes_of_the_type_that_there_is():
     scheduler = Scheduler(SchedulerConfig(), [Node(node_id="a", slots=4, gpu_type="h200")])
     for number in range(3):
