@@ -3,17 +3,18 @@
     python benchmarks/bench_types.py [--only lengths,...] [--page docs/explanation/benchmark.md]
 
 *Types*: those jobs of public traces whose model the tables of A100 and T4 both have, on 8 x 8 A100 with 8 x 4 T4, each
-policy beside the bound of that cluster. *Sharing*: jobs drawn from the models of the table of pairs on V100s, half of
-them guaranteed. *Noise*: what the noise scale that is assumed for Pollux changes. What is assumed stands in
-``simulator/mixed.py``, ``simulator/colocation.py`` and ``policies/pollux.py``. *Lengths*: what it costs ``optimus``,
-which fits loss curves in its paper, that it is told wrong lengths. Data: ../shared/data beside the checkout.
+policy beside the bound of that cluster. *Generations*: jobs drawn from Gavel's measurements on three types. *Sharing*:
+jobs drawn from the models of its table of pairs on V100s, half of them guaranteed. *Noise*: what the noise scale that
+is assumed for Pollux changes. What is assumed stands in ``simulator/mixed.py``, ``simulator/colocation.py`` and
+``policies/pollux.py``. *Lengths*: what it costs ``optimus``, which fits loss curves in its paper, that it is told wrong
+lengths. Data: ../shared/data beside the checkout.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -39,6 +40,7 @@ from elasticflow_airflow.scheduler_core.simulator.trace import Trace, TraceJob, 
 from elasticflow_airflow.scheduler_core.values import Node
 
 MIXED = (("a100", 8, 8), ("t4", 8, 4))
+GENERATIONS = (("v100", 3, 8), ("p100", 3, 8), ("k80", 3, 8))
 TYPES = "+types"
 MIXED_POLICIES = (
     "elasticflow+types",
@@ -75,6 +77,25 @@ def mixed_policy(name: str, nodes: tuple[Node, ...]) -> Policy:
     return ByType(one, SchedulerConfig(), nodes)
 
 
+def beside_the_bound(
+    jobs: list[SimulatedJob], nodes: tuple[Node, ...], parts: Sequence[tuple[str, int, int]]
+) -> list[str]:
+    """What the bound is, an empty line, and a table of policies."""
+    slots = {kind: count * each for kind, count, each in parts}
+    bound = clairvoyant_bound(
+        [job.job for job in jobs], slots, curves=lambda job, kind: job.curves[kind], time_limit_s=60.0
+    )
+    rows = []
+    for policy in MIXED_POLICIES:
+        found = simulate(policy, mixed_policy(policy, nodes), nodes, jobs).summary()
+        cells = [str(found[key]) for key in ("met", "late_though_admitted", "rejected")]
+        mean = f"{float(found['completion_mean_s']) / 3600:.2f}"
+        share = f"{100 * float(found['met']) / bound.met:.1f} %"
+        rows.append([f"`{policy}`", cells[0], share, *cells[1:], mean, str(found["changes"])])
+    heads = ["policy", "met", "of bound", "late", "refused", "mean h", "changes"]
+    return [f"bound {bound.met}{'' if bound.exact else ' (may be loose)'}", "", *table(heads, rows)]
+
+
 def types() -> list[str]:
     """A mixed cluster."""
     tables = {name: read_curves(DATA / "throughput" / name) for name, _, _ in MIXED}
@@ -83,22 +104,37 @@ def types() -> list[str]:
     for name in ("195job", "cluster10", "poisson_100job"):
         trace, curves = common_jobs(read_trace(DATA / "traces" / f"{name}.csv"), tables)
         jobs = prepare(trace, {}, nodes, Conditions(pause_s=PAUSE_S), curves)
-        slots = {kind: count * each for kind, count, each in MIXED}
-        bound = clairvoyant_bound(
-            [job.job for job in jobs], slots, curves=lambda job, kind: job.curves[kind], time_limit_s=60.0
-        )
-        rows = []
-        for policy in MIXED_POLICIES:
-            found = simulate(policy, mixed_policy(policy, nodes), nodes, jobs).summary()
-            cells = [str(found[key]) for key in ("met", "late_though_admitted", "rejected")]
-            mean = f"{float(found['completion_mean_s']) / 3600:.2f}"
-            share = f"{100 * float(found['met']) / bound.met:.1f} %"
-            rows.append([f"`{policy}`", cells[0], share, *cells[1:], mean, str(found["changes"])])
-        loose = "" if bound.exact else " (may be loose)"
-        head = f"**{name}**, bert and deepspeech2 alone: {len(jobs)} jobs, bound {bound.met}{loose}."
-        heads = ["policy", "met", "of bound", "late", "refused", "mean h", "changes"]
-        lines += [head, "", *table(heads, rows), ""]
+        found = beside_the_bound(jobs, nodes, MIXED)
+        lines += [f"**{name}**, bert and deepspeech2 alone: {len(jobs)} jobs, {found[0]}.", *found[1:], ""]
     return lines[:-1]
+
+
+def generations(count: int = 200, seed: int = 1) -> list[str]:
+    """Three generations of GPUs, by Gavel's own measurements."""
+    curves = read_typed_curves(DATA / "throughput" / "gavel" / "curves.csv")
+    nodes = mixed_cluster(GENERATIONS)
+    chaos, at, rows = random.Random(seed), 0.0, []
+    models = sorted(set.intersection(*(set(curves[kind]) for kind, _, _ in GENERATIONS)))
+    for number in range(count):
+        at += chaos.expovariate(1 / 70.0)
+        model, batch = chaos.choice(models)
+        speeds = curves["v100"][model, batch].steps_per_s
+        length = chaos.lognormvariate(8.0, 0.8)
+        rows.append(
+            TraceJob(
+                job_id=f"j{number:03}",
+                submitted_s=at,
+                steps=length * speeds[min(chaos.choice((1, 1, 1, 2, 4)), max(speeds))],
+                model=model,
+                batch_size=batch,
+                deadline_s=at + 120.0 + length * chaos.uniform(1.2, 3.0),
+            )
+        )
+    by_type = {kind: curves[kind] for kind, _, _ in GENERATIONS}
+    jobs = prepare(Trace(None, tuple(rows)), {}, nodes, Conditions(pause_s=PAUSE_S), by_type)
+    cluster_has = ", ".join(f"{nodes_of} x {slots} {kind.upper()}" for kind, nodes_of, slots in GENERATIONS)
+    lines = beside_the_bound(jobs, nodes, GENERATIONS)
+    return [f"{count} jobs with deadlines on {cluster_has}, {lines[0]}.", *lines[1:]]
 
 
 def sharing(count: int = 200, seed: int = 1) -> list[str]:
@@ -210,16 +246,19 @@ def lengths() -> list[str]:
     return table(heads, rows)
 
 
+TABLES = {"types": types, "generations": generations, "sharing": sharing, "noise": noise, "lengths": lengths}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="only these tables (types, sharing, noise, lengths), commas between")
+    parser.add_argument("--only", default="", help="only these tables (types, sharing, ...), commas between")
     parser.add_argument("--page", type=Path, help="put the tables into this page")
     args = parser.parse_args()
     only = {name for name in args.only.split(",") if name}
     if not DATA.is_dir():
         print(f"nothing to do: the traces are not at {DATA}")
         return
-    for name, make in (("types", types), ("sharing", sharing), ("noise", noise), ("lengths", lengths)):
+    for name, make in TABLES.items():
         if only and name not in only:
             continue
         lines = make()
