@@ -364,6 +364,8 @@ class Simulation:
         run.gone = True
         self._over += 1
         if self.on_change is not None:
+            if run.slots:
+                self.on_change(Change(now, run.record.job_id, ()))
             self.on_change(Change(now, run.record.job_id, (), how))
 
     def _hold(self, run: _Run, slots: tuple[Slot, ...], now: float) -> None:

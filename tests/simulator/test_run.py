@@ -192,7 +192,7 @@ def test_a_rejected_job_is_over_and_gives_back_what_it_held(simulated: Make) -> 
     assert not first.met
     assert first.slot_s == 10
     assert second.finished_s == 120.0
-    assert Change(10.0, "a", (), "rejected") in log
+    assert [c for c in log if c.at_s == 10.0] == [Change(10.0, "a", ()), Change(10.0, "a", (), "rejected")]
 
 
 def test_only_the_last_wake_up_asked_for_comes_and_other_events_take_its_place(simulated: Make) -> None:
