@@ -2,9 +2,11 @@
 
     python benchmarks/bench_scale.py [--largest 10000] [--samples 24] [--page docs/explanation/benchmark.md]
 
-For 10, 100, 1,000 and 10,000 jobs that run at once on as many slots, in nodes of 8: the
-processor time of an arrival that is admitted, of one that is refused, of an end (each with its re-plan), and of one
-progressive filling of all jobs from nothing (ElasticFlow's Algorithm 1); and the memory of this process.
+For 10, 100, 1,000 and 10,000 jobs that run at once on as many slots, in nodes of 8: the processor time of an arrival
+that is admitted, of one that is refused since it could not be in time even alone, of an end (each with its re-plan), of
+an arrival that is refused since all slots are promised until after its deadline (other orders of filling are tried for
+it, in vain), and of one progressive filling of all jobs from nothing (ElasticFlow's Algorithm 1); and the memory of this
+process.
 Processor time, not wall-clock time: other work on the machine does not count.
 """
 
@@ -16,12 +18,13 @@ import resource
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from results import show, table
 
 from elasticflow_airflow.scheduler_core import Scheduler
-from elasticflow_airflow.scheduler_core.decisions import Admit, Decision, WakeMeAt
+from elasticflow_airflow.scheduler_core.decisions import Admit, Decision, Reject, WakeMeAt
 from elasticflow_airflow.scheduler_core.events import Event, JobFinished, JobSubmitted
 from elasticflow_airflow.scheduler_core.filling import fill
 from elasticflow_airflow.scheduler_core.placement import Layout
@@ -35,6 +38,8 @@ CURVE = ScalingCurve({size: size**0.8 for size in (1, 2, 4, 8, 16)})
 EASY, HOPELESS = (1.2, 3.0), (0.05, 0.09)
 """Ends of what deadlines leave, in lengths on one slot. The hopeless ones need more than the fastest size gives; a
 refusal then looks for the earliest deadline to offer."""
+FULL_S = 10_000.0
+"""How long all slots are promised, where they are."""
 
 
 def make_job(number: int, now: float, chaos: random.Random, leaves: tuple[float, float]) -> Job:
@@ -55,12 +60,9 @@ def timed(scheduler: Scheduler, event: Event, now: float) -> tuple[list[Decision
     return decisions, 1e3 * (time.process_time() - begin)
 
 
-def events(count: int, chaos: random.Random, samples: int) -> dict[str, list[float]]:
-    """Milliseconds by kind of event beside ``count`` running jobs."""
-    scheduler = Scheduler(nodes=[Node(node_id=f"n{i:05}", slots=8) for i in range(max(2, count // 8))])
-    took: dict[str, list[float]] = {"admitted": [], "refused": [], "ended": []}
-    number = count
-    jobs = [make_job(i, 0.0, chaos, EASY) for i in range(count)]
+def running(jobs: list[Job], slots: int) -> Scheduler:
+    """A scheduler that has promised all of them at time 0."""
+    scheduler = Scheduler(nodes=[Node(node_id=f"n{i:05}", slots=8) for i in range(slots // 8)])
     scheduler.restore(
         [
             JobState(
@@ -76,6 +78,14 @@ def events(count: int, chaos: random.Random, samples: int) -> dict[str, list[flo
         ],
         0.0,
     )
+    return scheduler
+
+
+def events(count: int, chaos: random.Random, samples: int) -> dict[str, list[float]]:
+    """Milliseconds by kind of event beside ``count`` running jobs."""
+    took: dict[str, list[float]] = {"admitted": [], "refused": [], "ended": []}
+    number = count
+    scheduler = running([make_job(i, 0.0, chaos, EASY) for i in range(count)], max(16, 8 * (count // 8)))
     now = 60.0
     for sample in range(samples):
         now += 1.0
@@ -90,6 +100,31 @@ def events(count: int, chaos: random.Random, samples: int) -> dict[str, list[flo
         ended, ms = timed(scheduler, JobFinished(victim), now)
         took["ended"].append(ms)
         assert not ended or any(isinstance(d, WakeMeAt) for d in ended)
+    return took
+
+
+def refused_beside_full_promises(count: int, chaos: random.Random, samples: int) -> list[float]:
+    """Milliseconds of refusals where each slot is promised to a job that needs it until after the newcomer's deadline.
+
+    Alone, each newcomer would be in time.
+    """
+    slots = 8 * max(1, count // 8)
+    spare_s = 25.0  # a start and less than a pause: nobody can give way
+    promised = []
+    for number in range(slots):
+        length = FULL_S * chaos.uniform(0.999, 1.0)
+        promised.append(replace(make_job(number, 0.0, chaos, EASY), total_steps=length, deadline_s=length + spare_s))
+    scheduler = running(promised, slots)
+    took = []
+    for sample in range(samples):
+        now = 60.0 + sample
+        newcomer = make_job(slots + sample, now, chaos, EASY)
+        length = 0.2 * FULL_S * chaos.uniform(0.5, 1.0)
+        leaves = min(length * chaos.uniform(*EASY), 0.9 * FULL_S - now)
+        newcomer = replace(newcomer, total_steps=length, deadline_s=now + spare_s + leaves)
+        decisions, ms = timed(scheduler, JobSubmitted(newcomer), now)
+        assert any(isinstance(decision, Reject) for decision in decisions)
+        took.append(ms)
     return took
 
 
@@ -119,13 +154,16 @@ def main() -> None:
     for count in (10, 100, 1000, 10_000):
         if count > args.largest:
             break
-        took = events(count, random.Random(7), args.samples if count < 10_000 else max(2, args.samples // 6))
+        samples = args.samples if count < 10_000 else max(2, args.samples // 6)
+        took = events(count, random.Random(7), samples)
+        took["full"] = refused_beside_full_promises(count, random.Random(7), samples)
         cells = [f"{statistics.median(values):.2f}" if values else "-" for values in took.values()]
         seconds = filling(count, random.Random(7))
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         rows.append([f"{count:,}", *cells, f"{seconds:.3f}", f"{memory:.0f}"])
         print("  ", *rows[-1], file=sys.stderr, flush=True)
-    heads = ["jobs, slots", "admitted ms", "refused ms", "ended ms", "a filling of all s", "memory MiB"]
+    heads = ["jobs, slots", "admitted ms", "refused ms", "ended ms", "refused beside full promises ms"]
+    heads += ["a filling of all s", "memory MiB"]
     lines = table(heads, rows)
     show("scale", lines, args.page)
 
