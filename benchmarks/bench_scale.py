@@ -5,8 +5,8 @@
 For 10, 100, 1,000 and 10,000 jobs that run at once on as many slots, in nodes of 8: the processor time of an arrival
 that is admitted, of one that is refused since it could not be in time even alone, of an end (each with its re-plan), of
 an arrival that is refused since all slots are promised until after its deadline (other orders of filling are tried for
-it, in vain), and of one progressive filling of all jobs from nothing (ElasticFlow's Algorithm 1); and the memory of this
-process.
+it, in vain), and of one progressive filling of all jobs from nothing (ElasticFlow's Algorithm 1); and the memory of
+this process.
 Processor time, not wall-clock time: other work on the machine does not count.
 """
 
