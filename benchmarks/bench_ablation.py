@@ -287,7 +287,6 @@ def prices() -> list[Variant]:
         *(Variant(f"without the memory of {h}", config) for h, config in zip(hours, without, strict=True)),
         *(Variant(f"the memory of {h} alone", config) for h, config in zip(hours, alone, strict=True)),
         *(Variant(f"weight {weight:g}", priced(weight=weight)) for weight in (0.0, 0.5, 2.0)),
-        Variant("tolerance 0", replace(PRICED, protection_tolerance=0.0)),
         *(Variant(f"reach {reach:g}", replace(PRICED, protection_reach=reach)) for reach in (1.0, 10.0)),
     ]
 

@@ -162,6 +162,8 @@ class Admission:
         expected = self.protection.expectation(work, self._worth(limit), planner.now, limit)
         if expected is None:
             return False
+        if not expected.slots.any():
+            return True
         free = planner.free.copy()
         earlier = [other for other in planner.promised() if other.limit_s <= limit and other.job_id != work.job_id]
         fill(free, deadline_order(earlier), planner.now, {})
@@ -170,10 +172,7 @@ class Admission:
         left = free.copy()
         for start, end, slots in expected.reservations():
             left.withhold(start, end, slots)
-        if minimum_share(left, work, planner.now) is not None:
-            return True
-        # Where this order of filling finds no share at all, it says nothing about those who are expected.
-        return minimum_share(free, work, planner.now) is None and expected.worth <= planner.config.protection_tolerance
+        return minimum_share(left, work, planner.now) is not None
 
     def _worth(self, limit: float) -> float:
         """The newcomer's value when it is promised for ``limit``."""

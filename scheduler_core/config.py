@@ -51,8 +51,6 @@ class SchedulerConfig:
     objective: Objective = Objective.FIRST_COME
     protection_weight: float = 1.0
     """With ``objective="value"``: how much of what cheaper arrivals are expected to use is kept free for them."""
-    protection_tolerance: float = 1.0
-    """Where it is not clear whether a newcomer fits at all: so much expected value need not be protected from it."""
     protection_half_lives_s: tuple[float, ...] = (3600.0, 4 * 3600.0, 36 * 3600.0)
     """... and how fast arrivals are forgotten; the memory that expects more wins."""
     protection_reach: float = 3.0

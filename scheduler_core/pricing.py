@@ -37,14 +37,13 @@ class Arrival(NamedTuple):
 
 
 class Expectation(NamedTuple):
-    """Slots that are expected to be used in each bin between ``edges``, all for jobs of ``worth`` together.
+    """Slots that are expected to be used in each bin between ``edges``.
 
     ``footprint`` is the least that the newcomer itself needs, in slot-seconds.
     """
 
     edges: NDArray[np.float64]
     slots: NDArray[np.float64]
-    worth: float
     footprint: float
 
     @property
@@ -126,8 +125,4 @@ class Protection:
         edges = np.linspace(now, limit_s, _BINS + 1)
         price = footprint / value if value > 0.0 else math.inf
         expected = self.expected_use(now, price, (edges[:-1] + edges[1:]) / 2)
-        cheaper = [known for known in self.arrivals if known.footprint < price * known.value]
-        worth = sum(known.value for known in cheaper)
-        mean = sum(known.footprint for known in cheaper) / worth if worth else math.inf
-        worth_s = float(expected.sum()) * (limit_s - now) / _BINS
-        return Expectation(edges, expected, worth_s / mean, footprint)
+        return Expectation(edges, expected, footprint)
