@@ -22,7 +22,8 @@ OURS = ("elasticflow", "elasticflow:wait", "elasticflow:value", "elasticflow:val
 
 def main() -> None:
     args = parser_of(__doc__).parse_args()
-    bench("contended", [(case, (*OURS, *OTHERS)) for case in TOO_SMALL], args, why=False)
+    plan = [(case, (*OURS, *OTHERS)) for case in TOO_SMALL]
+    bench("contended", plan, args, why=False, counted=("elasticflow", "elasticflow:value:wait"))
 
 
 if __name__ == "__main__":

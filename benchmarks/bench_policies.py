@@ -151,6 +151,37 @@ def reasons(comparison: Comparison) -> list[str]:
     return ["", head, "", *lines]
 
 
+CAUSES: tuple[tuple[str, str], ...] = (
+    (r"\(objective: value\)", "its slots are worth more to others that are expected"),
+    (r"hopeless even with", "waited, and in vain"),
+    (r"slots none can be had", "for a while all slots are promised to others"),
+    (r"slots at most .* can be had", "for a while too few slots are not promised to others"),
+    (r"^$", "was promised, and late"),
+)
+"""What is said at a rejection (a pattern), and the cause that it is counted under."""
+
+
+def causes(done: Mapping[Case, Comparison], labels: Sequence[str]) -> list[str]:
+    """How many of the bound's choice our schedulers did not meet, by cause and case."""
+    rows = []
+    for label in labels:
+        counts: dict[str, list[int]] = {}
+        for number, comparison in enumerate(done.values()):
+            bound, played = comparison.bound, [one for one in comparison.played if one.contender.label == label]
+            if bound is None or not played:
+                return []
+            for record in played[0].result.records:
+                if record.job_id in bound.chosen and not record.met:
+                    said = record.reject_reason
+                    cause = next((text for pattern, text in CAUSES if re.search(pattern, said)), "other")
+                    counts.setdefault(cause, [0] * len(done))[number] += 1
+        rows += [[f"`{label}`: {cause}", *map(str, found)] for cause, found in sorted(counts.items())]
+    if not rows:
+        return []
+    head = "What the bound's choice has and ours does not, by what was said when it was refused for good:"
+    return [head, "", *table(["policy, cause", *(case.label for case in done)], rows), ""]
+
+
 Plan = Sequence[tuple[Case, Sequence[str]]]
 
 
@@ -165,8 +196,11 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def bench(name: str, plan: Plan, args: argparse.Namespace, *, why: bool) -> None:
-    """Run the plan, print its tables, and put them into the page under ``name``."""
+def bench(name: str, plan: Plan, args: argparse.Namespace, *, why: bool, counted: Sequence[str] = ()) -> None:
+    """Run the plan, print its tables, and put them into the page under ``name``.
+
+    ``why``: what the first policy says of each that it did not meet; ``counted``: whose reasons are counted by cause.
+    """
     if not DATA.is_dir():
         print(f"nothing to do: the traces are not at {DATA}")
         return
@@ -188,6 +222,7 @@ def bench(name: str, plan: Plan, args: argparse.Namespace, *, why: bool) -> None
             folder.mkdir(parents=True, exist_ok=True)
             draw(done[case], folder)
     overview = [*all_cases(done), ""] if len(done) > 1 else []
+    overview += causes(done, counted)
     print(*overview, sep="\n")
     if args.page:
         put_into(args.page, name, [*overview, *details][:-1])
@@ -213,7 +248,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true")
     args = parser.parse_args()
     if args.full:
-        bench("full", [(CLUSTER04, ("elasticflow",))], args, why=False)
+        bench("full", [(CLUSTER04, ("elasticflow",))], args, why=False, counted=("elasticflow",))
     else:
         policies = ("elasticflow", "elasticflow:wait", *OTHERS)
         plan = [*((case, policies) for case in OWN_SIZE), (CLUSTER01, ("elasticflow", *GREEDY))]
