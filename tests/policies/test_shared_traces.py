@@ -107,10 +107,16 @@ def test_our_choices_are_free_of_faults_where_not_everybody_fits(label: str, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [CONTENDED, Case("195job", 8, 8), Case("cluster10", 2, 8)], ids=title)
+@pytest.mark.parametrize("case", [Case("195job", 8, 8), Case("cluster10", 2, 8)], ids=title)
 @pytest.mark.parametrize("label", PROMISING)
 def test_others_who_promise_keep_it_where_not_everybody_fits(label: str, case: Case, tmp_path: Path) -> None:
     sound(label, case, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("label", PROMISING)
+def test_others_who_promise_keep_it_where_far_too_few_fit(label: str, tmp_path: Path) -> None:
+    sound(label, CONTENDED, tmp_path)
 
 
 @pytest.mark.slow
