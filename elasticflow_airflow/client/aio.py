@@ -295,5 +295,5 @@ async def _parse_events(response: httpx.Response) -> AsyncIterator[Event]:
         if line.startswith("data:"):
             data.append(line[5:].removeprefix(" "))
         elif not line and data:
-            yield Event.model_validate_json("\n".join(data))
+            yield Event.model_validate_json("\n".join(data), extra="ignore")
             data = []

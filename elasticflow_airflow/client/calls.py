@@ -112,7 +112,7 @@ def submit(submission: JobSubmission) -> Call[Attachment]:
 
 def dry_run(submission: JobSubmission) -> Call[DryRun]:
     """Ask what admission control would say to a submission; nothing is submitted, and no secret is sent."""
-    message = submission.model_dump(mode="json", exclude=_NOT_ASKED)
+    message = _without_news(submission.model_dump(mode="json", exclude=_NOT_ASKED))
     return Call(
         method="PUT",
         path=job_path(submission.identity.job_id),
@@ -126,14 +126,24 @@ def dry_run(submission: JobSubmission) -> Call[DryRun]:
 def forecast(hours: float = 24.0, planned: Sequence[PlannedRun] = ()) -> Call[ForecastAnswer]:
     """Ask what will become of everything that is due in the next hours, and of planned runs; no secret is sent."""
     request = ForecastRequest(hours=hours, planned=list(planned))
-    body = request.model_dump_json(exclude={"planned": {"__all__": {"submission": _NOT_ASKED}}}).encode()
+    message = request.model_dump(mode="json", exclude={"planned": {"__all__": {"submission": _NOT_ASKED}}})
+    for run in message["planned"]:
+        _without_news(run["submission"])
+    body = json.dumps(message).encode()
     return Call(method="POST", path="/v1/forecast", read=reader(ForecastAnswer), body=body, timeout_s=_SUBMIT_TIMEOUT_S)
 
 
+def _without_news(message: dict[str, Any]) -> dict[str, Any]:
+    """A submission without what was added since the first version and says nothing: an older service refuses it."""
+    if message.get("on_past_deadline") == "on_miss":
+        del message["on_past_deadline"]
+    if message["command"].get("args_shown", ()) is None:
+        del message["command"]["args_shown"]
+    return message
+
+
 def _with_secrets(submission: JobSubmission) -> bytes:
-    message = submission.model_dump(mode="json", exclude={"secret_env"})
-    if submission.command.args_shown is None:
-        del message["command"]["args_shown"]  # A service that is older than this field would refuse it.
+    message = _without_news(submission.model_dump(mode="json", exclude={"secret_env"}))
     # Pydantic masks secrets when it dumps; only this body carries them.
     message["secret_env"] = {name: value.get_secret_value() for name, value in submission.secret_env.items()}
     return json.dumps(message).encode()
@@ -173,7 +183,12 @@ def list_jobs(
         "map_index": map_index,
     }
     params = {name: value for name, value in wanted.items() if value is not None}
-    return Call(method="GET", path="/v1/jobs", params=params, read=lambda r: _STATUSES.validate_json(r.content))
+    return Call(
+        method="GET",
+        path="/v1/jobs",
+        params=params,
+        read=lambda response: _STATUSES.validate_json(response.content, extra="ignore"),
+    )
 
 
 def amend(job_id: str, request: AmendRequest) -> Call[AmendAnswer]:
@@ -199,7 +214,10 @@ def events(job_id: str, after: int = 0, limit: int = 500) -> Call[list[Event]]:
     """Read a job's events with an id greater than ``after``, oldest first."""
     params: dict[str, Param] = {"after": after, "limit": limit}
     return Call(
-        method="GET", path=f"{job_path(job_id)}/events", params=params, read=lambda r: _EVENTS.validate_json(r.content)
+        method="GET",
+        path=f"{job_path(job_id)}/events",
+        params=params,
+        read=lambda response: _EVENTS.validate_json(response.content, extra="ignore"),
     )
 
 
@@ -220,5 +238,5 @@ def job_path(job_id: str) -> str:
 
 
 def reader(model: type[M]) -> Callable[[httpx.Response], M]:
-    """Read an answer as one value."""
-    return lambda response: model.model_validate_json(response.content)
+    """Read an answer as one value; what a newer service adds is left out."""
+    return lambda response: model.model_validate_json(response.content, extra="ignore")

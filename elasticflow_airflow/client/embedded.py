@@ -138,7 +138,7 @@ def _answers(endpoint: Endpoint) -> bool:
     if response.status_code != 200:
         return False
     try:
-        health = Health.model_validate_json(response.content)
+        health = Health.model_validate_json(response.content, extra="ignore")
     except ValidationError as error:
         raise _other_version(endpoint, "unknown") from error
     if health.api != API_VERSION:

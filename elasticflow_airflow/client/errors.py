@@ -105,6 +105,6 @@ def raise_for_answer(response: httpx.Response, where: str) -> None:
 def _problem_of(response: httpx.Response) -> Problem:
     """Read the body of an error answer; an empty Problem when it is none of ours (a proxy's page, say)."""
     try:
-        return Problem.model_validate_json(response.content)
+        return Problem.model_validate_json(response.content, extra="ignore")
     except ValidationError:
         return Problem(error="", message="")

@@ -47,7 +47,7 @@ def runs(job_id: str, limit: int = 10) -> Call[list[RunOfTask]]:
         method="GET",
         path=f"{job_path(job_id)}/runs",
         params={"limit": limit},
-        read=lambda response: _RUNS.validate_json(response.content),
+        read=lambda response: _RUNS.validate_json(response.content, extra="ignore"),
     )
 
 

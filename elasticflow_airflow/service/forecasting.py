@@ -20,6 +20,7 @@ from elasticflow_airflow.service import history, recurring
 from elasticflow_airflow.service.books import costs_from
 from elasticflow_airflow.service.codec import curve_from_json, plan_to_json
 from elasticflow_airflow.service.introducing import known_speeds, logical_workers, most_workers, passed_already
+from elasticflow_airflow.service.lateness import as_asked
 from elasticflow_airflow.service.refusal import Refusal, never_fits, wrong_job_id
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store import Reader, Store
@@ -115,9 +116,10 @@ class ForecastDesk:
             return _refused_at_once(job_id, never_fits(submission.min_workers, slots))
         with self.store.read() as reader:
             job = self._job(reader, job_id, submission, slots, now)
-        if job.deadline_s is not None and job.deadline_s <= now:
-            return _refused_at_once(job_id, passed_already(job.deadline_s))
-        verdict = _verdict(scheduler, job, now)
+        asked = as_asked(job, submission.on_past_deadline, now, makes_offers=isinstance(scheduler, Scheduler))
+        if asked is None:
+            return _refused_at_once(job_id, passed_already(job.deadline_s or now))
+        verdict = _verdict(scheduler, asked, now)
         known = any(state.job.job_id == job_id for state in scheduler.states())
         finish_s = scheduler.projected_finish_s(job_id) if known else None
         return DryRun(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elasticflow_airflow.service.deciding import when
 from elasticflow_airflow.service.models import AmendmentRow, DrainRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.refusal import Refusal, never_fits, no_such_job, stale_claim, wrong_job_id
@@ -219,8 +220,12 @@ class JobDesk:
             "value": submission.value,
         }
         is_late = submission.deadline_at is not None and submission.deadline_at <= self.clock()
-        if is_late:
+        if is_late and submission.deadline_at is not None:
             # A job that lives goes on, however late: nobody can promise what has passed.
+            if row.deadline_at is not None and row.deadline_at > self.clock():
+                warnings.append(
+                    f"the deadline {when(submission.deadline_at)} has passed already; {when(row.deadline_at)} holds on"
+                )
             wanted |= {name: row.submission[name] for name in ("deadline_at", "best_effort")}
         if all(row.submission[name] == value for name, value in wanted.items()):
             return warnings, None

@@ -5,7 +5,9 @@ Rows in, rows out; asks nobody.
 
 from __future__ import annotations
 
-from elasticflow_airflow.scheduler_core.values import OnReject
+from dataclasses import replace
+
+from elasticflow_airflow.scheduler_core.values import Job, OnReject
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.deciding import when
 from elasticflow_airflow.service.models import IncarnationRow
@@ -24,7 +26,8 @@ def how_to_ask(books: Books, row: IncarnationRow) -> OnReject | None:
     choice = OnReject(submission["on_reject"])
     if row.deadline_at is None:
         return choice
-    goes_on = _was_taken_on(books, row)
+    earlier = _taken_on(books, row)
+    goes_on = bool(earlier)
     on_miss = submission["on_miss"]
     if books.now < last_deadline_at(row):
         # A retry may end late where the training might have; to refuse it would throw away what was trained.
@@ -34,8 +37,10 @@ def how_to_ask(books: Books, row: IncarnationRow) -> OnReject | None:
     if policy == "best_effort":
         _give_in(books, row, passed)
     elif policy == "on_miss" and goes_on:
-        passed = f"missed its deadline {when(row.deadline_at)} while it did not train, at step {row.step}"
-        books.event("deadline_missed", f'{passed}; on_miss="{on_miss}"', row)
+        if not any(one.deadline_passed for one in earlier):
+            passed = f"missed its deadline {when(row.deadline_at)} while it did not train, at step {row.step}"
+            books.event("deadline_missed", f'{passed}; on_miss="{on_miss}"', row)
+        row.deadline_passed = True
         if on_miss == "finish":
             _give_in(books, row, passed)
         elif on_miss == "fail":
@@ -46,6 +51,23 @@ def how_to_ask(books: Books, row: IncarnationRow) -> OnReject | None:
             books.end(row, State.SUCCEEDED, reason, use_checkpoint=True)
             return None
     return OnReject.FAIL
+
+
+def as_asked(job: Job, policy: str, now: float, *, makes_offers: bool) -> Job | None:
+    """A job that goes on from nothing, as the scheduler is asked about it; None: it is refused without being asked.
+
+    ``makes_offers``: whether the scheduler names a later deadline in place of one that has passed. For dry runs; what
+    is submitted goes through ``how_to_ask``.
+    """
+    last_s = job.last_deadline_s
+    if job.deadline_s is None or last_s is None or job.deadline_s > now:
+        return job
+    if last_s > now:
+        return job if makes_offers else None
+    if policy == "best_effort":
+        return replace(job, deadline_s=None, on_reject=OnReject.FAIL, latest_deadline_s=None)
+    can_offer = makes_offers and job.curve is not None and job.total_steps is not None
+    return replace(job, on_reject=OnReject.FAIL) if can_offer else None
 
 
 def last_deadline_at(row: IncarnationRow) -> float:
@@ -63,14 +85,11 @@ def _give_in(books: Books, row: IncarnationRow, why: str) -> None:
     books.event("best_effort", f"{why}: trains as best effort", row)
 
 
-def _was_taken_on(books: Books, row: IncarnationRow) -> bool:
-    """Whether one of the incarnations that it goes on from was not refused."""
+def _taken_on(books: Books, row: IncarnationRow) -> list[IncarnationRow]:
+    """The incarnations that it goes on from; none where all of them were refused."""
+    found: list[IncarnationRow] = []
     before = row.resume_from
-    while before is not None:
-        earlier = books.tx.incarnation(row.job_id, before)
-        if earlier is None:
-            return False
-        if earlier.verdict.get("decision") in _TAKEN_ON:
-            return True
+    while before is not None and (earlier := books.tx.incarnation(row.job_id, before)) is not None:
+        found.append(earlier)
         before = earlier.resume_from
-    return False
+    return found if any(one.verdict.get("decision") in _TAKEN_ON for one in found) else []

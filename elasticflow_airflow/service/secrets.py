@@ -110,10 +110,24 @@ def secrets_in_args(args: Sequence[str], as_told: Sequence[str] | None) -> dict[
     for arg, shown in zip(args, as_told or args, strict=True):
         if arg == shown:
             continue
-        hidden = re.fullmatch("(.+?)".join(map(re.escape, shown.split(REDACTED))), arg, re.DOTALL)
-        for value in (arg,) if hidden is None else hidden.groups():
+        for value in _hidden(arg, shown) or (arg,):
             found[f"argument {len(found)}"] = value
     return found
+
+
+def _hidden(text: str, shown: str) -> list[str]:
+    """What stands in a text where ``***`` is shown; nothing when it is another text. Linear in their lengths."""
+    first, *rest = shown.split(REDACTED)
+    if not rest or not text.startswith(first) or not text.endswith(rest[-1]):
+        return []
+    found, at, end = [], len(first), len(text) - len(rest[-1])
+    for piece in rest[:-1]:
+        next_at = text.find(piece, at + 1, end) if piece else at
+        if next_at < 0:
+            return []
+        found.append(text[at:next_at])
+        at = next_at + len(piece)
+    return [part for part in (*found, text[at:end]) if part] if at <= end else []
 
 
 def _is_sensitive(name: str) -> bool:

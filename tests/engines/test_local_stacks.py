@@ -62,10 +62,11 @@ def test_a_process_tells_again_and_again(start: Start, code: str) -> None:
     assert process.is_alive()
 
 
-def test_an_answer_is_waited_for_to_its_end(start: Start) -> None:
+def test_an_answer_is_waited_for_to_its_end(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written frame by frame, and a busy machine may rest between two of them."""
+    monkeypatch.setattr(stacks, "_QUIET_LOOKS", 1000)  # this one, too, while the test looks on
     process, path = start(REGISTER + PIECES + SLEEP)
-    assert "train.py" in stacks.ask({"w": (process, path)})["w"]
+    assert "train.py" in stacks.ask({"w": (process, path)}, limit_s=60.0)["w"]
 
 
 def test_the_end_of_an_answer_is_known(start: Start) -> None:

@@ -11,7 +11,7 @@ from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES
 from elasticflow_airflow.service.feeding import CalendarDesk
 from elasticflow_airflow.service.insight import InsightDesk
 from elasticflow_airflow.service.refusal import Refusal
-from elasticflow_airflow.service.secrets import shown_args
+from elasticflow_airflow.service.secrets import secrets_in_args, shown_args
 from elasticflow_airflow.wire import Command
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
@@ -424,3 +424,14 @@ def test_with_any_policy_the_pages_have_something_to_show(make_world, policy):
     assert all(span.until_at is None or span.until_at > world.now_s for span in history.planned)
     for job in jobs:
         assert desk.story(job.job.job_id, None).why
+
+
+def test_secrets_among_arguments_are_found_in_no_time_whatever_their_submitter_shows():
+    """Who shows what does not fit the arguments gets all of it hidden; nothing is tried again and again."""
+    fits = secrets_in_args(
+        ["--url=http://me:hunter22@hub/x?k=abcd", "same"], ["--url=http://me:***@hub/x?k=***", "same"]
+    )
+    assert list(fits.values()) == ["hunter22", "abcd"]
+    args, shown = ["xxa" * 500 + "a" * 3000 + "b"], ["***a" * 500]
+    assert list(secrets_in_args(args, shown).values()) == args
+    assert list(secrets_in_args(["ab"], ["***"]).values()) == ["ab"]

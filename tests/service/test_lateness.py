@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from elasticflow_airflow.service.forecasting import ForecastDesk
+
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 FAILS = {"fake": {"fail_at_step": 800}}
 
@@ -87,6 +89,46 @@ def test_a_retry_of_a_late_retry_goes_on_as_well(make_world):
     third = world.submit(**asked)
     done = world.ended(third)
     assert (done.incarnation, done.state) == (3, "succeeded")
+
+
+def test_a_miss_is_told_once_however_often_it_comes_again(make_world):
+    world = make_world(checkpoint_interval_s=3.0)
+    asked = {"deadline_at": world.now_s + 55, "steps": 2500, "scaling_curve": {1: 40.0, 2: 72.0, 4: 128.0}}
+    first = world.submit(**asked, fake={"fail_at_step": 2200})
+    assert world.ended(first).state == "failed"
+    assert world.now_s > asked["deadline_at"]
+    second = world.submit(**asked, fake={"fail_at_step": 2300})
+    assert world.ended(second).state == "failed"
+    third = world.submit(**asked)
+    assert world.ended(third).state == "succeeded"
+    (missed,) = world.events(third, "deadline_missed")
+    assert missed.incarnation == 1
+    assert [event.incarnation for event in world.events(third, "best_effort")] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"on_past_deadline": "best_effort"},
+        {"on_reject": "late", "latest_deadline_at": 1.0},
+        {},
+        {"scaling_curve": None},
+        {"on_reject": "best_effort"},
+    ],
+)
+def test_a_dry_run_says_what_a_submit_would(world, given):
+    asked = {"within": -60, "steps": 1000, "scaling_curve": CURVE, **given}
+    if "latest_deadline_at" in asked:
+        asked["latest_deadline_at"] = world.now_s + 3600
+    submission = world.submission(**asked)
+    world.step()
+    reconciler = world.reconciler
+    forecasts = ForecastDesk(
+        world.store, world.settings, reconciler.copy_scheduler, lambda: reconciler.device_type, clock=world.clock
+    )
+    dry = forecasts.dry_run(submission.identity.job_id, submission).verdict
+    real = world.submit(**asked).job.verdict
+    assert (dry.decision, dry.earliest_deadline_at) == (real.decision, real.earliest_deadline_at)
 
 
 def test_a_late_retry_that_must_not_be_late_fails(make_world):
@@ -174,6 +216,16 @@ def test_a_job_that_trains_past_its_deadline_keeps_it_when_its_task_comes_again(
     assert (again.created, again.warnings) == (False, [])
     status = world.status(first)
     assert (status.deadline_at, status.value, status.best_effort) == (asked["deadline_at"], 2.0, False)
+
+
+def test_a_deadline_that_was_moved_into_the_past_is_not_taken_and_that_is_said(world):
+    asked = {"steps": 1000, "scaling_curve": CURVE}
+    first = world.submit(within=600, **asked)
+    world.run(10)
+    again = world.submit(deadline_at=world.now_s - 5, **asked)
+    assert world.status(first).deadline_at == first.job.deadline_at
+    (warning,) = again.warnings
+    assert "has passed already" in warning
 
 
 def test_a_cleared_late_task_trains_though_its_job_is_still_being_cancelled(world):

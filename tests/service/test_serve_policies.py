@@ -16,6 +16,8 @@ from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
 
 COMMAND = "import sys; from elasticflow_airflow.cli.main import main; sys.argv[0] = 'elasticflow'; main()"
 TOKEN = "a-token-for-this-test"
+UNHURRIED = ("aonline", "oasis")
+"""They decide once a minute."""
 
 
 @pytest.fixture
@@ -57,8 +59,10 @@ def small_job(client, folder, task: str, **given) -> JobSubmission:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", POLICY_NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.soak if name in UNHURRIED else pytest.mark.slow) for name in POLICY_NAMES],
+)
 def test_small_jobs_train_to_their_end_under_every_policy(name, serve, open_client, tmp_path):
     try:
         make_policy(name, [])

@@ -239,10 +239,10 @@ def test_the_smallest_cluster_keeps_what_can_be_kept_at_all(setting: Setting) ->
 def test_no_deadline_counts_that_only_a_larger_block_could_keep(
     trace_file: Callable[..., Path], curves_folder: Callable[..., Path]
 ) -> None:
-    """Nodes of 6 hold blocks of 4 and 2 slots however many there are; a needs 8 workers to be in time, b one."""
+    """Nodes of 3 hold blocks of 2 and 1 slots however many there are; a needs 4 workers to be in time, b one."""
     trace = read_trace(trace_file("a,0,3600,net,64,500", "b,0,300,net,64,2000"))
-    curves = read_curves(curves_folder("global_batch_size,1,2,4,8\n64,3.0,5.0,8.0,12.0\n"))
-    setting = Setting(trace=trace, curves=curves, nodes=cluster(3, 6), conditions=Conditions(pause_s=60.0))
+    curves = read_curves(curves_folder("global_batch_size,1,2,4\n64,3.0,5.0,12.0\n"))
+    setting = Setting(trace=trace, curves=curves, nodes=cluster(3, 3), conditions=Conditions(pause_s=60.0))
     assert set(capacity.achievable(setting.resized(12))) == {"b"}
     found = capacity.smallest_cluster(setting, Contender(policy="elasticflow"), limit=12)
     assert (found.nodes, found.needed) == (1, 1)
