@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -28,6 +28,8 @@ from elasticflow_airflow.scheduler_core.work import INFINITY, Work
 
 MOST_NODES = 64
 """More additional nodes than this are not looked for."""
+MOST_OFFERS = 32
+"""Of more that are missed nobody looks for a deadline that would do: each takes several plans."""
 _PROBES = 8
 
 
@@ -81,19 +83,24 @@ def forecast(scheduler: Scheduler, now: float, until_s: float) -> Forecast:
     scheduler.handle(ev.WakeUp(), now)
     found = _outlooks(scheduler, now, until_s)
     shape = commonest(scheduler.nodes())
-    if _all_well(found) or shape is None:
+    if all(map(_is_well, found)) or shape is None:
         return Forecast(outlooks=found)
+    waiting = _waiting(scheduler, now, until_s)
+    scheduler.set_waiting_aside()  # with each node that joins all of them would be asked about, one after another
 
     def enough(count: int) -> bool:
         twin = copy.deepcopy(scheduler)
         join(twin, shape, range(count), now)
-        return _all_well(_outlooks(twin, now, until_s))
+        planner, jobs, policy = twin.open_books(now)
+        if not all(_is_well(outlook_of(job)) for job in _judged(jobs, until_s)):
+            return False
+        return all(map(_is_well, _Expecting(planner, policy, offers=0).each(_due(twin, until_s), waiting)))
 
     return Forecast(outlooks=found, extra_nodes=fewest(enough, MOST_NODES), extra_slots=shape.slots)
 
 
-def _all_well(found: Iterable[Outlook]) -> bool:
-    return all(one.outcome in (Outcome.KEPT, Outcome.UNDECIDED) for one in found)
+def _is_well(outlook: Outlook) -> bool:
+    return outlook.outcome in (Outcome.KEPT, Outcome.UNDECIDED)
 
 
 def commonest(nodes: Iterable[Node]) -> Node | None:
@@ -128,12 +135,19 @@ def fewest(enough: Callable[[int], bool], most: int) -> int | None:
 
 def _outlooks(scheduler: Scheduler, now: float, until_s: float) -> tuple[Outlook, ...]:
     planner, jobs, policy = scheduler.open_books(now)
-    due = [job for job in jobs if job.job.deadline_s is not None and job.job.deadline_s <= until_s]
-    due = [job for job in due if not job.best_effort]  # who fell back to it keeps the deadline's figure
-    found = [outlook_of(job) for job in due if job.phase is not Phase.WAITING]
-    waiting = [job for job in due if job.phase is Phase.WAITING]
-    found += _Expecting(planner, policy).outlooks(_due(scheduler, until_s), waiting)
+    found = [outlook_of(job) for job in _judged(jobs, until_s) if job.phase is not Phase.WAITING]
+    found += _Expecting(planner, policy).outlooks(_due(scheduler, until_s), _waiting(scheduler, now, until_s))
     return tuple(sorted(found, key=lambda one: (one.deadline_s, one.job_id, one.run_id)))
+
+
+def _judged(jobs: Iterable[LiveJob], until_s: float) -> list[LiveJob]:
+    """Jobs with a deadline by then; who fell back to best effort keeps the figure, and has none."""
+    due = [job for job in jobs if job.job.deadline_s is not None and job.job.deadline_s <= until_s]
+    return [job for job in due if not job.best_effort]
+
+
+def _waiting(scheduler: Scheduler, now: float, until_s: float) -> list[LiveJob]:
+    return [job for job in _judged(scheduler.open_books(now)[1], until_s) if job.phase is Phase.WAITING]
 
 
 def missed_runs(scheduler: Scheduler, now: float, until_s: float) -> tuple[Outlook, ...]:
@@ -142,7 +156,7 @@ def missed_runs(scheduler: Scheduler, now: float, until_s: float) -> tuple[Outlo
     One joint plan where it keeps them all, else one for each run.
     """
     planner, _, policy = scheduler.open_books(now)
-    runs, expecting = _due(scheduler, until_s), _Expecting(planner, policy, offers=False)
+    runs, expecting = _due(scheduler, until_s), _Expecting(planner, policy, offers=0)
     if expecting.all_fit(runs):
         return ()
     return tuple(one for one in expecting.outlooks(runs) if one.outcome is Outcome.MISSED)
@@ -201,21 +215,26 @@ def outlook_of(job: LiveJob) -> Outlook:
 class _Expecting:
     """Takes jobs that wait and expected runs in turn, each beside the promises and those taken before it."""
 
-    def __init__(self, planner: Planner, policy: CalendarPolicy, *, offers: bool = True) -> None:
-        """``offers``: look for a deadline that would do for what is missed, which takes several plans."""
+    def __init__(self, planner: Planner, policy: CalendarPolicy, *, offers: int = MOST_OFFERS) -> None:
+        """``offers``: for how many of those missed a deadline that would do is looked for: each takes several plans."""
         self.planner, self.policy, self.offers = planner, policy, offers
         self.taken: list[Work] = []
         self.ends: dict[str, float] = {}
 
     def outlooks(self, runs: Sequence[ExpectedRun], waiting: Sequence[LiveJob] = ()) -> list[Outlook]:
         """One for each job that waits, and then for each run; projections are those of the last joint plan."""
-        found = [*(self._admit(job) for job in waiting), *(self._take(run) for run in runs)]
+        found = list(self.each(runs, waiting))
         return [
             replace(one, projected_s=self.ends.get(one.job_id or stand_in_id(one.run_id)))
             if one.outcome is Outcome.KEPT
             else one
             for one in found
         ]
+
+    def each(self, runs: Sequence[ExpectedRun], waiting: Sequence[LiveJob]) -> Iterator[Outlook]:
+        """The same one after another, without projections."""
+        yield from (self._admit(job) for job in waiting)
+        yield from (self._take(run) for run in runs)
 
     def all_fit(self, runs: Sequence[ExpectedRun]) -> bool:
         """Whether one joint plan keeps them all: the one with which :meth:`outlooks` would end if it kept them."""
@@ -332,6 +351,7 @@ class _Expecting:
         """The earliest deadline that would do, by bisection; None if no free time was found for it at all."""
         if not self.offers:
             return None
+        self.offers -= 1
         planner, margin = self.planner, self.planner.config.deadline_margin_s
         ends = dict(self.ends)
         draft = beside(planner.stored(), self.taken) or planner.stored()

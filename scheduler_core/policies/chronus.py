@@ -81,6 +81,8 @@ class Chronus(GangPolicy):
         deadline = job.job.deadline_s
         if deadline is None:
             return self.take(newcomer, "runs in leases that no deadline needs")
+        if not newcomer.rising:
+            return self.refuse(newcomer, "the cluster has no block now that holds it")
         free, begin = self._free(now), self._begin(now)
         others = [view for view in self._promised(now) if view.job_id != job.job_id]
         demands = self._demands(others, begin, now)
@@ -269,8 +271,9 @@ class Chronus(GangPolicy):
         return [view for view in (self.view(job, now) for job in live) if view.speeds]
 
     def _asked(self, job: JobView) -> int:
-        """The size that was asked for, at most the knee."""
-        return max((size for size in job.rising if size <= job.requested), default=job.rising[0])
+        """The size that was asked for, at most the knee; while no block holds it, the least that it could use."""
+        least = job.rising[0] if job.rising else job.job.job.min_workers
+        return max((size for size in job.rising if size <= job.requested), default=least)
 
     def _by_need(self, job: JobView) -> tuple[float, float, int]:
         """Promises by their deadline, then best effort, shortest first."""

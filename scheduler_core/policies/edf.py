@@ -36,9 +36,11 @@ from elasticflow_airflow.scheduler_core.policies.gang import Claim, GangPolicy, 
 from elasticflow_airflow.scheduler_core.policies.live import GangJob, JobView
 from elasticflow_airflow.scheduler_core.policies.seating import Room
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
-from elasticflow_airflow.scheduler_core.values import Node, Phase, ScalingCurve
+from elasticflow_airflow.scheduler_core.values import JobState, Node, Phase, ScalingCurve, Slot
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Work
 
+_LAST_STEP = "last_step_s"
+"""In a job's memory: when it makes, or made, its last step. Once that is past, the books know of its tail only now."""
 _SOONER_S = 1e-3
 """An end that is not earlier by this much is not worth a change."""
 
@@ -85,8 +87,8 @@ class AdmittingEdf(Edf):
         super().__init__(config, nodes)
         self._anew = True
         """Whether something has happened that those who are promised are sized anew for."""
-        self._usable = 0
-        """Slots (a mask) that might be held when they were."""
+        self._usable: frozenset[Slot] = frozenset()
+        """Slots that might be held when they were."""
 
     def handle(self, event: ev.Event, now: float) -> list[Decision]:
         """Take in one event and say what follows from it."""
@@ -100,10 +102,23 @@ class AdmittingEdf(Edf):
                 self._anew = self._anew or (job is not None and not job.best_effort)
         return super().handle(event, now)
 
+    def restore(self, states: Iterable[JobState], now: float) -> list[Decision]:
+        """Take over live jobs after a crash. A restart concerns nobody, unless slots that were held are gone.
+
+        Raises:
+            ValueError: there are live jobs already.
+        """
+        known = tuple(states)
+        there = set(self.layout.slots)
+        self._anew = any(not there.issuperset(state.placement.slots) for state in known)
+        self._usable = self._usable_slots(now)
+        return super().restore(known, now)
+
     def wanted(self, scene: Scene) -> Wanted:
         """As EDF has it; between what concerns them, those who are promised stay as they are."""
-        if self._anew or self.usable(scene.now) != self._usable:
-            self._anew, self._usable = False, self.usable(scene.now)
+        usable = self._usable_slots(scene.now)
+        if self._anew or usable != self._usable:
+            self._anew, self._usable = False, usable
             return super().wanted(scene)
         stay = [Claim(job.job_id, (job.size,)) for job in scene.jobs if job.job.promised and job.size]
         rest = replace(scene, jobs=[job for job in scene.jobs if not job.job.promised])
@@ -172,7 +187,7 @@ class AdmittingEdf(Edf):
             ends = {
                 job_id: finish + job.job.costs.tail_s
                 for job_id, job in self.jobs.items()
-                if job.mask and (finish := self.projected_finish_s(job_id)) is not None
+                if job.mask and (finish := self._last_step_s(job)) is not None
             }
             hopeless = self._hopeless(ends)
             if hopeless is not None:
@@ -188,6 +203,32 @@ class AdmittingEdf(Edf):
                 starved = next(job_id for job_id, job in self.jobs.items() if job.promised)
                 return starved, INFINITY
         return None
+
+    def _replan(self, now: float, why: str, *, retry: bool = False) -> list[Decision]:
+        self._note_last_steps(now)
+        out = super()._replan(now, why, retry=retry)
+        self._note_last_steps(now)
+        return out
+
+    def _note_last_steps(self, now: float) -> None:
+        for job_id, job in self.jobs.items():
+            finish = self.projected_finish_s(job_id) if job.mask else None
+            if finish is None:
+                job.memory.pop(_LAST_STEP, None)
+            elif finish > now + TOLERANCE_S or _LAST_STEP not in job.memory:
+                job.memory[_LAST_STEP] = finish
+
+    def _last_step_s(self, job: GangJob) -> float | None:
+        """When a job makes its last step, or made it; None when that is not known."""
+        finish, noted = self.projected_finish_s(job.job_id), job.memory.get(_LAST_STEP)
+        if finish is None or noted is None or noted >= finish:
+            return finish
+        view = self.view(job, job.as_of_s)
+        return noted if view.left <= TOLERANCE_S * max(1.0, view.speeds.get(view.size, 0.0)) else finish
+
+    def _usable_slots(self, now: float) -> frozenset[Slot]:
+        usable = self.usable(now)
+        return frozenset(slot for number, slot in enumerate(self.layout.slots) if usable >> number & 1)
 
     def _hopeless(self, ends: dict[str, float]) -> tuple[str, float] | None:
         """Someone whose end is beyond its deadline, and who already runs as fast as it can or would have ended next."""

@@ -164,7 +164,7 @@ def gang_job_of(state: JobState, layout: Layout) -> GangJob:
         placement=state.placement if whole else Placement(),
         mask=mask if whole else 0,
         ready_s=state.no_progress_until_s,
-        starting=state.starting or (not state.ever_started and state.no_progress_until_s > state.as_of_s),
+        starting=state.starting,
         ever_started=state.ever_started,
         at_risk=state.at_risk,
         measured=dict(state.measured),

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from elasticflow_airflow.scheduler_core.policies.registry import make_policy
-from elasticflow_airflow.scheduler_core.values import Job, OnReject, RescaleCosts
+from elasticflow_airflow.scheduler_core.decisions import Decision
+from elasticflow_airflow.scheduler_core.events import Event, JobSubmitted, NodeJoined, NodeLost, WakeUp
+from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES, make_policy
+from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, RescaleCosts
 
 MakeJob = Callable[..., Job]
 PROMISING = ("edf+admission", "chronus", "chronus+size")
@@ -73,6 +75,69 @@ def test_who_has_no_promise_moves_nobody_whom_edf_has_promised(seed: int, make: 
     alone = play(make_policy("edf+admission", cluster), jobs, cluster).changes
     beside = play(make_policy("edf+admission", cluster), sorted([*jobs, *guests], key=_arrival), cluster).changes
     assert [change for change in beside if not change.job_id.startswith("guest")] == alone
+
+
+def with_tail(jobs: list[Job], tail_s: float) -> list[Job]:
+    """The same with another tail, and as much later deadlines."""
+    return [
+        replace(
+            job,
+            costs=replace(job.costs, tail_s=tail_s),
+            deadline_s=None if job.deadline_s is None else job.deadline_s + tail_s - job.costs.tail_s,
+        )
+        for job in jobs
+    ]
+
+
+@pytest.mark.parametrize(("seed", "shape"), [(2146, (2, 4)), (2227, (1, 6)), *((seed, (1, 4)) for seed in range(8))])
+def test_a_job_that_is_in_its_tail_leaves_when_it_does(seed: int, shape: tuple[int, int], make, nodes, play) -> None:
+    """A trial that lets it leave later lets others grow later, and promises what does not happen."""
+    cluster = nodes(*shape)
+    played = play(make_policy("edf+admission", cluster), with_tail(crowd(make, seed), 40.0), cluster)
+    assert [record.job_id for record in played.result.records if record.late_though_admitted] == []
+
+
+class Restarted:
+    """A policy that is started anew, from what it said of its jobs, before every third event."""
+
+    def __init__(self, name: str, cluster: tuple[Node, ...]) -> None:
+        self._name, self._policy, self._events = name, make_policy(name, cluster), 0
+
+    def handle(self, event: Event, now: float) -> list[Decision]:
+        self._events += 1
+        decided: list[Decision] = []
+        if self._events % 3 == 0:
+            states, there = self._policy.states(), self._policy.nodes()
+            self._policy = make_policy(self._name, there)
+            decided = self._policy.restore(states, now)
+        return [*decided, *self._policy.handle(event, now)]
+
+
+@pytest.mark.parametrize(("seed", "shape"), [(718, (1, 8)), (1242, (1, 6)), *((seed, (1, 4)) for seed in range(8))])
+def test_a_restart_breaks_no_promise(seed: int, shape: tuple[int, int], make, nodes, play) -> None:
+    cluster = nodes(*shape)
+    jobs = [replace(job, costs=replace(job.costs, tail_s=0.0)) for job in crowd(make, seed)]
+    played = play(Restarted("edf+admission", cluster), jobs, cluster)
+    assert [record.job_id for record in played.result.records if record.late_though_admitted] == []
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+@pytest.mark.parametrize("choice", [OnReject.FAIL, OnReject.WAIT, OnReject.BEST_EFFORT])
+def test_jobs_may_come_while_there_is_no_node(name: str, choice: OnReject, make: MakeJob) -> None:
+    """The last one is lost, or none has joined yet."""
+    policy = make_policy(name, [])
+
+    def asked(job_id: str, deadline: float | None) -> JobSubmitted:
+        return JobSubmitted(make(job_id, 100.0, deadline=deadline, asks=2, curve={2: 2.0, 4: 3.0}, on_reject=choice))
+
+    policy.handle(asked("a", 9000.0), 0.0)
+    policy.handle(NodeJoined(Node(node_id="n", slots=4)), 1.0)
+    policy.handle(NodeLost("n"), 2.0)
+    policy.handle(asked("b", 9000.0), 3.0)
+    policy.handle(asked("c", None), 3.0)
+    policy.handle(NodeJoined(Node(node_id="n", slots=4)), 4.0)
+    policy.handle(WakeUp(), 5.0)
+    assert {state.job.job_id for state in policy.states()} <= {"a", "b", "c"}
 
 
 def _arrival(job: Job) -> float:

@@ -519,7 +519,12 @@ def test_a_forked_process_of_the_script_dies_of_sigterm(training):
 
 
 def test_saves_in_the_background_are_promoted_and_told_of(training, capsys):
-    run = training(epochs=30, checkpoint_interval_s=1e-9).run()
+    def wait_for_the_first(steps_done: int) -> None:
+        end_s = time.monotonic() + 60.0
+        while steps_done == 100 and not list_candidates(HERE.absolute()) and time.monotonic() < end_s:
+            time.sleep(0.01)  # a disk may stand still for longer than all of these steps take
+
+    run = training(epochs=30, checkpoint_interval_s=1e-9).run(before_step=wait_for_the_first)
     run.session.finish()
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("elasticflow: checkpoint")]
     assert 2 <= len(said) <= 120

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
+from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig, calendar_forecast
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.calendar import (
     Calendar,
@@ -316,6 +317,33 @@ def test_a_forecast_says_what_is_missing_for_jobs_that_wait():
     assert outlooks["first"].reason == "waits for capacity: it does not fit beside 1 promised job"
     assert outlooks["first"].earliest_deadline_s == pytest.approx(1500.0, abs=60.0)
     assert (found.extra_nodes, found.extra_slots) == (1, 4)
+
+
+def test_a_forecast_beside_many_that_wait_asks_no_more_than_it_must(monkeypatch: pytest.MonkeyPatch):
+    """Offers for some, none while it looks for more nodes; and nobody who waits is asked as each of them joins."""
+    scheduler = make_scheduler()
+    verdict(scheduler, greedy("promised"), 0.0)
+    for number in range(100):
+        verdict(scheduler, job(f"waits{number:02}", 0.0, 1100.0 + number, 4200.0, on_reject=OnReject.WAIT), 0.0)
+    plans = Counter[str]()
+
+    def counted(owner: type, name: str) -> None:
+        function = getattr(owner, name)
+
+        def call(*args: object, **options: object) -> object:
+            plans[name] += 1
+            return function(*args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(calendar_forecast._Expecting, "_fits")
+    counted(Scheduler, "_ask")
+    found = forecast(scheduler, 0.0, 5000.0)
+    outlooks = [one for one in found.outlooks if one.outcome is Outcome.MISSED]
+    assert len(outlooks) == 100
+    assert sum(one.earliest_deadline_s is not None for one in outlooks) == calendar_forecast.MOST_OFFERS
+    assert plans["_fits"] < 100 + 12 * calendar_forecast.MOST_OFFERS + 8 * 100
+    assert plans["_ask"] < 3 * 100
 
 
 def test_with_an_objective_a_job_may_wait_though_it_would_fit(monkeypatch: pytest.MonkeyPatch):
