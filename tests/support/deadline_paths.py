@@ -67,7 +67,8 @@ def backfill(stack: Stack, dag_id: str) -> None:
     assert "ago: training as best effort" in said
 
     run.reach("failed", "strict")
-    assert "has passed already" in run.log(1, "strict")
+    assert "is past: it is " in run.log(1, "strict")
+    assert "earliest feasible deadline: " in run.log(1, "strict")
     assert "on_past_deadline='best_effort'" in run.log(1, "strict")
     assert run.task_now("strict")["try_number"] == 1
 
