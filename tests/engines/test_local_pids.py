@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -70,6 +71,19 @@ def test_a_group_belongs_to_the_process_that_led_it(start_family: Callable[..., 
     assert group_led_by(replace(itself, start=itself.start - 1)) == []
     leader.wait(10)
     assert group_led_by(itself) == [child], "its number stays taken while a member lives"
+
+
+def test_a_member_that_is_just_being_executed_is_known_by_its_environment(start_family, monkeypatch) -> None:
+    """For a moment the kernel shows none of it: before its memory is set up."""
+    leader, itself, child = start_family(ELASTICFLOW_CORES="0")
+    leader.kill()
+    leader.wait(10)
+    read, shown = Path.read_bytes, [b"", b""]
+    monkeypatch.setattr(
+        Path, "read_bytes", lambda path: shown.pop() if shown and path.name == "environ" else read(path)
+    )
+    assert group_led_by(itself) == [child]
+    assert shown == []
 
 
 def test_a_group_without_a_leader_is_ours_only_with_our_workers_in_it(start_family: Callable[..., Family]) -> None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _STAT_STATE, _STAT_PPID, _STAT_PGRP, _STAT_START = 0, 1, 2, 19
 """Positions in /proc/PID/stat after the command name (whose field 2 may hold spaces); 19 is field 22."""
+_EXEC_LOOKS, _EXEC_LOOK_S = 20, 0.02
 _WORKER_MARK = b"ELASTICFLOW_CORES="
 """In the environment of every trainer and of what it starts."""
 
@@ -106,8 +108,14 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _is_marked(pid: int) -> bool:
-    try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except (FileNotFoundError, PermissionError, ProcessLookupError):
-        return False
+    """Whether a process has a worker's environment. One that is just being executed shows none for a moment."""
+    environment, looks = b"", 0
+    while not environment and looks < _EXEC_LOOKS:
+        if looks:
+            time.sleep(_EXEC_LOOK_S)
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+        except (FileNotFoundError, PermissionError, ProcessLookupError):
+            return False
+        looks += 1
     return any(entry.startswith(_WORKER_MARK) for entry in environment.split(b"\0"))
