@@ -203,8 +203,7 @@ class Decider:
         choice = job.on_reject
         if choice is OnReject.BEST_EFFORT:
             return self._take_best_effort(live, now, f"cannot be promised: {verdict.reason}; runs as best effort")
-        later = choice in (OnReject.RENEGOTIATE, OnReject.LATE)
-        if later and offer is not None and offer <= (job.latest_deadline_s or -INFINITY):
+        if choice.takes_later and offer is not None and offer <= (job.latest_deadline_s or -INFINITY):
             live.job = replace(job, deadline_s=offer, asked_deadline_s=job.deadline_s)
             live.changed()
             again = self._ask(live, now)

@@ -116,6 +116,11 @@ class OnReject(StrEnum):
     LATE = "late"
     """The deadline is soft: likewise, for a value that falls evenly to nothing at ``latest_deadline_s``."""
 
+    @property
+    def takes_later(self) -> bool:
+        """Whether a later deadline will do, up to ``latest_deadline_s``."""
+        return self in (OnReject.RENEGOTIATE, OnReject.LATE)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -157,7 +162,7 @@ class Job:
     @property
     def last_deadline_s(self) -> float | None:
         """The latest end that is still worth something: later than ``deadline_s`` where another may be accepted."""
-        soft = self.on_reject in (OnReject.RENEGOTIATE, OnReject.LATE) and self.latest_deadline_s is not None
+        soft = self.on_reject.takes_later and self.latest_deadline_s is not None
         return self.latest_deadline_s if soft and self.deadline_s is not None else self.deadline_s
 
     def value_at(self, end_s: float) -> float:

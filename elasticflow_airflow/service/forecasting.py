@@ -19,8 +19,8 @@ from elasticflow_airflow.scheduler_core.values import Job, OnReject
 from elasticflow_airflow.service import history, recurring
 from elasticflow_airflow.service.books import costs_from
 from elasticflow_airflow.service.codec import curve_from_json, plan_to_json
-from elasticflow_airflow.service.introducing import known_speeds, logical_workers, most_workers, passed_already
-from elasticflow_airflow.service.lateness import as_asked
+from elasticflow_airflow.service.introducing import known_speeds, logical_workers, most_workers
+from elasticflow_airflow.service.lateness import as_asked, passed_already
 from elasticflow_airflow.service.refusal import Refusal, never_fits, wrong_job_id
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store import Reader, Store
@@ -35,7 +35,6 @@ from elasticflow_airflow.wire import (
 )
 
 _HOUR_S = 3600.0
-_TAKES_LATER = (OnReject.RENEGOTIATE, OnReject.LATE)
 _INSTEAD = {
     "best_effort": "it would train as best effort then, without a promise",
     "wait": "it would wait for capacity then",
@@ -158,7 +157,7 @@ class ForecastDesk:
                 costs=job.costs,
                 min_workers=job.min_workers,
                 max_workers=job.max_workers,
-                latest_s=job.latest_deadline_s if job.on_reject in _TAKES_LATER else None,
+                latest_s=job.latest_deadline_s if job.on_reject.takes_later else None,
             )
             ids[run.run_id] = planned_run.submission
             scheduler.handle(ev.RunExpected(run), now)

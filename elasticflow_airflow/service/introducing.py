@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.config import Objective
 from elasticflow_airflow.scheduler_core.pricing import FORGOTTEN
-from elasticflow_airflow.scheduler_core.values import Job
+from elasticflow_airflow.scheduler_core.values import Job, OnReject
 from elasticflow_airflow.service import history, lateness, outlook, recurring, resuming
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.candidates import CandidateDesk
 from elasticflow_airflow.service.codec import curve_from_json
-from elasticflow_airflow.service.deciding import feed, when
+from elasticflow_airflow.service.deciding import feed
 from elasticflow_airflow.service.models import IncarnationRow
 from elasticflow_airflow.wire import Length, State, largest_share
 
@@ -67,34 +67,31 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str) -> None:
         )
         books.end(row, State.FAILED, reason, failure=reason)
         return
-    choice = lateness.how_to_ask(books, row)
-    if choice is None:
-        return
-    if row.deadline_at is not None and row.deadline_at <= books.now and not _can_offer(books, row, speeds):
-        _reject_at_once(books, row, passed_already(row.deadline_at))
+    asked = lateness.settle(
+        books,
+        row,
+        Job(
+            job_id=row.job_id,
+            submitted_s=row.submitted_at,
+            deadline_s=row.deadline_at,
+            total_steps=None if row.total_steps is None else float(max(0, row.total_steps - row.step)),
+            curve=curve_from_json(speeds) if speeds else None,
+            costs=books.costs_of(row),
+            min_workers=least,
+            max_workers=most,
+            value=row.value,
+            on_reject=OnReject(submission["on_reject"]),
+            latest_deadline_s=submission["latest_deadline_at"],
+            explore=not submission["scaling_curve"],
+        ),
+    )
+    if asked is None:
         return
     reason = "its scaling curve is known" if speeds else "its speed is not known yet: it is measured first"
     books.event("submitted", f"submitted; {reason}", row, deadline_at=row.deadline_at, curve=speeds)
-    done = row.step
-    remaining = None if row.total_steps is None else float(max(0, row.total_steps - done))
-    task = recurring.arrive(books, job, row)
-    job_for_scheduler = Job(
-        job_id=row.job_id,
-        submitted_s=row.submitted_at,
-        deadline_s=row.deadline_at,
-        total_steps=remaining,
-        curve=curve_from_json(speeds) if speeds else None,
-        costs=books.costs_of(row),
-        min_workers=least,
-        max_workers=most,
-        value=row.value,
-        on_reject=choice,
-        latest_deadline_s=row.submission["latest_deadline_at"],
-        explore=not submission["scaling_curve"],
-        task=task,
-    )
+    asked = replace(asked, task=recurring.arrive(books, job, row))
     try:
-        feed(books, ev.JobSubmitted(job_for_scheduler))
+        feed(books, ev.JobSubmitted(asked))
     except ValueError as error:
         reason = f"cannot be scheduled: {error}"
         books.event("failed", reason, row)
@@ -147,18 +144,6 @@ def most_workers(submission: Mapping[str, Any], shares: int | None) -> int:
     return min(most, submission["max_workers"] or most)
 
 
-def _can_offer(books: Books, row: IncarnationRow, speeds: Mapping[str, float] | None) -> bool:
-    """Whether the scheduler can name a later deadline than one that has passed, or may yet accept one."""
-    if not isinstance(books.scheduler, Scheduler):
-        return False  # No other policy makes offers.
-    return (speeds is not None and row.total_steps is not None) or books.now < lateness.last_deadline_at(row)
-
-
-def passed_already(deadline_at: float) -> str:
-    """Why a deadline before now is refused."""
-    return f"its deadline {when(deadline_at)} has passed already: choose a later one, or best_effort=True"
-
-
 def known_speeds(submission: Mapping[str, Any], past: Mapping[str, float] | None) -> dict[str, float] | None:
     """The curve that the submitter gave, or that past runs showed; by workers as text."""
     given = submission["scaling_curve"] or past
@@ -174,18 +159,6 @@ def _say_where_it_starts(books: Books, row: IncarnationRow) -> None:
     elif row.init_from_path is not None and not Path(row.init_from_path).is_dir():
         reason = f"init_from={row.init_from_path}: there is no such checkpoint folder on this machine"
         books.end(row, State.FAILED, reason, failure=reason)
-
-
-def _reject_at_once(books: Books, row: IncarnationRow, reason: str) -> None:
-    event_id = books.event("rejected", reason, row, deadline_at=row.deadline_at)
-    row.verdict = {
-        "decision": "rejected",
-        "reason": reason,
-        "deadline_at": row.deadline_at,
-        "earliest_deadline_at": None,
-        "event_id": event_id,
-    }
-    books.end(row, State.REJECTED, reason)
 
 
 def cancel(books: Books) -> None:

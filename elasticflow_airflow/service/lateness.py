@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.values import Job, OnReject
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.deciding import when
@@ -16,48 +17,46 @@ from elasticflow_airflow.wire import State
 _TAKEN_ON = ("admitted", "renegotiated", "best_effort")
 
 
-def how_to_ask(books: Books, row: IncarnationRow) -> OnReject | None:
-    """What the scheduler shall do where it cannot promise the deadline; None: it is over, nobody need be asked.
+def settle(books: Books, row: IncarnationRow, job: Job) -> Job | None:
+    """The job as the scheduler is to be asked about it; None: it is over, and nobody need be asked.
 
     A deadline that has passed becomes none where the submitter wants that, and where an incarnation before had been
     taken on, so that ``on_miss`` says what a miss means. Every other is refused.
     """
-    submission = row.submission
-    choice = OnReject(submission["on_reject"])
-    if row.deadline_at is None:
-        return choice
-    earlier = _taken_on(books, row)
-    goes_on = bool(earlier)
-    on_miss = submission["on_miss"]
-    if books.now < last_deadline_at(row):
+    deadline_s, last_s = job.deadline_s, job.last_deadline_s
+    if deadline_s is None or last_s is None:
+        return job
+    earlier, on_miss = _taken_on(books, row), row.submission["on_miss"]
+    if earlier and on_miss == "finish" and job.on_reject is OnReject.FAIL and books.now < last_s:
         # A retry may end late where the training might have; to refuse it would throw away what was trained.
-        return OnReject.BEST_EFFORT if goes_on and on_miss == "finish" and choice is OnReject.FAIL else choice
-    passed = f"its deadline {when(row.deadline_at)} has passed already"
-    policy = submission.get("on_past_deadline", "on_miss")
-    if policy == "best_effort":
-        _give_in(books, row, passed)
-    elif policy == "on_miss" and goes_on:
+        return replace(job, on_reject=OnReject.BEST_EFFORT)
+    why = f"its deadline {when(deadline_s)} has passed already"
+    policy = row.submission.get("on_past_deadline", "on_miss")
+    if books.now >= last_s and policy == "on_miss" and earlier:
         if not any(one.deadline_passed for one in earlier):
-            passed = f"missed its deadline {when(row.deadline_at)} while it did not train, at step {row.step}"
-            books.event("deadline_missed", f'{passed}; on_miss="{on_miss}"', row)
+            why = f"missed its deadline {when(deadline_s)} while it did not train, at step {row.step}"
+            books.event("deadline_missed", f'{why}; on_miss="{on_miss}"', row)
         row.deadline_passed = True
-        if on_miss == "finish":
-            _give_in(books, row, passed)
-        elif on_miss == "fail":
-            books.end(row, State.FAILED, passed, failure=passed)
+        if on_miss == "fail":
+            books.end(row, State.FAILED, why, failure=why)
             return None
-        else:
-            reason = f"{passed}; its last checkpoint is used"
-            books.end(row, State.SUCCEEDED, reason, use_checkpoint=True)
+        if on_miss == "use_last_checkpoint":
+            books.end(row, State.SUCCEEDED, f"{why}; its last checkpoint is used", use_checkpoint=True)
             return None
-    return OnReject.FAIL
+        policy = "best_effort"
+    asked = as_asked(job, policy, books.now, makes_offers=isinstance(books.scheduler, Scheduler))
+    if asked is None:
+        _reject_at_once(books, row, passed_already(deadline_s))
+    elif asked.deadline_s is None:
+        _give_in(books, row, why)
+    return asked
 
 
 def as_asked(job: Job, policy: str, now: float, *, makes_offers: bool) -> Job | None:
     """A job that goes on from nothing, as the scheduler is asked about it; None: it is refused without being asked.
 
-    ``makes_offers``: whether the scheduler names a later deadline in place of one that has passed. For dry runs; what
-    is submitted goes through ``how_to_ask``.
+    ``policy``: ``on_past_deadline`` of the submission. ``makes_offers``: whether the scheduler names a later deadline
+    in place of one that has passed.
     """
     last_s = job.last_deadline_s
     if job.deadline_s is None or last_s is None or job.deadline_s > now:
@@ -70,12 +69,9 @@ def as_asked(job: Job, policy: str, now: float, *, makes_offers: bool) -> Job | 
     return replace(job, on_reject=OnReject.FAIL) if can_offer else None
 
 
-def last_deadline_at(row: IncarnationRow) -> float:
-    """The latest end that is still worth something; raises ValueError for a job without a deadline."""
-    if row.deadline_at is None:
-        raise ValueError(f"job {row.job_id} has no deadline")
-    soft = row.submission["on_reject"] in (OnReject.RENEGOTIATE, OnReject.LATE)
-    return float(row.submission["latest_deadline_at"]) if soft else row.deadline_at
+def passed_already(deadline_at: float) -> str:
+    """Why a deadline before now is refused."""
+    return f"its deadline {when(deadline_at)} has passed already: choose a later one, or best_effort=True"
 
 
 def _give_in(books: Books, row: IncarnationRow, why: str) -> None:
@@ -93,3 +89,15 @@ def _taken_on(books: Books, row: IncarnationRow) -> list[IncarnationRow]:
         found.append(earlier)
         before = earlier.resume_from
     return found if any(one.verdict.get("decision") in _TAKEN_ON for one in found) else []
+
+
+def _reject_at_once(books: Books, row: IncarnationRow, reason: str) -> None:
+    event_id = books.event("rejected", reason, row, deadline_at=row.deadline_at)
+    row.verdict = {
+        "decision": "rejected",
+        "reason": reason,
+        "deadline_at": row.deadline_at,
+        "earliest_deadline_at": None,
+        "event_id": event_id,
+    }
+    books.end(row, State.REJECTED, reason)
