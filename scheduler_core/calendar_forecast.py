@@ -85,8 +85,8 @@ def forecast(scheduler: Scheduler, now: float, until_s: float) -> Forecast:
     shape = commonest(scheduler.nodes())
     if all(map(_is_well, found)) or shape is None:
         return Forecast(outlooks=found)
-    waiting = _waiting(scheduler, now, until_s)
-    scheduler.set_waiting_aside()  # with each node that joins all of them would be asked about, one after another
+    # With each node that joins all who wait would be asked about, one after another.
+    waiting = _judged(scheduler.set_waiting_aside(), until_s)
 
     def enough(count: int) -> bool:
         twin = copy.deepcopy(scheduler)
@@ -135,8 +135,10 @@ def fewest(enough: Callable[[int], bool], most: int) -> int | None:
 
 def _outlooks(scheduler: Scheduler, now: float, until_s: float) -> tuple[Outlook, ...]:
     planner, jobs, policy = scheduler.open_books(now)
-    found = [outlook_of(job) for job in _judged(jobs, until_s) if job.phase is not Phase.WAITING]
-    found += _Expecting(planner, policy).outlooks(_due(scheduler, until_s), _waiting(scheduler, now, until_s))
+    judged = _judged(jobs, until_s)
+    waiting = [job for job in judged if job.phase is Phase.WAITING]
+    found = [outlook_of(job) for job in judged if job.phase is not Phase.WAITING]
+    found += _Expecting(planner, policy).outlooks(_due(scheduler, until_s), waiting)
     return tuple(sorted(found, key=lambda one: (one.deadline_s, one.job_id, one.run_id)))
 
 
@@ -144,10 +146,6 @@ def _judged(jobs: Iterable[LiveJob], until_s: float) -> list[LiveJob]:
     """Jobs with a deadline by then; who fell back to best effort keeps the figure, and has none."""
     due = [job for job in jobs if job.job.deadline_s is not None and job.job.deadline_s <= until_s]
     return [job for job in due if not job.best_effort]
-
-
-def _waiting(scheduler: Scheduler, now: float, until_s: float) -> list[LiveJob]:
-    return [job for job in _judged(scheduler.open_books(now)[1], until_s) if job.phase is Phase.WAITING]
 
 
 def missed_runs(scheduler: Scheduler, now: float, until_s: float) -> tuple[Outlook, ...]:

@@ -68,10 +68,12 @@ class Scheduler(Decider):
         """What a forecast reads: a planner over the present jobs, the jobs, and how far the calendar is believed."""
         return self._board.planner(now), tuple(self._board.jobs.values()), self._board.calendar.policy
 
-    def set_waiting_aside(self) -> None:
-        """Forget those who wait for capacity. For copies that are asked what would happen, and decide nothing."""
-        for job in [job for job in self._board.jobs.values() if job.phase is Phase.WAITING]:
+    def set_waiting_aside(self) -> list[LiveJob]:
+        """Forget those who wait for capacity, and return them. For copies that decide nothing any more."""
+        waiting = [job for job in self._board.jobs.values() if job.phase is Phase.WAITING]
+        for job in waiting:
             del self._board.jobs[job.job_id]
+        return waiting
 
     def projected_finish_s(self, job_id: str) -> float | None:
         """When the last step of a live job is expected, by its plan; None when that is not known.

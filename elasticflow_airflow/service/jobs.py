@@ -219,20 +219,19 @@ class JobDesk:
             "best_effort": submission.best_effort,
             "value": submission.value,
         }
-        is_late = submission.deadline_at is not None and submission.deadline_at <= self.clock()
-        if is_late and submission.deadline_at is not None:
+        now, asked_at = self.clock(), submission.deadline_at
+        if asked_at is not None and asked_at <= now:
             # A job that lives goes on, however late: nobody can promise what has passed.
-            if row.deadline_at is not None and row.deadline_at > self.clock():
-                warnings.append(
-                    f"the deadline {when(submission.deadline_at)} has passed already; {when(row.deadline_at)} holds on"
-                )
+            if row.deadline_at is not None and row.deadline_at > now:
+                warnings.append(f"the deadline {when(asked_at)} has passed already; {when(row.deadline_at)} holds on")
+            asked_at = None  # which changes nothing
             wanted |= {name: row.submission[name] for name in ("deadline_at", "best_effort")}
         if all(row.submission[name] == value for name, value in wanted.items()):
             return warnings, None
         amendment = AmendmentRow(
             job_id=row.job_id,
             incarnation=row.incarnation,
-            deadline_at=None if is_late or submission.best_effort else submission.deadline_at,
+            deadline_at=asked_at,
             value=submission.value,
             best_effort=submission.best_effort,
         )

@@ -223,8 +223,7 @@ class AdmittingEdf(Edf):
         finish, noted = self.projected_finish_s(job.job_id), job.memory.get(_LAST_STEP)
         if finish is None or noted is None or noted >= finish:
             return finish
-        view = self.view(job, job.as_of_s)
-        return noted if view.left <= TOLERANCE_S * max(1.0, view.speeds.get(view.size, 0.0)) else finish
+        return noted if self.view(job, job.as_of_s).has_trained else finish
 
     def _usable_slots(self, now: float) -> frozenset[Slot]:
         usable = self.usable(now)

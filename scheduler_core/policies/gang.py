@@ -306,7 +306,7 @@ class GangPolicy(Books, ABC):
             if job.phase is not Phase.ADMITTED:
                 continue
             view = self.view(job, now)
-            if job.mask and self.keeps(job) and view.left <= TOLERANCE_S * max(1.0, view.speeds.get(view.size, 0.0)):
+            if view.has_trained and self.keeps(job):
                 kept |= job.mask  # its last step is made, and the word of its end is on its way
             elif view.speeds:
                 views.append(view)

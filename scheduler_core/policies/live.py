@@ -108,6 +108,11 @@ class JobView:
         return self.left < INFINITY and any(speed > 0.0 for speed in self.speeds.values())
 
     @property
+    def has_trained(self) -> bool:
+        """Whether its last step is made, as far as is known: what it holds now is for its tail."""
+        return bool(self.job.mask) and self.left <= TOLERANCE_S * max(1.0, self.speeds.get(self.size, 0.0))
+
+    @property
     def rising(self) -> tuple[int, ...]:
         """Sizes of which each is faster than all smaller ones: capped at the knee."""
         best, sizes = -1.0, []

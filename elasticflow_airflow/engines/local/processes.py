@@ -109,13 +109,12 @@ def _stat(pid: int) -> list[str] | None:
 
 def _is_marked(pid: int) -> bool:
     """Whether a process has a worker's environment. One that is just being executed shows none for a moment."""
-    environment, looks = b"", 0
-    while not environment and looks < _EXEC_LOOKS:
-        if looks:
-            time.sleep(_EXEC_LOOK_S)
+    for _ in range(_EXEC_LOOKS):
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes()
         except (FileNotFoundError, PermissionError, ProcessLookupError):
             return False
-        looks += 1
-    return any(entry.startswith(_WORKER_MARK) for entry in environment.split(b"\0"))
+        if environment:
+            return any(entry.startswith(_WORKER_MARK) for entry in environment.split(b"\0"))
+        time.sleep(_EXEC_LOOK_S)
+    return False
