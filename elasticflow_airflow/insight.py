@@ -85,8 +85,8 @@ class ClusterNow(Wire):
     """By job id, the tasks that its sentence names, in order."""
 
 
-class DagTotals(Wire):
-    """What one DAG asked for and held between two moments."""
+class DagAsked(Wire):
+    """What one DAG asked for between two moments, and how it went."""
 
     namespace: str
     dag_id: str
@@ -97,6 +97,11 @@ class DagTotals(Wire):
     met: int
     median_wait_s: float | None
     """From submission to the first step, of those that began."""
+
+
+class DagTotals(DagAsked):
+    """What one DAG asked for and held between two moments."""
+
     slot_s: float
 
 

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-import typer
-from rich.console import Console
+from elasticflow_airflow.cli.connection import fail
 
 FAILED, NOTHING_DONE = 1, 2
 """Exit statuses: a defect or a disk; bad input, Ctrl-C or SIGTERM."""
@@ -37,29 +36,24 @@ def answering() -> Iterator[None]:
     try:
         yield
     except InputError as problem:
-        _fail(str(problem), NOTHING_DONE)
+        fail(str(problem), NOTHING_DONE)
     except SimulationError as problem:
-        _fail(f"a defect of the policy, nothing was written: {problem}", FAILED)
+        fail(f"a defect of the policy, nothing was written: {problem}", FAILED)
     except ModuleNotFoundError as problem:
         if problem.name is None or problem.name.split(".")[0] not in _OPTIONAL:
             raise
-        _fail(
+        fail(
             f"this needs {problem.name}, which is not installed; pip install 'elasticflow-airflow[simulate]'",
             NOTHING_DONE,
         )
     except OSError as problem:
-        _fail(f"nothing was written: {problem}", FAILED)
+        fail(f"nothing was written: {problem}", FAILED)
     except KeyboardInterrupt:
-        _fail("interrupted, nothing was written", NOTHING_DONE)
+        fail("interrupted, nothing was written", NOTHING_DONE)
     except _Terminated:
-        _fail("terminated, nothing was written", NOTHING_DONE)
+        fail("terminated, nothing was written", NOTHING_DONE)
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _fail(text: str, status: int) -> NoReturn:
-    Console(stderr=True).print(f"elasticflow: {text}", style="red", highlight=False, soft_wrap=True, markup=False)
-    raise typer.Exit(status) from None
 
 
 def require_writable(paths: Sequence[Path], *, trace: Path | None, curves: Path, make: bool = False) -> None:

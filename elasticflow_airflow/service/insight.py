@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from elasticflow_airflow.engines.port import EngineNode
@@ -18,6 +18,7 @@ from elasticflow_airflow.insight import (
     ClusterHistory,
     ClusterNow,
     CurvePoint,
+    DagAsked,
     DagTotals,
     JobStory,
     RunOfTask,
@@ -39,7 +40,7 @@ from elasticflow_airflow.service.models import (
 from elasticflow_airflow.service.reasons import why
 from elasticflow_airflow.service.refusal import Refusal, no_such_job
 from elasticflow_airflow.service.secrets import shown_args
-from elasticflow_airflow.service.store import AskedTotals, Reader, Store
+from elasticflow_airflow.service.store import Reader, Store
 from elasticflow_airflow.service.view import slot_statuses, status_of
 
 MOST_ROWS = 5000
@@ -187,12 +188,14 @@ class _Held:
         self.by_dag_s[whose] = self.by_dag_s.get(whose, 0.0) + seconds
 
 
-def _by_dag(asked: Sequence[AskedTotals], held_s: Mapping[tuple[str, str], float]) -> list[DagTotals]:
+def _by_dag(asked: Sequence[DagAsked], held_s: Mapping[tuple[str, str], float]) -> list[DagTotals]:
     """Both sums of each DAG; one that asked for nothing may have held slots until its workers had left."""
     found = {(one.namespace, one.dag_id): one for one in asked}
     for whose in held_s:
-        found.setdefault(whose, AskedTotals(*whose, runs=0, rejected=0, judged=0, met=0, median_wait_s=None))
-    return [DagTotals(**asdict(one), slot_s=held_s.get(whose, 0.0)) for whose, one in sorted(found.items())]
+        namespace, dag_id = whose
+        nothing = DagAsked(namespace=namespace, dag_id=dag_id, runs=0, rejected=0, judged=0, met=0, median_wait_s=None)
+        found.setdefault(whose, nothing)
+    return [DagTotals(**one.model_dump(), slot_s=held_s.get(whose, 0.0)) for whose, one in sorted(found.items())]
 
 
 def _check_moments(from_at: float, until_at: float) -> None:

@@ -13,12 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Session, defer, load_only, sessionmaker
 
+from elasticflow_airflow.insight import DagAsked
 from elasticflow_airflow.service import crashpoints
 from elasticflow_airflow.service.models import (
     AmendmentRow,
@@ -75,19 +75,6 @@ class Holding(NamedTuple):
     ended_at: float | None
     last_step_at: float | None
     notes: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class AskedTotals:
-    """What one DAG asked for: ``judged`` runs have ended and had a deadline. Waits are until the first step."""
-
-    namespace: str
-    dag_id: str
-    runs: int
-    rejected: int
-    judged: int
-    met: int
-    median_wait_s: float | None
 
 
 class Reader:
@@ -253,7 +240,7 @@ class Reader:
         for (_, recurring_key), rows in itertools.groupby(self.session.execute(query), key=lambda row: row[:2]):
             yield recurring_key, [Holding._make((*row[2:-1], row[-1] or {})) for row in rows]
 
-    def totals_between(self, from_at: float, until_at: float) -> list[AskedTotals]:
+    def totals_between(self, from_at: float, until_at: float) -> list[DagAsked]:
         """By DAG, what was asked for and how it went, of all that was submitted and not over between two moments."""
         began = (
             sa.select(sa.func.min(GenerationRow.running_at))
@@ -299,8 +286,12 @@ class Reader:
             .subquery()
         )
         same = sa.and_(middle.c.namespace == sums.c.namespace, middle.c.dag_id == sums.c.dag_id)
-        query = sa.select(sums, middle.c.wait_s).outerjoin(middle, same).order_by(sums.c.namespace, sums.c.dag_id)
-        return [AskedTotals(*row) for row in self.session.execute(query)]
+        query = (
+            sa.select(sums, middle.c.wait_s.label("median_wait_s"))
+            .outerjoin(middle, same)
+            .order_by(sums.c.namespace, sums.c.dag_id)
+        )
+        return [DagAsked.model_validate(dict(row)) for row in self.session.execute(query).mappings()]
 
     def incarnations_between(self, from_at: float, until_at: float, limit: int) -> list[tuple[JobRow, IncarnationRow]]:
         """The newest incarnations that were submitted and not over between two moments, oldest first.
