@@ -325,6 +325,17 @@ class Run:
         found: JobStatus = self.stack.wait(f"{self.dag_id}.{task_id} is acknowledged", heard, 60)
         return found
 
+    def over(self) -> None:
+        """Wait until the run itself has succeeded.
+
+        Airflow may end a run while one of its tasks is being cleared, and never look at that task again: it then says
+        of the run "success", and of the task nothing.
+        """
+        self.stack.wait(f"the run of {self.dag_id} has ended", lambda: self.state() == "success")
+
+    def state(self) -> str:
+        return str(self.stack.do("GET", self._path).json()["state"])
+
     def mark(self, state: str, task_id: str = "train") -> None:
         self.stack.do("PATCH", f"{self._path}/taskInstances/{task_id}", json={"new_state": state})
 

@@ -112,14 +112,14 @@ def deadline_from_alert_and_history(stack: Stack, dag_id: str) -> None:
     assert job.deadline_at is not None
     assert 0 <= job.deadline_at - due_s < 300
 
-    stack.wait("the run has ended", lambda: run_state(first) == "success")
+    first.over()
     for days, runs in ((3, "1 run"), (2, "2 runs")):
         later = trigger(stack, dag_id, before - timedelta(days=days))
         later.reach("success", "publish")
         said = later.log(1)
         assert f"more than the {runs} so far have shown" in said or f"p95 of the last {runs}" in said
         assert "using downstream_reserve" not in said
-        stack.wait("the run has ended", lambda later=later: run_state(later) == "success")
+        later.over()
 
     last = trigger(stack, dag_id, before - timedelta(days=1))
     last.reach("success", "publish")
@@ -129,6 +129,7 @@ def deadline_from_alert_and_history(stack: Stack, dag_id: str) -> None:
     assert "minus a margin" in said
 
     deadline_at = last.acknowledged().deadline_at
+    last.over()
     last.clear(("train",))
     stack.wait("it trains anew", lambda: (job := last.job()) and job.incarnation == 2)
     last.reach("success")
@@ -147,11 +148,7 @@ def history_without_dates(stack: Stack, dag_id: str) -> None:
         run.reach("success")
         run.acknowledged()
         assert words in run.log(1)
-        stack.wait("the run has ended", lambda run=run: run_state(run) == "success")
-
-
-def run_state(run: Run) -> str:
-    return str(run.stack.do("GET", f"/api/v2/dags/{run.dag_id}/dagRuns/{run.run_id}").json()["state"])
+        run.over()
 
 
 @PATHS.add("train(20, deadline_of='dag_run')", dag=DAILY + ", is_paused_upon_creation=True")

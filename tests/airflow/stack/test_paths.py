@@ -121,6 +121,7 @@ def clear_after_success(stack: Stack, dag_id: str) -> None:
     run = stack.run(dag_id)
     run.reach("success")
     run.acknowledged()
+    run.over()
     run.clear()
     stack.wait("a second incarnation", lambda: (job := run.job()) and job.incarnation == 2)
     run.reach("success")
