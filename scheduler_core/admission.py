@@ -249,8 +249,14 @@ class Admission:
                 f"{moment(deadline)} (objective: value)"
             )
         costs = f"start-up {duration(work.startup_s)} and tail {duration(work.tail_s)} included"
-        if limit <= now:
+        if deadline <= now:
             return f"the deadline {moment(deadline)} is past: it is {moment(now)} now"
+        if limit <= now:
+            margin = duration(self.planner.config.deadline_margin_s)
+            return (
+                f"hopeless: promises are kept {margin} early, and {duration(deadline - now)} are left before "
+                f"{moment(deadline)}"
+            )
         window = limit - now
         enough = None
         for size in work.sizes:

@@ -55,6 +55,8 @@ class LiveJob:
     """Slots now of its minimum satisfactory share when everything was last planned afresh (0: not known)."""
     running_since_s: float = 0.0
     said_waiting: str = ""
+    asked_s: float = 0.0
+    """While it waits: when it was last asked for."""
     thorough_s: float = 0.0
     """While it waits: when it is next asked for with all orders that may help."""
     noted: bool = False

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.admission import Verdict
 from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, stand_in_id
 from elasticflow_airflow.scheduler_core.cluster import nodes_after, nodes_avoiding
 from elasticflow_airflow.scheduler_core.decider import Decider
@@ -258,6 +259,8 @@ class Scheduler(Decider):
             job.best_effort, job.at_risk = True, False
             if job.phase in (Phase.WAITING, Phase.PROFILING):
                 job.phase, job.profiling = Phase.ADMITTED, None
+            elif job.parked_from is not None:
+                job.parked_from = Phase.ADMITTED
             job.changed()
             return [
                 Amended(job.job_id, None, value, None),
@@ -267,6 +270,10 @@ class Scheduler(Decider):
         asked = before.asked_deadline_s if event.deadline_s is None else None
         job.job = replace(before, value=value, deadline_s=deadline, asked_deadline_s=asked)
         job.changed()
+        if job.phase is Phase.WAITING and deadline is not None and deadline != before.deadline_s:
+            if now + job.work(board.layout, self.config).least_time_s() >= deadline:
+                return self._refuse_amendment(job, before, self._ask(job, now), now)
+            job.thorough_s, job.said_waiting = now, ""  # a new question, with an answer of its own
         if deadline is None or deadline == before.deadline_s or job.phase is not Phase.ADMITTED:
             out: list[Decision] = [Amended(job.job_id, deadline, value, None)]
             return out + (
@@ -290,9 +297,15 @@ class Scheduler(Decider):
         if verdict.draft is not None:
             admitted = self._admit(job, verdict, Terms.DEADLINE, now)
             return [Amended(job.job_id, deadline, value, self._plan_now(job)), *admitted[1:]]
-        job.job, job.best_effort = before, was_best_effort
+        job.best_effort = was_best_effort
+        return self._refuse_amendment(job, before, verdict, now)
+
+    def _refuse_amendment(self, job: LiveJob, before: Job, verdict: Verdict, now: float) -> list[Decision]:
+        """Leave a job as it was."""
+        job.job = before
         job.changed()
-        return [AmendRejected(job.job_id, self._advice(verdict), verdict.earliest_deadline_s), *board.wake(now)]
+        rejected = AmendRejected(job.job_id, self._advice(verdict), verdict.earliest_deadline_s)
+        return [rejected, *self._board.wake(now)]
 
     def _parked(self, job: LiveJob, now: float) -> list[Decision]:
         board = self._board

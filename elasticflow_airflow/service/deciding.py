@@ -127,14 +127,19 @@ def _admit(books: Books, row: IncarnationRow, decision: Admit) -> None:
         "plan": plan_to_json(decision.plan),
     }
     was_profiling = row.state == State.PROFILING
+    _take_on(books, row, decision.reason)
+    if was_profiling and row.speeds:
+        history.remember(books.tx, books.jobs[row.job_id], row, books.now, complete=True)
+        books.learned = True
+
+
+def _take_on(books: Books, row: IncarnationRow, reason: str) -> None:
+    """It has been decided on, and trains from now on, whatever it did before."""
     generation = books.desired(row)
     if generation is not None and generation.purpose == Purpose.PROFILE:
         generation.purpose = Purpose.TRAIN.value  # Unless a Resize follows, it simply goes on.
     running = generation is not None and generation.state == GangState.RUNNING
-    books.set_state(row, State.RUNNING if running else State.ADMITTED, decision.reason)
-    if was_profiling and row.speeds:
-        history.remember(books.tx, books.jobs[row.job_id], row, books.now, complete=True)
-        books.learned = True
+    books.set_state(row, State.RUNNING if running else State.ADMITTED, reason)
 
 
 def _reject(books: Books, row: IncarnationRow, decision: Reject) -> None:
@@ -211,7 +216,10 @@ def _amended(books: Books, row: IncarnationRow, decision: Amended) -> None:
     until = "best effort" if decision.deadline_s is None else f"deadline {when(decision.deadline_s)}"
     reason = f"amended: {until}, value {decision.value:g}"
     event_id = books.event("amended", reason, row, deadline_at=decision.deadline_s, value=decision.value)
-    if row.verdict.get("decision", "undecided") != "undecided":
+    undecided = row.verdict.get("decision", "undecided") == "undecided"
+    if undecided and decision.deadline_s is None and not row.parked:
+        _take_on(books, row, reason)
+    if not undecided or decision.deadline_s is None:
         row.verdict = {
             **row.verdict,
             "decision": "best_effort" if decision.deadline_s is None else "admitted",

@@ -261,9 +261,6 @@ def test_a_lost_gang_starts_again_and_keeps_its_promise(make_job, nodes) -> None
     assert of(decisions, de.AtRisk) == []
 
 
-# -- amendments, parking, ending ------------------------------------------------------------------------------------
-
-
 def test_survivors_go_on_and_the_plan_makes_the_gang_whole_again(make_job, nodes) -> None:
     scheduler = Scheduler(nodes=nodes(4))
     curve = {1: 1.0, 2: 1.6, 4: 2.5}
@@ -311,6 +308,9 @@ def test_a_measurement_that_lost_a_worker_is_begun_again(make_job, nodes) -> Non
     assert (again.purpose, again.placement.workers) == (de.Purpose.PROFILE, 2)
 
 
+# -- amendments, parking, ending ------------------------------------------------------------------------------------
+
+
 def test_an_earlier_deadline_is_verified_and_the_old_one_holds_otherwise(make_job, nodes) -> None:
     scheduler = Scheduler(nodes=nodes(1))
     scheduler.handle(ev.JobSubmitted(make_job(steps=100, deadline=300)), 0.0)
@@ -322,6 +322,63 @@ def test_an_earlier_deadline_is_verified_and_the_old_one_holds_otherwise(make_jo
     assert amended.plan.promised_s == pytest.approx(100.0)
     assert only(scheduler.handle(ev.JobAmended("a", deadline_s=500.0), 20.0), de.Amended).deadline_s == 500.0
     assert only(scheduler.handle(ev.JobAmended("a", best_effort=True), 20.0), de.Amended).deadline_s is None
+
+
+@pytest.fixture
+def beside_who_waits(make_job, nodes) -> Scheduler:
+    """One slot, promised until 100; and "w", which would need 30 of the 100 seconds until its deadline."""
+    scheduler = Scheduler(nodes=nodes(1))
+    scheduler.handle(ev.JobSubmitted(make_job("first", steps=100, deadline=110)), 0.0)
+    waits = make_job("w", steps=30, deadline=100, on_reject=OnReject.WAIT)
+    only(scheduler.handle(ev.JobSubmitted(waits), 0.0), de.Wait)
+    return scheduler
+
+
+def test_who_waits_and_has_another_deadline_is_answered_anew(beside_who_waits) -> None:
+    decisions = beside_who_waits.handle(ev.JobAmended("w", deadline_s=120.0), 10.0)
+    assert only(decisions, de.Amended).deadline_s == 120.0
+    wait = only(decisions, de.Wait)
+    assert wait.until_s == 90.0
+    assert "before 1970-01-01T00:02:00Z" in wait.reason
+    decisions = beside_who_waits.handle(ev.JobAmended("w", deadline_s=131.0), 10.0)
+    assert only(decisions, de.Admit).deadline_s == 131.0
+
+
+def test_who_waits_is_not_rejected_for_an_amendment_that_is_hopeless(beside_who_waits) -> None:
+    decisions = beside_who_waits.handle(ev.JobAmended("w", deadline_s=35.0), 10.0)
+    assert only(decisions, de.AmendRejected).earliest_deadline_s is not None
+    assert of(decisions, de.Reject) == []
+    assert beside_who_waits.states()[1].job.deadline_s == 100.0
+    assert only(beside_who_waits.handle(ev.JobCancelled("first"), 20.0), de.Admit).deadline_s == 100.0
+
+
+def test_who_waits_is_asked_for_again_however_often_others_report(make_job, nodes) -> None:
+    scheduler = Scheduler(SchedulerConfig(waiting_retry_s=60.0), nodes(1))
+    scheduler.handle(ev.JobSubmitted(make_job("first", steps=1000, deadline=1010)), 0.0)
+    scheduler.handle(ev.JobSubmitted(make_job("w", steps=30, deadline=1000, on_reject=OnReject.WAIT)), 0.0)
+    for now in range(7, 70, 7):
+        wake = only(scheduler.handle(ev.JobProgressed("first", 1000.0 - now, steps_per_s=1.0), float(now)), de.WakeMeAt)
+        assert wake.at_s == (60.0 if now < 60 else pytest.approx(now, abs=0.001))
+    assert only(scheduler.handle(ev.WakeUp(), 64.0), de.WakeMeAt).at_s == 124.0
+
+
+def test_a_deadline_within_the_margin_is_not_called_past(make_job, nodes) -> None:
+    scheduler = Scheduler(SchedulerConfig(deadline_margin_s=20.0), nodes(1))
+    refused = only(scheduler.handle(ev.JobSubmitted(make_job(steps=1, deadline=25.0)), 10.0), de.Reject)
+    assert refused.reason.startswith("hopeless: promises are kept 20 s early, and 15 s are left before 1970-")
+
+
+def test_a_parked_job_may_give_up_the_deadline_that_was_never_decided_on(make_job, nodes, beside_who_waits) -> None:
+    beside_who_waits.handle(ev.JobParked("w"), 5.0)
+    assert only(beside_who_waits.handle(ev.JobAmended("w", best_effort=True), 10.0), de.Amended).deadline_s is None
+    beside_who_waits.handle(ev.JobUnparked("w"), 20.0)
+    assert sizes(beside_who_waits.handle(ev.JobCancelled("first"), 30.0)) == {"w": 1}
+    measured = Scheduler(nodes=nodes(1))
+    measured.handle(ev.JobSubmitted(make_job(curve=None, deadline=900)), 0.0)
+    measured.handle(ev.JobParked("a"), 5.0)
+    measured.handle(ev.JobAmended("a", best_effort=True), 10.0)
+    resize = only(measured.handle(ev.JobUnparked("a"), 20.0), de.Resize)
+    assert resize.purpose is de.Purpose.TRAIN
 
 
 def test_a_parked_job_holds_nothing_and_competes_again(make_job, nodes) -> None:
