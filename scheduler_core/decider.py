@@ -161,6 +161,7 @@ class Decider:
 
     def _ask(self, live: LiveJob, now: float, *, thorough: bool = True) -> Verdict:
         board = self._board
+        live.asked_s = now
         jobs = [j for j in board.jobs.values() if j is not live]
         runs = tuple(board.calendar.runs.values())
         limits = [j.job.deadline_s for j in (live, *jobs) if j is live or j.promised]
@@ -223,7 +224,6 @@ class Decider:
                 changed = known and live.phase is not Phase.WAITING
                 if live.phase is not Phase.WAITING:
                     live.phase, live.course = Phase.WAITING, None
-                live.asked_s = now
                 live.thorough_s = now + max(self.config.waiting_retry_s, (until - now) / 2)
                 self._register(live)
                 rest = self._replan(now, f"{live.job_id} waits", retry=False) if changed else self._board.wake(now)
@@ -273,7 +273,6 @@ class Decider:
             deadline = job.job.deadline_s or INFINITY
             until = deadline - job.work(self._board.layout, self.config).least_time_s()
             thorough = now >= min(job.thorough_s, until) - TOLERANCE_S
-            job.asked_s = now
             verdict = self._ask(job, now, thorough=thorough)
             if verdict.draft is not None:
                 out += [d for d in self._admit(job, verdict, Terms.DEADLINE, now) if not is_wake(d)]

@@ -56,7 +56,7 @@ class LiveJob:
     running_since_s: float = 0.0
     said_waiting: str = ""
     asked_s: float = 0.0
-    """While it waits: when it was last asked for."""
+    """When its deadline was last asked for."""
     thorough_s: float = 0.0
     """While it waits: when it is next asked for with all orders that may help."""
     noted: bool = False
