@@ -35,11 +35,11 @@ demo: $(STAMP) ## fine-tune BERT under deadlines: a DAG, two days, on this machi
 
 .PHONY: test
 test: $(STAMP) ## the fast tests
-	$(BIN)/pytest -m "not ($(SLOW) or soak or gpu)" -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/pytest -m "not ($(SLOW) or soak or gpu)" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 .PHONY: system
 system: $(STAMP) ## the slow tests: PostgreSQL, real Airflow components, many kills
-	$(BIN)/pytest -m "($(SLOW)) and not soak and not gpu" -n 2 --dist loadscope --timeout=1200 $(PYTEST_ARGS)
+	$(BIN)/pytest -m "($(SLOW)) and not soak and not gpu" -n 2 --dist loadscope --no-loadscope-reorder --timeout=1200 --durations=30 --durations-min=10 $(PYTEST_ARGS)
 
 .PHONY: soak
 soak: $(STAMP) ## the tests that take many minutes: more than an hour

@@ -23,6 +23,13 @@ _CONN_ID = _arg(
     help="Airflow connection that names the service. Where the default one is not defined: the embedded service.",
 )
 _JOB = _arg("job_id", help="Id of the job, as `jobs` lists it.")
+_SILENT = _arg(
+    "--silent",
+    dest="silent_s",
+    type=float,
+    default=60.0,
+    help="With --unowned: nobody has asked for it for so many seconds.",
+)
 _FOLLOW = "Go on until the job has ended."
 _MOMENT = "07:30 (the next one, this machine's time), +2h30m, or 2026-01-31T07:30 (with Z or +01:00: that zone)"
 
@@ -57,6 +64,11 @@ def get_commands() -> list[GroupCommand]:
                     _option("--dag", dest="dag_id", help="Only jobs of this DAG."),
                     _flag("--live", help="Only jobs that have not ended."),
                     _option("--limit", type=int, default=50, help="At most so many, newest first."),
+                    _flag(
+                        "--unowned",
+                        help="Only live jobs whose Airflow task is gone, or for which nobody asks; since when, why.",
+                    ),
+                    _SILENT,
                 ),
                 _command("show", "Show one job and its events: what was decided, and why", _JOB),
                 _command("events", "Print the events of a job", _JOB, _flag("--follow", "-f", help=_FOLLOW)),
@@ -78,10 +90,12 @@ def get_commands() -> list[GroupCommand]:
                 ),
                 _command(
                     "cancel",
-                    "Cancel a job; its Airflow task, if one is waiting, fails and says so",
-                    _JOB,
+                    "Cancel a job, or all that nobody wants; its Airflow task, if one is waiting, fails and says so",
+                    _arg("job_id", nargs="?", help="Id of the job, as `jobs` lists it."),
                     _option("--reason", default="cancelled on the command line", help="What the event log says."),
                     _flag("--yes", "-y", help="Do not ask."),
+                    _flag("--unowned", help="All jobs that `jobs --unowned` lists, instead of one."),
+                    _SILENT,
                 ),
                 _command(
                     "drain",

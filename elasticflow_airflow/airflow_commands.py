@@ -16,7 +16,7 @@ from typing import Any, NoReturn, get_args
 
 import typer
 from airflow import __version__ as airflow_version
-from airflow.sdk.exceptions import AirflowNotFoundException
+from airflow.sdk.exceptions import AirflowException
 from rich.console import Console
 from typer.models import OptionInfo
 
@@ -110,7 +110,7 @@ def _choice(conn_id: str) -> Choice:
     def locate(start: bool) -> Endpoint:
         try:
             return hook.endpoint(start=start)
-        except AirflowNotFoundException as error:
+        except AirflowException as error:
             raise ElasticFlowError(str(error)) from error
 
     return Choice(locate=locate, program=_PROGRAM, look=lambda: _look_at_airflow(hook, conn_id))

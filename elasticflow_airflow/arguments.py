@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from os import PathLike
 from typing import Any, Final
 
+from elasticflow_airflow import bounds
 from elasticflow_airflow.callables import listed, problem_of
 from elasticflow_airflow.deadlines import DAG_RUN, DeadlineError, check_deadline
 from elasticflow_airflow.wire import share_problem, target_problem
@@ -101,7 +102,14 @@ def count(name: str, value: Any, given: Any) -> int | None:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         rendered = f" (rendered from {given!r})" if is_late(given) else ""
         raise ArgumentError(f"{name}={value!r}{rendered} must be a whole number of at least 1")
+    _within(name, bounds.count_problem(number, 1, bounds.MOST_SAMPLES if name == "samples" else bounds.MOST_COUNT))
     return number
+
+
+def _within(name: str, problem: str | None) -> None:
+    """Refuse what is out of the bounds that the service has. Raises ArgumentError."""
+    if problem is not None:
+        raise ArgumentError(f"{name}: {problem}")
 
 
 def target(value: Any, given: Any) -> float | None:
@@ -118,6 +126,7 @@ def target(value: Any, given: Any) -> float | None:
         raise ArgumentError(
             f"target_loss={value!r}{rendered} must be a finite number: the smoothed loss at which training may end"
         )
+    _within("target_loss", bounds.loss_problem(number))
     return number
 
 
@@ -165,12 +174,14 @@ def _check_text(name: str, value: Any) -> None:
         raise ArgumentError(f"{name}={value!r} is a {type(value).__name__}: give a str")
     if not value.strip():
         raise ArgumentError(f"{name}={value!r} is empty: give a value, or leave the argument out")
+    _within(name, bounds.text_problem(value, bounds.PATTERN_CHARACTERS))
 
 
 def _check_path(name: str, value: Any) -> None:
     if isinstance(value, PathLike):
         raise ArgumentError(f"{name}={value!r} is a path object: give a str, which templates and Airflow's UI can show")
     _check_text(name, value)
+    _within(name, bounds.path_problem(value))
 
 
 def _check_args(name: str, value: Any) -> None:
@@ -185,6 +196,8 @@ def _check_args(name: str, value: Any) -> None:
 def _check_element(name: str, element: Any) -> None:
     if element is None or isinstance(element, (list, tuple, set, Mapping)):
         raise ArgumentError(f"{name}={element!r} is a {type(element).__name__}: give text, a number or a template")
+    if not is_late(element):
+        _within(name, bounds.argument_problem(str(element)))
 
 
 def _check_pattern(name: str, value: Any) -> None:
@@ -211,6 +224,7 @@ def _check_choice(name: str, value: Any) -> None:
 def _check_value(value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ArgumentError(f"value={value!r} must be a finite number greater than 0")
+    _within("value", bounds.number_problem(value, bounds.LEAST_VALUE, bounds.MOST_VALUE))
 
 
 def _check_callables(name: str, value: Any) -> None:
@@ -245,6 +259,10 @@ def _check_length(steps: Any, epochs: Any, samples: Any, global_batch_size: Any)
         )
     if global_batch_size is None:
         raise ArgumentError("global_batch_size=None: give the number of samples of one optimizer step")
+    if samples is not None and not any(map(is_late, (epochs, samples, global_batch_size))):
+        parts = {"epochs": 1 if epochs is None else epochs, "samples": samples, "global_batch_size": global_batch_size}
+        numbers = [count(name, value, value) or 1 for name, value in parts.items()]
+        _within("length", bounds.total_steps_problem(*numbers))
 
 
 def _check_target(target_loss: Any, steps: Any, epochs: Any, progress_regex: Any, progress_file: Any) -> None:
@@ -304,6 +322,7 @@ def _check_shares(
 def _check_power_of_two(name: str, number: Any) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1 or number & (number - 1):
         raise ArgumentError(f"{name}={number!r} must be a power of two: 1, 2, 4, 8, ...")
+    _within(name, bounds.count_problem(number, 1, bounds.MOST_WORKERS))
 
 
 def _check_curve(curve: Any) -> None:
@@ -313,6 +332,8 @@ def _check_curve(curve: Any) -> None:
         _check_power_of_two("a key of scaling_curve", workers)
         if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 0 < speed < math.inf:
             raise ArgumentError(f"scaling_curve[{workers}]={speed!r} must be steps/s, finite and greater than 0")
+        problem = bounds.number_problem(speed, bounds.SLOWEST_STEPS_PER_S, bounds.FASTEST_STEPS_PER_S)
+        _within(f"scaling_curve[{workers}]", problem)
 
 
 def _check_env(argument: str, mapping: Any) -> None:

@@ -206,7 +206,7 @@ def feed_calendar(*, now: datetime | None = None, window: timedelta = CALENDAR_W
 
 
 def post_to_service(conn_id: str, make: Callable[[str], CalendarRequest]) -> CalendarAnswer:
-    """Send a request to the service of a connection. Raises ElasticFlowError, AirflowNotFoundException."""
+    """Send a request to the service of a connection. Raises ElasticFlowError, UnusableConnection."""
     from elasticflow_airflow.client import ElasticFlowClient
     from elasticflow_airflow.hooks import ElasticFlowHook
 

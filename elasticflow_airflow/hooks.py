@@ -14,6 +14,7 @@ from airflow.sdk.configuration import conf
 from airflow.sdk.exceptions import AirflowException, AirflowNotFoundException
 from airflow.sdk.execution_time import task_runner
 
+from elasticflow_airflow.bounds import NAME_CHARACTERS, text_problem
 from elasticflow_airflow.client import (
     AsyncElasticFlowClient,
     ElasticFlowClient,
@@ -22,6 +23,8 @@ from elasticflow_airflow.client import (
     ensure_service,
 )
 from elasticflow_airflow.client.embedded import embedded_endpoint
+from elasticflow_airflow.client.pool import shared_transport
+from elasticflow_airflow.exceptions import MissingConnection, UnusableConnection
 from elasticflow_airflow.settings import AirflowSettings, embedded_state_dir
 
 _DEFAULT_PORT = 8321
@@ -35,7 +38,8 @@ class ElasticFlowHook(BaseHook):
     Extra: ``namespace``, ``verify`` (true, false or a CA bundle), ``timeout_s``, ``state_dir``. Without the *default*
     connection, or with an empty host, the embedded service of this machine is used, and started when needed; a
     missing connection of another name is an error. With an executor that runs tasks on several machines the default
-    connection may not be missing either: each machine would start a service of its own.
+    connection may not be missing either: each machine would start a service of its own. A connection that is missing,
+    or cannot be used, fails a task without a retry (``MissingConnection``, ``UnusableConnection``).
     """
 
     conn_name_attr = "elasticflow_conn_id"
@@ -58,14 +62,17 @@ class ElasticFlowHook(BaseHook):
         return ElasticFlowClient(self.endpoint(), retry_for_s=retry_for_s, timeout_s=timeout_s or self._timeout_s)
 
     async def async_client(self, *, retry_for_s: float = 60.0) -> AsyncElasticFlowClient:
-        """Make an async client without blocking the event loop; the caller closes it."""
+        """Make an async client without blocking the event loop; the caller closes it. Its connections are shared."""
         await self._aresolve()
-        return AsyncElasticFlowClient(self._locate(), retry_for_s=retry_for_s, timeout_s=self._timeout_s)
+        endpoint = self._locate()
+        transport = shared_transport(endpoint)
+        return AsyncElasticFlowClient(endpoint, retry_for_s=retry_for_s, timeout_s=self._timeout_s, transport=transport)
 
     async def triggerer_client(self, state_dir: str | None, *, retry_for_s: float = 60.0) -> AsyncElasticFlowClient:
         """As ``async_client``; ``state_dir`` names the embedded service that the worker used, where it was one."""
         if state_dir is not None:
-            return AsyncElasticFlowClient(embedded_endpoint(Path(state_dir)), retry_for_s=retry_for_s)
+            endpoint = embedded_endpoint(Path(state_dir))
+            return AsyncElasticFlowClient(endpoint, retry_for_s=retry_for_s, transport=shared_transport(endpoint))
         return await self.async_client(retry_for_s=retry_for_s)
 
     def endpoint(self, *, start: bool = True) -> Endpoint:
@@ -78,9 +85,19 @@ class ElasticFlowHook(BaseHook):
 
     @property
     def namespace(self) -> str:
-        """Namespace of this Airflow's jobs: the connection's, else the configuration's."""
+        """Namespace of this Airflow's jobs: the connection's, else the configuration's.
+
+        Raises UnusableConnection for one that no service takes.
+        """
         self._resolve()
-        return str(self._extra.get("namespace") or AirflowSettings.read().namespace)
+        given, where = self._extra.get("namespace"), "[elasticflow] namespace"
+        if given:
+            where = f"namespace in the extra of elasticflow_conn_id={self.elasticflow_conn_id!r}"
+        name = str(given or AirflowSettings.read().namespace)
+        problem = text_problem(name, NAME_CHARACTERS)
+        if problem is not None:
+            raise UnusableConnection(f"{where} {problem}")
+        return name
 
     def test_connection(self) -> tuple[bool, str]:
         """Say whether the service answers, for the button in Airflow's connection form."""
@@ -125,13 +142,13 @@ class ElasticFlowHook(BaseHook):
 
     def _refuse_missing(self, error: Exception) -> None:
         if self.elasticflow_conn_id != self.default_conn_name:
-            raise AirflowNotFoundException(
+            raise MissingConnection(
                 f"elasticflow_conn_id={self.elasticflow_conn_id!r} is not defined: add a connection of type"
                 f" 'elasticflow' with that id, or leave the argument out to use {self.default_conn_name!r}, or where"
                 " that is missing too, the embedded service of this machine"
             ) from error
         if (executor := distributed_executor()) is not None:
-            raise AirflowNotFoundException(
+            raise MissingConnection(
                 f"elasticflow_conn_id={self.elasticflow_conn_id!r} is not defined, and [core] executor = {executor!r}"
                 " runs tasks on several machines: each would start an embedded service of its own, and none would know"
                 " what the others have promised. Run `elasticflow serve` where the GPUs are, and add the connection"
@@ -145,18 +162,18 @@ class ElasticFlowHook(BaseHook):
         if connection is None:
             return
         if connection.conn_type not in ("", None, self.conn_type):
-            raise AirflowException(
+            raise UnusableConnection(
                 f"{named} is a connection of type {connection.conn_type!r}: give the id of one of type"
                 f" {self.conn_type!r}, or change its type"
             )
         verify, timeout_s = _verify(self._extra.get("verify")), self._extra.get("timeout_s")
         if isinstance(verify, str) and not Path(verify).is_file():
-            raise AirflowException(
+            raise UnusableConnection(
                 f"{named} has verify={verify!r} in its extra, and there is no such file on this machine: give true,"
                 " false, or the path of a CA bundle"
             )
         if timeout_s not in (None, "") and not _is_positive(timeout_s):
-            raise AirflowException(
+            raise UnusableConnection(
                 f"{named} has timeout_s={timeout_s!r} in its extra: give seconds, greater than 0, or leave it out"
             )
 
@@ -171,7 +188,7 @@ class ElasticFlowHook(BaseHook):
         try:
             found = Endpoint.from_url(url, token=token, verify=_verify(extra.get("verify")))
         except ElasticFlowError as error:
-            raise ElasticFlowError(f"{named_by}: {error.message}", error.hint) from error
+            raise UnusableConnection(f"{named_by}: {error}") from error
         return replace(found, named_by=named_by)
 
 

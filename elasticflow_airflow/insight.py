@@ -5,13 +5,13 @@ May import nothing but pydantic, like ``wire``: read by the service, its clients
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from elasticflow_airflow import bounds
 from elasticflow_airflow.wire import ForecastAnswer, JobStatus, SlotStatus, Verdict, Wire
-
-Moment = Annotated[float, Field(allow_inf_nan=False)]
+from elasticflow_airflow.wire.fields import HorizonH, MapIndex, Name, NodeCount, UtcSeconds, refuse
 
 
 class Span(Wire):
@@ -227,17 +227,17 @@ class RunOfTask(Wire):
 class DeadlineChange(Wire):
     """What if this live job had another deadline, or none (``deadline_at`` None: best effort)."""
 
-    job_id: str
-    deadline_at: Moment | None
+    job_id: Name
+    deadline_at: UtcSeconds | None
 
 
 class WhatIfRequest(Wire):
     """Ask for the outlook with other deadlines, or with more or fewer nodes. Nothing is changed."""
 
-    hours: float = Field(default=24.0, gt=0, le=24 * 14, allow_inf_nan=False)
+    hours: HorizonH = 24.0
     changes: list[DeadlineChange] = Field(default_factory=list, max_length=100)
-    without_nodes: list[str] = Field(default_factory=list, max_length=1000)
-    extra_nodes: int = Field(default=0, ge=0, le=1000)
+    without_nodes: list[Name] = Field(default_factory=list, max_length=1000)
+    extra_nodes: NodeCount = 0
     """So many more nodes, each like the largest that there is."""
 
 
@@ -310,19 +310,24 @@ class CapacityAnswer(Wire):
 class DueRuns(Wire):
     """When the runs of one recurring task are due, as its timetable says; replaces what was said of it before."""
 
-    namespace: str = "default"
-    dag_id: str
-    task_id: str
-    map_index: int = -1
-    due_at: list[Moment] = Field(max_length=500)
+    namespace: Name = "default"
+    dag_id: Name
+    task_id: Name
+    map_index: MapIndex = -1
+    due_at: list[UtcSeconds] = Field(max_length=500)
+
+    @model_validator(mode="after")
+    def _short_enough(self) -> DueRuns:
+        refuse(bounds.key_problem(self.namespace, self.dag_id, self.task_id))
+        return self
 
 
 class TaskOfNamespace(Wire):
     """A recurring task that there is; ``map_indexes`` None: all instances of it that anybody spoke of."""
 
-    dag_id: str
-    task_id: str
-    map_indexes: list[int] | None = None
+    dag_id: Name
+    task_id: Name
+    map_indexes: list[MapIndex] | None = None
 
 
 class WholeNamespace(Wire):
@@ -331,8 +336,8 @@ class WholeNamespace(Wire):
     What was said of a task later than that still holds.
     """
 
-    namespace: str = "default"
-    read_at: Moment
+    namespace: Name = "default"
+    read_at: UtcSeconds
     tasks: list[TaskOfNamespace] = Field(max_length=50_000)
 
 

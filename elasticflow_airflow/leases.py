@@ -25,6 +25,7 @@ from elasticflow_airflow.wire import State
 
 log = logging.getLogger(__name__)
 
+ENDED_LATER = "Airflow's report that its task is gone, or its lease, will end it"
 LEASE_S = 60.0
 ORPHAN_S = 300.0
 _RENEW_EVERY_S = 10.0
@@ -40,7 +41,7 @@ class OwnedJob:
     claim: int
 
     def cancel(self, reason: str, *, within_s: float = _CANCEL_WITHIN_S) -> str:
-        """Cancel the job, quickly; say what came of it. Never raises for a service that is away: the lease ends it."""
+        """Cancel the job, quickly; say what came of it. Never raises for a service that is away."""
         try:
             with ElasticFlowClient(self.endpoint, retry_for_s=within_s / 2, timeout_s=within_s / 2) as client:
                 status = client.cancel(self.job_id, self.claim, reason)
@@ -49,7 +50,7 @@ class OwnedJob:
         except JobNotFound:
             return f"job {self.job_id} is not known to the service any more"
         except ServiceUnavailable as error:
-            return f"job {self.job_id} could not be cancelled now ({error}); its lease will end it"
+            return f"job {self.job_id} could not be cancelled now ({error}); {ENDED_LATER}"
         finally:
             keeper().forget(self.job_id)  # renewing would keep alive what nobody wants
         if status.state.terminal and status.state is not State.CANCELLED:

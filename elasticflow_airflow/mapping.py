@@ -6,7 +6,8 @@ Airflow makes the operators of a mapped task only when the task runs; without th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -23,30 +24,101 @@ _UNKNOWN = "{{ mapped }}"
 """Stands for what another task will return."""
 
 
-class CheckedPartial(OperatorPartial):
-    """What ``ElasticTrainOperator.partial()`` returns: Airflow's own, which looks at the arguments before it maps."""
+class NamesCheckedPartial(OperatorPartial):
+    """What ``partial()`` returns: Airflow's own, which looks at the names in a literal ``expand_kwargs`` as well."""
+
+    given: frozenset[str] = frozenset()
+    """What the author gave to ``partial()``: ``kwargs`` has Airflow's defaults too."""
 
     def _expand(self, expand_input: Any, *, strict: bool) -> MappedOperator:
         try:
-            _check(self, expand_input.value)
+            self._check(expand_input.value, strict=strict)
         except (ArgumentError, DeadlineError):
             self._expand_called = True  # it was; Airflow would warn of the opposite
             raise
+        return super()._expand(expand_input, strict=strict)
+
+    def _check(self, mapped: Any, *, strict: bool) -> None:
+        """Refuse what can be seen to be wrong. Raises ArgumentError or DeadlineError."""
+        for index, one in _literal_tasks(mapped):
+            _check_names(self, index, one, strict=strict)
+
+
+class CheckedPartial(NamesCheckedPartial):
+    """What ``ElasticTrainOperator.partial()`` returns: it looks at the values before it maps, too."""
+
+    def _check(self, mapped: Any, *, strict: bool) -> None:
+        super()._check(mapped, strict=strict)
+        _check(self, mapped)
+
+    def _expand(self, expand_input: Any, *, strict: bool) -> MappedOperator:
         mapped = super()._expand(expand_input, strict=strict)
         # Airflow calls this of each task when the DAG file has been read; a mapped one has no operator by then.
         mapped.resolve_template_files = partial(_check_in_dag, mapped)  # type: ignore[method-assign]
         return mapped
 
 
-def checked(begun: OperatorPartial) -> CheckedPartial:
-    """Take over what Airflow's ``partial()`` made, its callables written so that the DAG can be serialized.
+def names_checked(begun: OperatorPartial, given: Iterable[str]) -> NamesCheckedPartial:
+    """Take over what Airflow's ``partial()`` made of the arguments that are ``given``."""
+    begun._expand_called = True  # from here on it is ours that must be mapped
+    made = NamesCheckedPartial(operator_class=begun.operator_class, kwargs=begun.kwargs, params=begun.params)
+    made.given = frozenset(given)
+    return made
+
+
+def checked(begun: OperatorPartial, given: Iterable[str]) -> CheckedPartial:
+    """As ``names_checked``, the values too; callables are written so that the DAG can be serialized.
 
     Raises ArgumentError or DeadlineError.
     """
     begun._expand_called = True  # from here on it is ours that must be mapped
     check_each({name: value for name, value in begun.kwargs.items() if name in CHECKED})
     kwargs = {name: conceal(value) if name in _CALLED else value for name, value in begun.kwargs.items()}
-    return CheckedPartial(operator_class=begun.operator_class, kwargs=kwargs, params=begun.params)
+    made = CheckedPartial(operator_class=begun.operator_class, kwargs=kwargs, params=begun.params)
+    made.given = frozenset(given)
+    return made
+
+
+def _literal_tasks(mapped: Any) -> Iterator[tuple[int, Mapping[Any, Any]]]:
+    """The dicts that a literal ``expand_kwargs()`` has, by map index; none for ``expand()`` and for an XCom."""
+    if not isinstance(mapped, Mapping) and _is_literal(mapped):
+        yield from ((index, one) for index, one in enumerate(mapped) if isinstance(one, Mapping))
+
+
+def _check_names(begun: NamesCheckedPartial, index: int, one: Mapping[Any, Any], *, strict: bool) -> None:
+    """Refuse names that the operator does not know, and those that ``partial()`` has: Airflow does when they run."""
+    operator, known = begun.operator_class, _parameters(begun.operator_class)
+    for name in one:
+        if name not in known:
+            close = get_close_matches(str(name), known, n=1)
+            raise ArgumentError(
+                f"mapped task {index}: {operator.__name__} has no argument {name!r}"
+                + (f": did you mean {close[0]!r}?" if close else "; the reference lists those that it has")
+            )
+        if strict and name in begun.given:
+            raise ArgumentError(
+                f"mapped task {index}: {name!r} is given twice, to partial() and in expand_kwargs(): leave it out of"
+                " one of them; or say expand_kwargs(..., strict=False), and each task's own counts"
+            )
+        if strict and name in begun.kwargs and name != "params":
+            raise ArgumentError(
+                f"mapped task {index}: {name!r} is the same for all mapped tasks: give it to partial(); or say"
+                " expand_kwargs(..., strict=False)"
+            )
+
+
+def _parameters(operator: type[Any]) -> set[str]:
+    """The names of all arguments of an operator, its base classes' included."""
+    makers = [vars(kind)["__init__"] for kind in operator.__mro__ if kind is not object and "__init__" in vars(kind)]
+    return {name for make in makers for name, one in inspect.signature(make).parameters.items() if _named(one)} - {
+        "self"
+    }
+
+
+def _named(parameter: inspect.Parameter) -> bool:
+    return parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and not parameter.name.startswith(
+        "_"
+    )
 
 
 def _check(begun: OperatorPartial, mapped: Any) -> None:
@@ -56,10 +128,8 @@ def _check(begun: OperatorPartial, mapped: Any) -> None:
             if _is_literal(values):
                 for index, value in enumerate(values):
                     _check_one(index, {**common, **_placeholders(mapped), name: value})
-    elif _is_literal(mapped):  # expand_kwargs(): a dict for each task
-        for index, one in enumerate(mapped):
-            if isinstance(one, Mapping):
-                _check_one(index, {**common, **one})
+    for index, one in _literal_tasks(mapped):
+        _check_one(index, {**common, **one})
 
 
 def _placeholders(mapped: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,9 @@ _WHEN_TOO_EARLY = (
     " without a promise, 'wait' to wait for capacity, 'renegotiate' or 'late' with latest_deadline=; or add slots"
 )
 _WHEN_PASSED = (
-    "  what you can do: give a later deadline; on_past_deadline='best_effort' to train without one, as backfills and"
-    " cleared tasks do by default; or on_reject='late' or 'renegotiate' with latest_deadline="
+    "  what you can do: give a later deadline; on_past_deadline='best_effort' to train without one, as backfills,"
+    " cleared tasks and runs that began too late do by default; or on_reject='late' or 'renegotiate' with"
+    " latest_deadline="
 )
 
 

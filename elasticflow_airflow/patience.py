@@ -13,7 +13,7 @@ from typing import TypeVar
 from airflow.sdk.exceptions import AirflowException
 
 from elasticflow_airflow.client import PASSING, AsyncElasticFlowClient
-from elasticflow_airflow.exceptions import ServiceAway
+from elasticflow_airflow.exceptions import after_waiting
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.waiting import Logger
 
@@ -40,10 +40,14 @@ class PatientClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the client; a question opens another."""
         await self._drop()
 
     async def ask(self, question: Callable[[AsyncElasticFlowClient], Awaitable[T]]) -> T | None:
-        """Ask once; None while the service is away. Raises ServiceAway once it is for too long.
+        """Ask once; None while the service is away. Raises ServiceAway once it is for too long, or ServiceRefused.
 
         Raises what else the question raises.
         """
@@ -57,7 +61,7 @@ class PatientClient:
             await self._drop()  # its address or its token may have changed
             away_s = time.monotonic() - self._last_answer
             if away_s > self._service_away_s:
-                raise ServiceAway(f"{error}; it has been away for {away_s:.0f} s") from error
+                raise after_waiting(error, away_s) from error
             self._log.warning("%s; waiting for it to come back", error)
             return None
         self._last_answer = time.monotonic()

@@ -97,8 +97,9 @@ def get_provider_info() -> dict[str, Any]:
                         default="5",
                     ),
                     "min_deferral_s": _option(
-                        "Shortest time in the triggerer, in seconds. A shorter one meets an Airflow defect that"
-                        " marks the task failed while its executor still reports the first half.",
+                        "Shortest time in the triggerer, in seconds; longer, up to a minute, until Airflow's scheduler"
+                        " has gone round twice. A shorter one meets an Airflow defect that marks the task failed while"
+                        " its executor still reports the first half. 0: neither.",
                         "float",
                         default="15",
                     ),
@@ -116,6 +117,12 @@ def get_provider_info() -> dict[str, Any]:
                         "Seconds that a waiting task tolerates a service that does not answer.",
                         "float",
                         default="3600",
+                    ),
+                    "owners_interval_s": _option(
+                        "Seconds between two reports of the api-server to the services, which owners of jobs are gone:"
+                        " tasks that have ended for good or were deleted. 0: none; the lease ends their jobs.",
+                        "float",
+                        default="10",
                     ),
                     "page_conn_id": _option(
                         "Connection of the service that the page in Airflow's UI shows.",

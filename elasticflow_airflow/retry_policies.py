@@ -1,7 +1,7 @@
 """When another try of an elastic task makes sense: a ready policy for ``retry_policy=``.
 
-Looks at how the task failed; asks the service nothing. Rejections, cancels and wrong arguments never come here: Airflow
-fails the task for these without asking any policy.
+Looks at how the task failed; asks the service nothing. Rejections, cancels, wrong arguments, a wrong token, a missing
+connection and a service of another version never come here: Airflow fails the task for these without asking any policy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from airflow.sdk import RetryDecision, RetryPolicy
 
-from elasticflow_airflow.exceptions import JobFailed, ServiceAway, ServiceRefused
+from elasticflow_airflow.exceptions import JobFailed, ServiceAway
 
 _KEY = "elasticflow_last_failure"
 
@@ -21,7 +21,6 @@ class ElasticFlowRetryPolicy(RetryPolicy):
     """Try again where that can help.
 
     - The service is away: after ``service_away_delay``. The job trains on meanwhile, and the next try attaches to it.
-    - The service refuses us (a wrong token, another version): fail, as the next try would be refused as well.
     - The training failed: try again after ``failed_delay`` (default: the task's ``retry_delay``); the try resumes from
       the last valid checkpoint. If it fails at the same step with the same last line as the try before, fail: that is
       no accident.
@@ -52,8 +51,6 @@ class ElasticFlowRetryPolicy(RetryPolicy):
         del try_number, max_tries  # Airflow counts
         if isinstance(exception, ServiceAway):
             return RetryDecision.retry(self.service_away_delay, "the service is away, and the job may train on")
-        if isinstance(exception, ServiceRefused):
-            return RetryDecision.fail("the service refuses: the next try would end the same way")
         if isinstance(exception, JobFailed):
             if self.stop_on_same_failure and self._is_same_again(exception, context):
                 return RetryDecision.fail("the training failed at the same step in the same way as the try before")

@@ -186,18 +186,20 @@ class DeadlinesOfRun:
         )
 
 
-def due_times(run: RunOfDag, *, replays: bool, now: datetime) -> dict[str, Any]:
+def due_times(run: RunOfDag, *, replays: bool, now: datetime, began_too_late: bool = False) -> dict[str, Any]:
     """What a submission tells the calendar: due_at, next_run_at, next_runs_at; nothing without a timetable behind it.
 
     Runs by hand, of assets, backfills and clears come when they come; and a run that catches up (the next one is due
-    already) would teach the calendar that this task comes days late.
+    already) would teach the calendar that this task comes days late. So would one that began when its deadline had
+    passed (the DAG was paused until then): it says only when the next ones are due.
     """
     if run.run_type != "scheduled" or replays or run.timetable is None:
         return {}
+    due = {} if began_too_late else {"due_at": run.run_after.timestamp()}
     try:
         first = next_run(run.timetable, after=run.run_after, known=run.known(), latest=run.dag_end)
         if first is None:
-            return {"due_at": run.run_after.timestamp()}
+            return due
         if first <= now:
             return {}
         window = next_runs(
@@ -212,9 +214,9 @@ def due_times(run: RunOfDag, *, replays: bool, now: datetime) -> dict[str, Any]:
         log.warning("the service is not told when the next runs are due: %s", error)
         return {}
     return {
-        "due_at": run.run_after.timestamp(),
+        **due,
         "next_run_at": first.timestamp(),
-        "next_runs_at": tuple(due.run_after.timestamp() for due in window),
+        "next_runs_at": tuple(coming.run_after.timestamp() for coming in window),
     }
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from elasticflow_airflow.client import AsyncElasticFlowClient, ElasticFlowError, JobNotFound
-from elasticflow_airflow.exceptions import ServiceAway
+from elasticflow_airflow.exceptions import ServiceAway, ServiceRefused
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.patience import PatientClient
+from elasticflow_airflow.scheduler_rounds import held_back
 from elasticflow_airflow.sensing import Seen, asks_for_events, judge
 from elasticflow_airflow.wire import JobStatus
 
@@ -22,7 +22,8 @@ class ElasticFlowSensorTrigger(BaseTrigger):
 
     ``status`` is the job as it was seen. Which job: ``job_id``, or ``dag_id``, ``task_id`` and ``map_index`` of
     whichever run submitted last. ``outcome`` as of ``sensing.Seen``, or ``"error"``, or ``"away"`` (nobody answered for
-    ``service_away_s``). Nothing is claimed and no lease renewed. Times in seconds.
+    ``service_away_s``), or ``"refused"`` (for so long, nobody answered us). Nothing is claimed and no lease renewed.
+    Times in seconds.
     """
 
     def __init__(
@@ -65,9 +66,8 @@ class ElasticFlowSensorTrigger(BaseTrigger):
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Look until there is an answer, then fire once."""
-        started = time.monotonic()
-        event = await self._wait()
-        await asyncio.sleep(max(0.0, self.min_deferral_s - (time.monotonic() - started)))
+        async with held_back(self.min_deferral_s):
+            event = await self._wait()
         yield TriggerEvent(event)  # type: ignore[no-untyped-call]  # Airflow has no types here
 
     async def _wait(self) -> dict[str, Any]:
@@ -78,6 +78,8 @@ class ElasticFlowSensorTrigger(BaseTrigger):
                     found = await service.ask(self._look)
                 except ServiceAway as error:
                     return _event(None, Seen(outcome="away", why=str(error)))
+                except ServiceRefused as error:
+                    return _event(None, Seen(outcome="refused", why=str(error)))
                 except ElasticFlowError as error:
                     return _event(None, Seen(outcome="error", why=str(error)))
                 if found is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta, tzinfo
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ from elasticflow_airflow.arguments import (
 )
 from elasticflow_airflow.client import Snapshot, SnapshotError, snapshot_module, snapshot_script
 from elasticflow_airflow.clock import now_s
-from elasticflow_airflow.deadlines import DAG_RUN, DeadlineError, show_at
+from elasticflow_airflow.deadlines import DAG_RUN, DeadlineError, show_at, show_duration
 from elasticflow_airflow.downstream import EndedJob
 from elasticflow_airflow.leases import LEASE_S, ORPHAN_S
 from elasticflow_airflow.run_deadline import ARITHMETIC_LABEL, DeadlinesOfRun, RunOfDag, due_times, run_of_dag
@@ -103,6 +103,8 @@ class RunFacts:
     is_dag_test: bool
     replays: bool
     """A backfill, or a task or run that was cleared: its deadline may be long past, and nobody waits for it."""
+    began_at: float | None = None
+    """When the run began, which may be long after it was due: the DAG was paused, or catches up (UTC seconds)."""
     ended_jobs: Callable[[], Sequence[EndedJob]] | None = None
     """Lists past trainings of this task, for where Airflow's history alone does not tell what comes after them."""
     has_history: bool = True
@@ -117,20 +119,27 @@ def run_facts(
     dag_alerts: Sequence[Any] = (),
     ended_jobs: Callable[[], Sequence[EndedJob]] | None = None,
 ) -> RunFacts:
-    """Read the facts from Airflow's context. ``dag_alerts``: the DAG's as parsed, where the context's has none."""
+    """Read the facts from Airflow's context. ``dag_alerts``: the DAG's as parsed, where the context's has none.
+
+    Raises ArgumentError for ids that no service takes.
+    """
     task_instance, dag_run, dag = context["ti"], context["dag_run"], context["dag"]
     bundle = getattr(task_instance, "bundle_instance", None)
     # A clear raises max_tries above what the task asks for; a clear of the whole run is counted too.
     max_tries = int(getattr(task_instance, "max_tries", 0) or 0)
     cleared = max_tries > retries or bool(getattr(dag_run, "clear_number", 0))
-    return RunFacts(
-        identity=JobIdentity(
+    try:
+        identity = JobIdentity(
             namespace=namespace,
             dag_id=task_instance.dag_id,
             run_id=task_instance.run_id,
             task_id=task_instance.task_id,
             map_index=-1 if task_instance.map_index is None else task_instance.map_index,
-        ),
+        )
+    except ValidationError as error:
+        raise ArgumentError(f"task {task_instance.task_id!r} cannot be submitted: {_what_is_wrong(error)}") from error
+    return RunFacts(
+        identity=identity,
         run=run_of_dag(context, dag_alerts),
         timezone=dag.timezone,
         dag_folder=Path(dag.folder).absolute(),
@@ -139,6 +148,7 @@ def run_facts(
         max_tries=max_tries,
         is_dag_test=is_dag_test(context),
         replays=_text(dag_run.run_type) == "backfill" or cleared,
+        began_at=_seconds(getattr(dag_run, "start_date", None)),
         ended_jobs=ended_jobs,
     )
 
@@ -191,7 +201,15 @@ def prepare(
             f" than the deadline {show_at(deadline_at, facts.timezone)}: give a later one, up to which another deadline"
             " would do"
         )
-    notes = deadlines.notes
+    notes, warnings = deadlines.notes, list(deadlines.warnings)
+    last_at = deadline_at if latest_at is None else latest_at
+    late_s = _began_late_s(facts, last_at)
+    if late_s is not None and last_at is not None and task.on_past_deadline == "auto":
+        warnings.append(
+            f"this run began {show_duration(late_s)} after it was due, when its deadline"
+            f" {show_at(last_at, facts.timezone)} had passed: it trains as best effort (on_past_deadline='fail' refuses"
+            " such a run)"
+        )
     arithmetic = {ARITHMETIC_LABEL: notes[0]} if deadline_at is not None else {}
     snapshot = snapshot or take_snapshot(task.script, task.module, facts, settings.snapshot_max_bytes)
     notes.append(f"code: {snapshot.root} ({len(snapshot.files)} files, {len(snapshot.tar) / 1024:.0f} KiB)")
@@ -218,7 +236,9 @@ def prepare(
         "on_reject": task.on_reject,
         "latest_deadline_at": latest_at,
         "on_miss": task.on_miss,
-        "on_past_deadline": _on_past_deadline(task.on_past_deadline, replays=facts.replays),
+        "on_past_deadline": _on_past_deadline(
+            task.on_past_deadline, replays=facts.replays, began_too_late=late_s is not None
+        ),
         "init_from": task.init_from,
         "min_workers": task.min_workers,
         "max_workers": task.max_workers,
@@ -236,13 +256,12 @@ def prepare(
             **arithmetic,
             **trace_labels(),
         },
-        **due_times(facts.run, replays=facts.replays, now=now),
+        **due_times(facts.run, replays=facts.replays, now=now, began_too_late=late_s is not None),
     }
     try:
         submission = JobSubmission.model_validate(message)
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors())
-        raise ArgumentError(f"task {task.task_id!r} cannot be submitted: {wrong}") from error
+        raise ArgumentError(f"task {task.task_id!r} cannot be submitted: {_what_is_wrong(error)}") from error
     # Only now: an error above quotes what it was given.
     secrets = {name: SecretStr(value) for name, value in resolve_secrets(task.secret_env).items()}
     command = submission.command.model_copy(update={"args_shown": _args_shown(submission.command.args)})
@@ -250,8 +269,12 @@ def prepare(
         submission=submission.model_copy(update={"secret_env": secrets, "command": command}),
         snapshot=snapshot,
         notes=tuple(notes),
-        warnings=tuple(deadlines.warnings),
+        warnings=tuple(warnings),
     )
+
+
+def _what_is_wrong(error: ValidationError) -> str:
+    return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors())
 
 
 def find_script(script: str, facts: RunFacts) -> Path:
@@ -349,15 +372,32 @@ def resolve_secrets(secret_env: Mapping[str, str] | None) -> dict[str, str]:
     return resolved
 
 
+def _seconds(moment: datetime | None) -> float | None:
+    return None if moment is None else moment.timestamp()
+
+
 def _text(value: Any) -> str:
     return str(getattr(value, "value", value))
 
 
-def _on_past_deadline(asked: str, *, replays: bool) -> str:
+def _began_late_s(facts: RunFacts, last_at: float | None) -> float | None:
+    """How long after it was due a run began whose deadline had passed by then, in seconds; None for any other run.
+
+    None also where the task came late in a run that began in time, and where the deadline was past before the run was
+    due.
+    """
+    due_at = facts.run.run_after.timestamp()
+    if last_at is None or facts.began_at is None or not due_at < last_at <= facts.began_at:
+        return None
+    return facts.began_at - due_at
+
+
+def _on_past_deadline(asked: str, *, replays: bool, began_too_late: bool) -> str:
     """What the service shall do with a deadline that has passed by the time it takes the job up.
 
-    A retry of what trained already does what ``on_miss`` says; nobody waits for a backfill or a cleared task.
+    A retry of what trained already does what ``on_miss`` says; nobody waits for a backfill or a cleared task, and a
+    run that began too late is nobody's broken promise.
     """
     if asked == "auto":
-        return "best_effort" if replays else "on_miss"
+        return "best_effort" if replays or began_too_late else "on_miss"
     return "on_miss" if asked == "fail" and not replays else asked

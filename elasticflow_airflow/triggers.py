@@ -1,4 +1,4 @@
-"""Waits for a job in the triggerer: renews its lease, logs its progress, cancels it when a user kills the task."""
+"""Waits for a job in the triggerer: renews its lease, logs its progress, and cancels it when the task is killed."""
 
 from __future__ import annotations
 
@@ -6,30 +6,33 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
-from elasticflow_airflow.client import AsyncElasticFlowClient, ElasticFlowError, JobNotFound, StaleClaim
+from elasticflow_airflow.cancelling import cancel_job, go_on, is_kill
+from elasticflow_airflow.client import AsyncElasticFlowClient, JobNotFound, StaleClaim
 from elasticflow_airflow.deadlines import zone_from
-from elasticflow_airflow.exceptions import ServiceAway
+from elasticflow_airflow.exceptions import ServiceAway, ServiceRefused
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.patience import PatientClient
 from elasticflow_airflow.progress import ProgressMark, report
+from elasticflow_airflow.scheduler_rounds import held_back
 from elasticflow_airflow.wire import JobStatus
 
 _LINE_EVERY_S = 60.0
-_KILL_WITHIN_S = 10.0
 
 
 class ElasticFlowJobTrigger(BaseTrigger):
     """Fires once the job has ended: ``{"job_id", "claim", "outcome", "event_id"}``.
 
     ``outcome`` is ``"ended"``, or ``"stale"`` (a newer attempt has taken the job over), ``"gone"`` (the service does
-    not know it), ``"away"`` (nobody answered for ``service_away_s``), or with ``alarm`` ``"at_risk"`` (the job may miss
-    its deadline; not while ``told`` of it). ``event_id`` is the last event that was logged. ``claim`` is shown with
-    every call, so a trigger of an older attempt changes nothing. ``state_dir`` names the embedded service that the
-    worker used. Times in seconds. ``min_deferral_s`` delays a quick end: see ``[elasticflow] min_deferral_s``.
+    not know it), ``"away"`` (nobody answered for ``service_away_s``), ``"refused"`` (for so long, it did not answer us,
+    and the event has a ``"why"``), or with ``alarm`` ``"at_risk"`` (the job may miss its deadline; not while ``told``
+    of it). ``event_id`` is the last event that was logged. ``claim`` is shown with every call, so a trigger of an older
+    attempt changes nothing. ``state_dir`` names the embedded service that the worker used. Times in seconds.
+    ``min_deferral_s`` delays a quick end: see ``[elasticflow] min_deferral_s``.
     """
 
     def __init__(
@@ -59,6 +62,9 @@ class ElasticFlowJobTrigger(BaseTrigger):
         self.alarm = alarm
         self.told = told
         self._mark = ProgressMark(event_id=last_event_id)
+        self._why = ""
+        self._service = PatientClient(elasticflow_conn_id, state_dir, service_away_s, self.log)
+        self._cancelling: asyncio.Task[None] | None = None
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         """Name this class and its arguments, all plain JSON."""
@@ -81,50 +87,64 @@ class ElasticFlowJobTrigger(BaseTrigger):
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Wait until the job has ended, then fire once."""
-        started = time.monotonic()
-        outcome = await self._wait()
-        await asyncio.sleep(max(0.0, self.min_deferral_s - (time.monotonic() - started)))
+        try:
+            async with held_back(self.min_deferral_s):
+                outcome = await self._wait()
+                await self._service.aclose()
+        except asyncio.CancelledError as cancelled:
+            if is_kill(cancelled) and not self._timed_out():
+                self._cancel()  # now: the next cancel may come before on_kill()
+            raise
         event = {"job_id": self.job_id, "claim": self.claim, "outcome": outcome, "event_id": self.last_event_id}
+        if self._why:
+            event["why"] = self._why
         yield TriggerEvent(event)  # type: ignore[no-untyped-call]  # Airflow has no types here
 
     async def on_kill(self) -> None:
         """Cancel the job: a user marked the deferred task, or cleared it. A newer attempt's job stays."""
-        hook = ElasticFlowHook(self.elasticflow_conn_id)
-        client = await hook.triggerer_client(self.state_dir, retry_for_s=_KILL_WITHIN_S)
-        try:
-            await client.cancel(self.job_id, self.claim, "the deferred Airflow task was killed")
-            self.log.info("job %s cancelled, because the task was killed", self.job_id)
-        except StaleClaim:
-            self.log.info("job %s belongs to a newer attempt by now: not cancelled", self.job_id)
-        except ElasticFlowError as error:
-            self.log.warning("job %s could not be cancelled (%s); its lease will end it", self.job_id, error)
-        finally:
-            await client.aclose()
+        await asyncio.shield(self._cancel())
 
-    # No cleanup(): it also runs when the triggerer restarts, and a restart must not touch the job.
+    async def cleanup(self) -> None:
+        """Close the client. It never touches the job: it also runs when the triggerer restarts."""
+        if self._cancelling is None:
+            await self._service.aclose()
+
+    def _cancel(self) -> asyncio.Task[None]:
+        """Cancel the job, once, by the client that waited; goes on when this trigger has ended."""
+        if self._cancelling is None:
+            self._cancelling = go_on(cancel_job(self._service, self.job_id, self.claim, self.task_instance, self.log))
+        return self._cancelling
+
+    def _timed_out(self) -> bool:
+        """Whether the deferral's time is up: the task is resumed, and cancels the job itself. Airflow says when."""
+        limit: datetime | None = getattr(self, "timeout_after", None)
+        return limit is not None and (limit if limit.tzinfo else limit.replace(tzinfo=UTC)) < datetime.now(UTC)
 
     async def _wait(self) -> str:
         """Look until there is an outcome."""
-        async with PatientClient(self.elasticflow_conn_id, self.state_dir, self.service_away_s, self.log) as service:
-            while True:
-                try:
-                    status = await service.ask(self._look)
-                except StaleClaim as error:
-                    self.log.warning("%s", error)
-                    return "stale"
-                except JobNotFound as error:
-                    self.log.error("%s", error)
-                    return "gone"
-                except ServiceAway as error:
-                    self.log.error("%s", error)
-                    return "away"
-                if status is not None:
-                    if status.state.terminal:
-                        return "ended"
-                    if self.alarm and status.at_risk and not self.told:
-                        return "at_risk"
-                    self.told = self.told and status.at_risk
-                await asyncio.sleep(self.poll_interval_s)
+        while True:
+            try:
+                status = await self._service.ask(self._look)
+            except StaleClaim as error:
+                self.log.warning("%s", error)
+                return "stale"
+            except JobNotFound as error:
+                self.log.error("%s", error)
+                return "gone"
+            except ServiceAway as error:
+                self.log.error("%s", error)
+                return "away"
+            except ServiceRefused as error:
+                self.log.error("%s", error)
+                self._why = str(error)
+                return "refused"
+            if status is not None:
+                if status.state.terminal:
+                    return "ended"
+                if self.alarm and status.at_risk and not self.told:
+                    return "at_risk"
+                self.told = self.told and status.at_risk
+            await asyncio.sleep(self.poll_interval_s)
 
     async def _look(self, client: AsyncElasticFlowClient) -> JobStatus:
         status = await client.renew(self.job_id, self.claim, "the Airflow task waits")

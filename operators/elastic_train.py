@@ -42,6 +42,7 @@ from elasticflow_airflow.exceptions import (
     JobRejected,
     JobTakenOver,
     ServiceAway,
+    ServiceRefused,
     as_task_error,
 )
 from elasticflow_airflow.hooks import ElasticFlowHook
@@ -98,8 +99,8 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
 
     When it cannot be: ``on_reject`` ("fail", "best_effort", "wait", or "renegotiate" up to ``latest_deadline``; or
     "late", for which the deadline is soft: likewise, and its ``value`` falls evenly to nothing at ``latest_deadline``),
-    ``on_past_deadline`` ("auto": best effort for backfills and clears, else fail; "fail"; "best_effort"), ``on_miss``
-    ("finish", "fail", "use_last_checkpoint").
+    ``on_past_deadline`` ("auto": best effort for backfills, clears and runs that began after their deadline, else fail;
+    "fail"; "best_effort"), ``on_miss`` ("finish", "fail", "use_last_checkpoint").
 
     Further: ``init_from`` ("latest": weights of this task's last success, or the folder of a checkpoint),
     ``min_workers`` and ``max_workers`` (powers of two), ``consistency`` ("consistent": the result does not depend on
@@ -231,7 +232,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
     @classmethod
     def partial(cls, **kwargs: Any) -> OperatorPartial:
         """Begin a mapped task, see Airflow's dynamic task mapping. What can be known then is refused here."""
-        return checked(super().partial(**kwargs))
+        return checked(super().partial(**kwargs), kwargs)
 
     # --- Airflow calls these -------------------------------------------------------------------------------------
 
@@ -265,7 +266,10 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         self._task_instance, self._context = context["ti"], context
         job_id, claim, outcome = str(event["job_id"]), int(event["claim"]), str(event["outcome"])
         timezone, settings = context["dag"].timezone, AirflowSettings.read()
-        endpoint = ElasticFlowHook(self.elasticflow_conn_id).endpoint()
+        try:
+            endpoint = ElasticFlowHook(self.elasticflow_conn_id).endpoint()
+        except ElasticFlowError as error:
+            raise as_task_error(error) from error
         self.elasticflow_job = OwnedJob(endpoint=endpoint, job_id=job_id, claim=claim)
         if outcome == "stale":
             raise JobTakenOver(f"a newer attempt of this task has taken job {job_id} over: this one stops")
@@ -273,6 +277,10 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
             raise ServiceAway(
                 f"{endpoint} did not answer for {show_duration(settings.service_away_s)}; a retry attaches to job"
                 f" {job_id} again"
+            )
+        if outcome == "refused":
+            raise ServiceRefused(
+                f"{event['why']}; clear the task once that is mended: it attaches to job {job_id} again"
             )
         memory = TaskMemory.load(context["task_state_store"])
         memory.job_id, memory.claim = job_id, claim

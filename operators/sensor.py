@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from airflow.sdk import BaseSensorOperator, Context, PokeReturnValue
 from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowSkipException
@@ -12,9 +12,10 @@ from airflow.sdk.exceptions import AirflowException, AirflowFailException, Airfl
 from elasticflow_airflow.alarms import describe
 from elasticflow_airflow.arguments import ArgumentError, is_late, present
 from elasticflow_airflow.client import PASSING, ElasticFlowClient, ElasticFlowError, JobNotFound, ServiceUnavailable
-from elasticflow_airflow.exceptions import ServiceAway, as_task_error
+from elasticflow_airflow.exceptions import ServiceAway, ServiceRefused, as_task_error
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.links import job_url
+from elasticflow_airflow.mapping import names_checked
 from elasticflow_airflow.sensing import LATEST, SUCCEEDED, UNTIL, Seen, asks_for_events, judge
 from elasticflow_airflow.sensor_trigger import ElasticFlowSensorTrigger
 from elasticflow_airflow.settings import AirflowSettings, deferrable_by_default
@@ -22,6 +23,9 @@ from elasticflow_airflow.submission import is_dag_test
 from elasticflow_airflow.task_memory import TaskMemory
 from elasticflow_airflow.waiting import may_come_back
 from elasticflow_airflow.wire import JobIdentity, JobStatus
+
+if TYPE_CHECKING:
+    from airflow.sdk.definitions.mappedoperator import OperatorPartial
 
 _ANSWER_WITHIN_S = 30.0
 
@@ -97,6 +101,11 @@ class ElasticTrainSensor(BaseSensorOperator):
         if not isinstance(self.deferrable, bool):
             raise ArgumentError(f"deferrable={deferrable!r} must be True or False")
 
+    @classmethod
+    def partial(cls, **kwargs: Any) -> OperatorPartial:
+        """Begin a mapped sensor, see Airflow's dynamic task mapping."""
+        return names_checked(super().partial(**kwargs), kwargs)
+
     def resolve_template_files(self) -> None:
         """Airflow calls this when the DAG file has been read: a task of the same DAG must be in it."""
         super().resolve_template_files()
@@ -163,6 +172,8 @@ class ElasticTrainSensor(BaseSensorOperator):
             raise AirflowException(str(event["why"]))
         if event["outcome"] == "away":
             raise ServiceAway(str(event["why"]))
+        if event["outcome"] == "refused":
+            raise ServiceRefused(str(event["why"]))
         seen = Seen(outcome=str(event["outcome"]), why=str(event["why"]), checkpoint=event["checkpoint"])
         return self._conclude(context, seen, JobStatus.model_validate(event["status"]))
 

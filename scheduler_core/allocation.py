@@ -7,6 +7,7 @@ Where a prediction says that a job ends before what is booked for it, growth is 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from heapq import heappop, heappush
 
@@ -86,13 +87,18 @@ def while_free(draft: Draft, work: Work, size: int) -> Course | None:
     """Hold ``size`` slots wherever and as long as nobody has reserved them; None if there is none now or later."""
     now, book = draft.now, draft.book
     pieces: list[Holding] = []
-    index, course = 0, None
+    holds = work.size == size and not work.mask & book.taken[0]  # which need not be a block that could be found
+    index, course = 0 if holds else bisect_left(book.times, book.crowded_until.get(size, now)), None
+    seen = holds
     while len(pieces) < _PIECES and index < len(book.times):
         start = max(book.times[index], now)
         if start == INFINITY:
             break
         own = work.mask if start == now and work.size == size else 0
         block, until = _longest(draft, size, index, own)
+        if block and not seen:
+            seen = True
+            book.crowded_until[size] = book.times[index]
         if block == 0 or (block != own and until - start <= 2.0 * work.startup_s):
             index += 1
             continue
@@ -102,6 +108,8 @@ def while_free(draft: Draft, work: Work, size: int) -> Course | None:
             return course
         while index < len(book.times) and book.times[index] < until:
             index += 1
+    if not seen:
+        book.crowded_until[size] = INFINITY
     return course
 
 

@@ -47,6 +47,8 @@ class Board:
         self.layout = Layout(self.nodes.values())
         self.broken = False
         """Stored courses no longer prove their promises: everything must be planned afresh."""
+        self._cut: set[str] = set()
+        """Jobs whose stored course is only what is left of one."""
         self.late: set[str] = set()
         """Jobs whose stored course must be computed again from what really is."""
 
@@ -182,6 +184,38 @@ class Board:
 
     def adopt(self, draft: Draft, now: float, out: list[Decision], why: str) -> None:
         """Store the courses of ``draft`` and order what they say for now."""
+        self._store(draft)
+        self._judge(now, out)
+        self._order(now, out, why)
+
+    def keep(self, draft: Draft, now: float) -> None:
+        """Store the promises of ``draft`` and order nothing yet; others keep their courses where those are free in it.
+
+        Best effort keeps what is left of a course before somebody else is booked there, until all is planned again:
+        :meth:`forget_what_was_cut`. Changes ``draft``.
+        """
+        for job in self.jobs.values():
+            course = job.course
+            if course is None or job.job_id in draft.courses:
+                continue
+            free = [(h, draft.book.free_until(h.mask, max(h.start_s, now))) for h in course.holdings]
+            if all(until >= h.end_s for h, until in free):
+                draft.put(job.job_id, course)
+            elif job.best_effort:
+                self._cut.add(job.job_id)
+                first, until = free[0]
+                if until > max(first.start_s, now):
+                    holdings = (first._replace(end_s=min(first.end_s, until)),)
+                    draft.put(job.job_id, course._replace(holdings=holdings))
+        self._store(draft)
+
+    def forget_what_was_cut(self) -> None:
+        """Have those whose courses were cut planned anew."""
+        for job_id in self._cut & self.jobs.keys():
+            self.jobs[job_id].course = None
+        self._cut.clear()
+
+    def _store(self, draft: Draft) -> None:
         names = [stand_in_id(run_id) for run_id in self.calendar.runs]
         self.reservations = {name: draft.courses[name] for name in names if name in draft.courses}
         for job in self.jobs.values():
@@ -190,8 +224,6 @@ class Board:
                 job.share = draft.shares.get(job.job_id, 0)
         if draft.shares is not None:
             self.broken = False
-        self._judge(now, out)
-        self._order(now, out, why)
 
     def _judge(self, now: float, out: list[Decision]) -> None:
         """Say who is at risk, and who is no longer."""

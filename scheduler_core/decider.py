@@ -6,7 +6,7 @@ The part of the scheduler that asks admission control and adopts plans; which ev
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from elasticflow_airflow.scheduler_core.admission import Admission, Verdict
@@ -54,6 +54,8 @@ class Decider:
         self._board = Board(self.config, nodes, calendar)
         self._numbers = 0
         self._promises = 0
+        self._put_off: list[str] | None = None
+        """While decisions are made together: why it is to be planned once they are all made. None: planned at once."""
         self._protection: Protection | None = None
         if self.config.objective is Objective.VALUE:
             self._protection = Protection(
@@ -116,29 +118,31 @@ class Decider:
         if deadline is not None and deadline <= now:
             return [
                 Reject(live.job_id, f"the deadline {moment(deadline)} is past: it is {moment(now)} now", None),
-                *self._board.wake(now),
+                *self._wake(now),
             ]
         if not candidate_sizes(live, 1 << (self._board.layout.levels - 1)) or not self._board.nodes:
             reason = f"no block of at least {live.job.min_workers} slots exists in this cluster"
-            return [Reject(live.job_id, reason, None), *self._board.wake(now)]
+            return [Reject(live.job_id, reason, None), *self._wake(now)]
         live.phase = Phase.PROFILING
         self._register(live)
         return self._replan(now, "a job has to be measured", retry=False)
 
     def _decide(self, live: LiveJob, now: float) -> list[Decision]:
         """Admission of a job with a known speed; with the consequences its submitter asked for."""
-        before: list[Decision] = []
-        if live.job_id not in self._board.jobs:
-            board = self._board
-            # a rejected arrival must leave no trace: time passes in the stored courses only when it stays
-            stale = board.broken or bool(board.late) or self._behind(now)
-            if stale:
-                before = self._replan(now, "the plan of the cluster says so", retry=False, wake=False)
+        before = [] if live.job_id in self._board.jobs or self._put_off is not None else self._catch_up(now)
         self._note_arrival(live, now)
         verdict = self._ask(live, now)
         if verdict.draft is not None:
             return before + self._admit(live, verdict, Terms.DEADLINE, now)
         return before + self._refuse(live, verdict, now)
+
+    def _catch_up(self, now: float) -> list[Decision]:
+        """Plan again where that is due, before somebody is asked about.
+
+        A rejected arrival must leave no trace: time passes in the stored courses only when it stays.
+        """
+        stale = self._board.broken or bool(self._board.late) or self._behind(now)
+        return self._plan_again(now, "the plan of the cluster says so", retry=False) if stale else []
 
     def _note_arrival(self, live: LiveJob, now: float) -> None:
         """Let the protection price learn from a job that asks for the first time."""
@@ -194,9 +198,14 @@ class Decider:
         live.changed()
         self._register(live)
         out: list[Decision] = []
-        self._finish(self._board.planner(now), verdict.draft, now, out, f"{live.job_id} was admitted")
+        planner, why = self._board.planner(now), f"{live.job_id} was admitted"
+        if self._put_off is not None:
+            self._board.keep(planner.reserve(verdict.draft), now)
+            self._put_off.append(why)
+        else:
+            self._finish(planner, verdict.draft, now, out, why)
         plan = self.plan_of(live.job_id)
-        return [Admit(live.job_id, terms, live.job.deadline_s, plan, verdict.reason), *out, *self._board.wake(now)]
+        return [Admit(live.job_id, terms, live.job.deadline_s, plan, verdict.reason), *out, *self._wake(now)]
 
     def _refuse(self, live: LiveJob, verdict: Verdict, now: float) -> list[Decision]:
         job, offer = live.job, verdict.earliest_deadline_s
@@ -226,7 +235,7 @@ class Decider:
                     live.phase, live.course = Phase.WAITING, None
                 live.thorough_s = now + max(self.config.waiting_retry_s, (until - now) / 2)
                 self._register(live)
-                rest = self._replan(now, f"{live.job_id} waits", retry=False) if changed else self._board.wake(now)
+                rest = self._replan(now, f"{live.job_id} waits", retry=False) if changed else self._wake(now)
                 if live.said_waiting == "wait":
                     return rest
                 live.said_waiting = "wait"
@@ -234,7 +243,7 @@ class Decider:
                 return [Wait(live.job_id, reason, until), *rest]
         decision = Reject(live.job_id, self._advice(verdict), offer)
         if not known:
-            return [decision, *self._board.wake(now)]
+            return [decision, *self._wake(now)]
         del self._board.jobs[live.job_id]
         return [decision, *self._replan(now, f"{live.job_id} was rejected", retry=False)]
 
@@ -247,7 +256,38 @@ class Decider:
             "or submit it as best effort, or add capacity"
         )
 
-    def _replan(self, now: float, why: str, *, retry: bool, wake: bool = True) -> list[Decision]:
+    def _together(self, jobs: Iterable[Job], decide: Callable[[Job], list[Decision]], now: float) -> list[Decision]:
+        """Decide on jobs one by one, in order, and plan once for all that follows from it.
+
+        Each verdict comes with its proof beside all that are promised already, as if the job had come alone; what is
+        left for the others, and who grows into it, is settled at the end.
+        """
+        put_off: list[str] = []
+        out = self._catch_up(now)
+        self._put_off = put_off
+        try:
+            out += [decision for job in jobs for decision in decide(job)]
+        finally:
+            self._put_off = None
+        self._board.forget_what_was_cut()
+        rest = self._replan(now, among(put_off), retry=False) if put_off else self._board.wake(now)
+        for i, decision in enumerate(out):
+            if isinstance(decision, Admit) and (job := self._board.jobs.get(decision.job_id)) is not None:
+                out[i] = replace(decision, plan=self._plan_now(job))
+        return out + rest
+
+    def _wake(self, now: float) -> list[Decision]:
+        """The next time at which the plan asks for something; asked once when decisions are made together."""
+        return [] if self._put_off is not None else self._board.wake(now)
+
+    def _replan(self, now: float, why: str, *, retry: bool) -> list[Decision]:
+        """Plan again, and say when next; later, when decisions are made together."""
+        if self._put_off is not None:
+            self._put_off.append(why)
+            return []
+        return self._plan_again(now, why, retry=retry) + self._board.wake(now)
+
+    def _plan_again(self, now: float, why: str, *, retry: bool) -> list[Decision]:
         """Make the stored courses true, mend what is broken, use what is free; ``retry``: ask again for who waits."""
         board, out = self._board, list[Decision]()
         board.refresh(now)
@@ -262,7 +302,7 @@ class Decider:
         if retry:
             self._retry(now, out)
         self._say_waiting(out)
-        return out + (board.wake(now) if wake else [])
+        return out
 
     def _retry(self, now: float, out: list[Decision]) -> None:
         """Ask again for those who wait: who needs least for its value first; in order of arrival if first come."""
@@ -335,7 +375,7 @@ class Decider:
             del self._board.jobs[job.job_id]
             return [Reject(job.job_id, reason, None), *self._replan(now, f"{job.job_id} was rejected", retry=False)]
         if job.remaining is None:
-            return self._board.wake(now)
+            return self._wake(now)
         job.job = replace(job.job, curve=ScalingCurve(job.measured))
         job.settle(self._board.layout, self.config, now)
         job.course = None
@@ -375,6 +415,11 @@ class Decider:
                     )
             elif job.phase is Phase.PROFILING:
                 job.said_waiting = ""
+
+
+def among(reasons: Sequence[str]) -> str:
+    """Several reasons for one plan: the first, and how many more there are."""
+    return f"{reasons[0]}, and {len(reasons) - 1} more" if len(reasons) > 1 else reasons[0]
 
 
 def is_wake(decision: Decision) -> bool:

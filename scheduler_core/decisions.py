@@ -122,4 +122,5 @@ class WakeMeAt:
     at_s: float
 
 
-Decision = Admit | Reject | Wait | Resize | Suspend | Amended | AmendRejected | AtRisk | OnTrack | WakeMeAt
+JobDecision = Admit | Reject | Wait | Resize | Suspend | Amended | AmendRejected | AtRisk | OnTrack
+Decision = JobDecision | WakeMeAt

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-
+from elasticflow_airflow.bounds import utc
 from elasticflow_airflow.scheduler_core.work import INFINITY
 
 
@@ -11,7 +10,7 @@ def moment(when_s: float) -> str:
     """A time as ISO-8601 in UTC, to the second."""
     if not -6e10 < when_s < 2.5e11:
         return "never" if when_s > 0 else f"{when_s} s"
-    return datetime.fromtimestamp(round(when_s), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return utc(when_s + 0.5).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def duration(seconds: float) -> str:

@@ -256,15 +256,19 @@ class Planner:
                 (best_effort if job.best_effort else risk).append(job)
         risk.sort(key=lambda job: job.promise)
         profiling.sort(key=lambda job: (job.mask == 0, job.number))
-        best_effort.sort(key=self._turn)
+        aged = self._somebody_aged()
+        best_effort.sort(key=lambda job: self._turn(job, aged))
         return risk + profiling + best_effort
 
-    def _turn(self, job: LiveJob) -> tuple[int, float, int]:
-        """Whose turn it is: who waited long, before who runs, before who waits, before who ran long."""
+    def _turn(self, job: LiveJob, aged: bool) -> tuple[int, float, int]:
+        """Whose turn it is: who waited long, before who runs, before who waits, before who ran long.
+
+        ``aged``: somebody has waited too long.
+        """
         if job.mask == 0:
             return (0 if self._aged(job) else 2, job.waiting_since_s, job.number)
         ran = self.now - job.running_since_s
-        return (3 if ran >= self.config.ageing_s and self._somebody_aged() else 1, job.running_since_s, job.number)
+        return (3 if ran >= self.config.ageing_s and aged else 1, job.running_since_s, job.number)
 
     def _somebody_aged(self) -> bool:
         return any(self._aged(job) for job in self.jobs)
@@ -323,6 +327,7 @@ class Planner:
         idle = self.layout.usable_at(self.now) & ~draft.book.taken[0]
         if idle:
             return True
+        aged = self._somebody_aged()
         for job in self.jobs:
             if job.competes:
                 size = draft.mask_now(job.job_id).bit_count()
@@ -330,7 +335,7 @@ class Planner:
                 least = work.sizes[0] if job.best_effort and work.sizes else job.share
                 if size > least:
                     return True
-                if job.best_effort and size and self._somebody_aged():
+                if job.best_effort and size and aged:
                     return True
         return False
 

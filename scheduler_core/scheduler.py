@@ -5,14 +5,15 @@ Two shells run the same object: the service (real clock and engine) and the simu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain, islice
 
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.admission import Verdict
 from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, stand_in_id
 from elasticflow_airflow.scheduler_core.cluster import nodes_after, nodes_avoiding
-from elasticflow_airflow.scheduler_core.decider import Decider
+from elasticflow_airflow.scheduler_core.decider import Decider, among
 from elasticflow_airflow.scheduler_core.decisions import (
     Amended,
     AmendRejected,
@@ -47,6 +48,11 @@ class Scheduler(Decider):
     def states(self) -> tuple[JobState, ...]:
         """Everything remembered of every live job, in order of arrival; input of :meth:`restore`."""
         return tuple(job.state(self._board.layout) for job in self._board.jobs.values())
+
+    def state(self, job_id: str) -> JobState | None:
+        """Everything remembered of one job; None when it is not live."""
+        job = self._board.jobs.get(job_id)
+        return None if job is None else job.state(self._board.layout)
 
     def expected_runs(self) -> tuple[ExpectedRun, ...]:
         """The runs that the calendar expects, as last told, without those that were submitted or have not come."""
@@ -115,8 +121,8 @@ class Scheduler(Decider):
             case ev.JobFinished() | ev.JobFailed() | ev.JobCancelled():
                 del self._board.jobs[job.job_id]
                 return self._replan(now, f"{job.job_id} has left", retry=True)
-            case ev.JobProgressed():
-                return self._progressed(job, event, now)
+            case ev.JobProgressed() | ev.GangStarted():
+                return self.reported([event], now)
             case ev.JobMeasured():
                 return self._measured(job, event, now)
             case ev.JobAmended():
@@ -125,8 +131,6 @@ class Scheduler(Decider):
                 return self._parked(job, now)
             case ev.JobUnparked():
                 return self._unparked(job, now)
-            case ev.GangStarted():
-                return self._gang_started(job, event.placement, now)
             case ev.GangLost():
                 self._lose_gang(job, now)
                 return self._replan(now, f"the gang of {job.job_id} was lost", retry=False)
@@ -135,6 +139,39 @@ class Scheduler(Decider):
             case ev.SlotSlow():
                 return self._slot_slow(job, event, now)
         raise TypeError(f"unknown event {event!r}")
+
+    def submitted(self, jobs: Iterable[Job], now: float) -> list[Decision]:
+        """Decide on jobs that come at the same time, one by one in order, and plan once for all: see :meth:`handle`.
+
+        The next job is asked for when the one before is decided on.
+
+        Raises:
+            ValueError: one of them is live already.
+        """
+        self._board.calendar.expire(now)
+        coming = iter(jobs)
+        few = list(islice(coming, 2))
+        if len(few) == 1:
+            return self._submitted(few[0], now)
+        return self._together(chain(few, coming), lambda job: self._submitted(job, now), now)
+
+    def reported(self, reports: Sequence[ev.JobProgressed | ev.GangStarted], now: float) -> list[Decision]:
+        """Take in what several jobs report at the same time, and plan once for all of them: see :meth:`handle`."""
+        self._board.calendar.expire(now)
+        out: list[Decision] = []
+        news = [why for event in reports if (why := self._news(event, now, out))]
+        if news:
+            return out + self._replan(now, among(news), retry=False)
+        return out + self._board.wake(now)
+
+    def _news(self, event: ev.JobProgressed | ev.GangStarted, now: float, out: list[Decision]) -> str:
+        """Take in a report; why it is to be planned again, empty if it is not. What follows at once goes to ``out``."""
+        job = self._board.jobs.get(event.job_id)
+        if job is None:
+            return ""
+        if isinstance(event, ev.GangStarted):
+            return f"{job.job_id} has started" if self._gang_started(job, event.placement, now) else ""
+        return f"{job.job_id} reported progress" if self._hear(job, event, now, out) else ""
 
     def restore(self, states: Iterable[JobState], now: float) -> list[Decision]:
         """Take over live jobs after a crash: promised ones stay promised. Only on a scheduler without jobs.
@@ -194,13 +231,14 @@ class Scheduler(Decider):
             return self._begin_profiling(live, now)
         return self._decide(live, now)
 
-    def _progressed(self, job: LiveJob, event: ev.JobProgressed, now: float) -> list[Decision]:
+    def _hear(self, job: LiveJob, event: ev.JobProgressed, now: float, out: list[Decision]) -> bool:
+        """Take in what a job has done; True: it is to be planned again. What follows at once is appended to ``out``."""
         board = self._board
+        if self._as_expected(job, event, now):
+            return False
         done = event.remaining_steps is not None and event.remaining_steps <= 0.0
         if done and job.mask and job.work(board.layout, self.config).left_at(now) <= 0.0:
-            return board.wake(now)  # its last step was expected before; the tail has been counted since then
-        if self._as_expected(job, event, now):
-            return board.wake(now)
+            return False  # its last step was expected before; the tail has been counted since then
         job.settle(board.layout, self.config, now)
         job.hear(event)
         if event.steps_per_s is not None and event.steps_per_s > 0.0 and job.mask:
@@ -208,11 +246,11 @@ class Scheduler(Decider):
         job.changed()
         if job.course is not None:
             board.late.add(job.job_id)
-        if job.phase is Phase.PROFILING:
-            if job.measured and enough(job, 1 << (board.layout.levels - 1), now, self.config):
-                return self._decide_measured(job, now)
-            return board.wake(now)
-        return self._replan(now, f"{job.job_id} reported its progress", retry=False)
+        if job.phase is not Phase.PROFILING:
+            return True
+        if job.measured and enough(job, 1 << (board.layout.levels - 1), now, self.config):
+            out += self._decide_measured(job, now)
+        return False
 
     def _as_expected(self, job: LiveJob, event: ev.JobProgressed, now: float) -> bool:
         """Whether a report says exactly what is known: nothing is planned again then, and nothing moves."""
@@ -333,23 +371,23 @@ class Scheduler(Decider):
                 return out + board.wake(now)
         return self._replan(now, f"the owner of {job.job_id} is back", retry=True)
 
-    def _gang_started(self, job: LiveJob, placement: Placement, now: float) -> list[Decision]:
-        board = self._board
+    def _gang_started(self, job: LiveJob, placement: Placement, now: float) -> bool:
+        """Note that a gang makes steps; True: it is to be planned again, because that was not expected now."""
         if set(placement.slots) != set(job.placement.slots) or job.started or not job.mask:
-            return board.wake(now)
+            return False
         job.started = job.ever_started = True
         if job.profiling is not None:
             job.profiling = ProfilingRun(job.profiling.size, now + self.config.profile_budget_s)
         if now > job.ready_s and job.as_of_s > job.ready_s:  # a report came in between: it knows better
-            return board.wake(now)
+            return False
         moved = abs(now - job.ready_s) > TOLERANCE_S
         job.ready_s = now
         job.starting = False
         job.changed()
         if job.course is None or not moved:
-            return board.wake(now)
-        board.late.add(job.job_id)
-        return self._replan(now, f"{job.job_id} has started", retry=False)
+            return False
+        self._board.late.add(job.job_id)
+        return True
 
     def _gang_reformed(self, job: LiveJob, placement: Placement, now: float) -> list[Decision]:
         board = self._board

@@ -153,6 +153,8 @@ class Bookings:
         self.everything = everything
         self.times: list[float] = [now]
         self.taken: list[int] = [everything & ~layout.usable_at(now)]
+        self.crowded_until: dict[int, float] = {}
+        """By size: before that time no block of that size is free. For who looks for one again and again."""
         for until_s in layout.changes:
             if until_s > self.times[-1]:
                 self.times.append(until_s)
@@ -194,6 +196,7 @@ class Bookings:
         twin = object.__new__(Bookings)
         twin.now, twin.everything = self.now, self.everything
         twin.times, twin.taken = self.times.copy(), self.taken.copy()
+        twin.crowded_until = self.crowded_until.copy()
         return twin
 
     def _split(self, when_s: float) -> int:
@@ -260,6 +263,7 @@ class Bookings:
         """Undo :meth:`take` of the same holding."""
         if holding.end_s <= self.now:
             return
+        self.crowded_until.clear()
         i, j = self._split(max(holding.start_s, self.now)), self._split(holding.end_s)
         others = ~holding.mask
         self.taken[i:j] = [held & others for held in self.taken[i:j]]

@@ -5,8 +5,16 @@ from fnmatch import fnmatch
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
+from support.skips import (  # noqa: F401  (hooks)
+    pytest_configure,
+    pytest_make_collect_report,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+)
 from xdist.scheduler import LoadScopeScheduling
 
 # The same examples for the same code: a new one is found by `make soak`, not by whoever changes something else. Nor by
@@ -21,17 +29,44 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # those that the tests interrupt would notice.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# What tests break on purpose is logged with its traceback. Rich would take seconds for each, to show local variables.
+structlog.configure(
+    processors=[
+        *(p for p in structlog.get_config()["processors"] if not isinstance(p, structlog.dev.ConsoleRenderer)),
+        structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
+    ]
+)
+
 TRAINING = ("demo/", "runtime/", "service/*_local.py")
 """Where slow tests train for long, with workers that need the cores. Those of the engines train, too, but little: with
 them both processes have as much to do."""
+STACK = "tests/airflow/stack"
+LONGEST = (STACK, "tests/demo/")
 
 
 class Rooms(LoadScopeScheduling):
-    """One process runs what trains, another one what mostly waits, each one test at a time."""
+    """One process runs what trains, another one what mostly waits, file by file; who is done with its own helps out.
+
+    All tests on real Airflow components are one piece: they share what takes a minute to start.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        path = nodeid.split("::")[0].removeprefix("tests/")
-        return "trains" if any(fnmatch(path, f"{pattern}*") for pattern in TRAINING) else "waits"
+        path = nodeid.split("::")[0]
+        return STACK if path.startswith(STACK) else path
+
+    def _assign_work_unit(self, node: Any) -> None:
+        trains = self.nodes.index(node) % 2 == 1
+        own = [scope for scope in self.workqueue if is_training(scope) == trains]
+        if own:
+            # What takes longest comes first: at the end it would keep one process waiting for the other.
+            first = next((scope for scope in own if scope.startswith(LONGEST)), own[0])
+            self.workqueue.move_to_end(first, last=False)
+        super()._assign_work_unit(node)
+
+
+def is_training(scope: str) -> bool:
+    """Whether the tests of a file train for long."""
+    return any(fnmatch(scope.removeprefix("tests/"), f"{pattern}*") for pattern in TRAINING)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:

@@ -12,6 +12,7 @@ from rich.console import Console
 from elasticflow_airflow.cli.connection import StateDir, Url, check_name, client, fail
 from elasticflow_airflow.cli.display import moment
 from elasticflow_airflow.cli.moments import FORMS, moment_of
+from elasticflow_airflow.cli.unowned import SILENT, cancel_unowned
 from elasticflow_airflow.wire import AmendRequest, JobStatus
 
 _NOT_PROMISED = 3
@@ -48,13 +49,21 @@ def amend(
 
 
 def cancel(
-    job_id: str,
+    job_id: str | None = typer.Argument(None),
     url: str | None = Url,
     state_dir: Path | None = StateDir,
     reason: str = typer.Option("cancelled on the command line", help="What the event log says."),
     yes: bool = typer.Option(False, "--yes", "-y", help="Do not ask."),
+    unowned: bool = typer.Option(False, "--unowned", help="All jobs that `jobs --unowned` lists, instead of one."),
+    silent_s: float = typer.Option(60.0, "--silent", min=1, help=SILENT),
 ) -> None:
-    """Cancel a job. Its Airflow task, if one is waiting, fails and says so."""
+    """Cancel a job, or all that nobody wants. Its Airflow task, if one is waiting, fails and says so."""
+    if (job_id is None) is not unowned:
+        raise typer.BadParameter("give the id of a job, or --unowned for all that nobody wants")
+    if job_id is None:
+        with client(url, state_dir) as service:
+            cancel_unowned(service, silent_s, reason, yes=yes)
+        return
     check_name(job_id)
     with client(url, state_dir) as service:
         job = service.status(job_id)

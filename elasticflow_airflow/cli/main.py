@@ -21,6 +21,7 @@ from elasticflow_airflow.cli import (
     synthesis,
 )
 from elasticflow_airflow.cli.connection import StateDir, Url, check_name, client
+from elasticflow_airflow.cli.unowned import SILENT
 from elasticflow_airflow.wire import State
 
 app = typer.Typer(
@@ -98,11 +99,27 @@ def jobs(
     dag_id: str | None = typer.Option(None, "--dag", help="Only jobs of this DAG."),
     live: bool = typer.Option(False, "--live", help="Only jobs that have not ended."),
     limit: int = typer.Option(50, min=1, max=1000, help="At most so many, newest first."),
+    unowned: bool = typer.Option(
+        False, "--unowned", help="Only live jobs whose Airflow task is gone, or for which nobody asks; since when, why."
+    ),
+    silent_s: float = typer.Option(60.0, "--silent", min=1, help=SILENT),
 ) -> None:
     """List jobs: state, progress, projected finish against the deadline."""
     from elasticflow_airflow.cli.display import print_jobs
+    from elasticflow_airflow.cli.unowned import print_unowned
 
     with client(url, state_dir) as service:
+        if unowned:
+            wanted = [
+                one
+                for one in service.unowned_jobs(silent_s)
+                if state in (None, one.job.state) and dag_id in (None, one.job.identity.dag_id)
+            ][:limit]
+            if wanted:
+                print_unowned(wanted)
+            else:
+                _print("no such jobs")
+            return
         found = service.list_jobs(state=state, dag_id=dag_id, live=live or None, limit=limit)
     if found:
         print_jobs(found)

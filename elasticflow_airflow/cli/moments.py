@@ -7,6 +7,8 @@ from datetime import datetime, time, timedelta
 
 import typer
 
+from elasticflow_airflow.bounds import time_problem
+
 _DURATION = re.compile(r"\+?(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 _TIME = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
 FORMS = "07:30 (the next one, this machine's time), +2h30m, or 2026-01-31T07:30 (with Z or +01:00: that zone)"
@@ -43,4 +45,6 @@ def moment_of(text: str, now: float, *, option: str = "--deadline") -> float:
             raise typer.BadParameter(f"{option}={text!r} is no moment; write {FORMS}") from error
     if at <= now:
         raise typer.BadParameter(f"{option}={text!r} is in the past: choose a later moment")
+    if time_problem(at) is not None:
+        raise too_far
     return at

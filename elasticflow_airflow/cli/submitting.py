@@ -18,7 +18,7 @@ from elasticflow_airflow.cli.display import moment
 from elasticflow_airflow.cli.following import read
 from elasticflow_airflow.cli.moments import FORMS, moment_of
 from elasticflow_airflow.client import ElasticFlowClient, Snapshot, SnapshotError, snapshot_script
-from elasticflow_airflow.wire import JobIdentity, JobStatus, JobSubmission, State, Verdict
+from elasticflow_airflow.wire import JobStatus, JobSubmission, State, Verdict
 
 NAMESPACE = "command-line"
 """Keeps these jobs apart from those of every Airflow."""
@@ -99,9 +99,12 @@ def submit(
         epochs = 1
     snapshot = _snapshot(script)
     message: dict[str, Any] = {
-        "identity": JobIdentity(
-            namespace=NAMESPACE, dag_id=name or script.stem, run_id=run or _new_run(now), task_id="train"
-        ),
+        "identity": {
+            "namespace": NAMESPACE,
+            "dag_id": name or script.stem,
+            "run_id": run or _new_run(now),
+            "task_id": "train",
+        },
         "command": {
             "snapshot": snapshot.sha256,
             "script": snapshot.entry,

@@ -7,6 +7,7 @@ by the service's own file lock; the losers leave quietly and everybody connects 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -28,6 +29,10 @@ EMBEDDED_START_LIMIT_S: Final = 30.0
 _HEALTH_TIMEOUT_S: Final = 5.0
 _RESTART_PAUSE_S: Final = 0.5
 _LOG_TAIL_BYTES: Final = 4000
+_CANNOT_SERVE: Final = (1, 2)
+_REASON: Final = "elasticflow: "
+"""How the service's last line begins when it leaves with that status: waiting for it would be in vain."""
+_LEAST_DISK_BYTES: Final = 1 << 20
 
 _PASSED_NAMES: Final = frozenset(
     {
@@ -111,10 +116,13 @@ def ensure_service(
     end = time.monotonic() + limit_s
     process: subprocess.Popen[bytes] | None = None
     next_start = 0.0
+    log_from = 0
     while time.monotonic() < end:
+        if process is not None and process.poll() in _CANNOT_SERVE:
+            _say_why_not(directory, log_from)
         if (process is None or process.poll() is not None) and time.monotonic() >= next_start:
             # Ours has left: another holds the lock, or is just leaving. If nobody answers soon, the next try decides.
-            process = _start(directory, settings_env or {})
+            process, log_from = _start(directory, settings_env or {})
             next_start = time.monotonic() + _RESTART_PAUSE_S
         if _answers(endpoint):
             return endpoint
@@ -124,6 +132,19 @@ def ensure_service(
         f"the end of {directory / 'service.log'} says: {_tail(directory / 'service.log')}",
         "embedded_start",
     )
+
+
+def _say_why_not(directory: Path, log_from: int) -> None:
+    """Raise EmbeddedStartError with the sentence that a service wrote to its log before it left."""
+    said = _tail(directory / "service.log", log_from)
+    reasons = [line.removeprefix(_REASON) for line in said.splitlines() if line.startswith(_REASON)]
+    if reasons:
+        hint = f"then try again; {directory / 'service.log'} holds its log"
+        raise EmbeddedStartError(
+            f"the embedded elasticflow service cannot start: {' '.join(reasons)}", hint, "embedded_start"
+        )
+    if shutil.disk_usage(directory).free < _LEAST_DISK_BYTES:
+        raise _unusable(directory, "its disk is full")
 
 
 def _answers(endpoint: Endpoint) -> bool:
@@ -172,7 +193,8 @@ def _unusable(directory: Path, why: str) -> EmbeddedStartError:
     )
 
 
-def _start(directory: Path, settings_env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(directory: Path, settings_env: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a service; returns it, and the offset in its log from which on it writes."""
     environment = {
         name: value for name, value in os.environ.items() if name in _PASSED_NAMES or name.startswith(_PASSED_PREFIXES)
     }
@@ -180,7 +202,8 @@ def _start(directory: Path, settings_env: Mapping[str, str]) -> subprocess.Popen
     environment.update(settings_env)
     _started[:] = [process for process in _started if process.poll() is None]
     try:
-        with (directory / "service.log").open("ab") as log:
+        with open(directory / "service.log", "ab", opener=_open_private) as log:
+            log_from = log.tell()
             process = subprocess.Popen(
                 [sys.executable, "-m", "elasticflow_airflow.service", "--embedded", "--state-dir", str(directory)],
                 stdin=subprocess.DEVNULL,
@@ -193,14 +216,21 @@ def _start(directory: Path, settings_env: Mapping[str, str]) -> subprocess.Popen
     except OSError as error:
         raise _unusable(directory, str(error)) from error
     _started.append(process)
-    return process
+    return process, log_from
 
 
-def _tail(path: Path) -> str:
+def _open_private(path: str, flags: int) -> int:
+    """Open a file that only its owner may read, also one that others could until now."""
+    descriptor = os.open(path, flags, 0o600)
+    os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
+def _tail(path: Path, log_from: int = 0) -> str:
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _LOG_TAIL_BYTES))
+            file.seek(max(log_from, file.tell() - _LOG_TAIL_BYTES))
             return file.read().decode(errors="replace").strip() or "(empty)"
     except OSError as error:
         return f"(cannot be read: {error})"

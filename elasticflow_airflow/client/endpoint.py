@@ -95,3 +95,14 @@ class Endpoint:
             trust_env=self.trust_env,
             transport=transport,
         )
+
+    def open_async_transport(self, connections: int, idle_s: float) -> httpx.AsyncHTTPTransport:
+        """Make the connections for async clients that share them: so many at once, kept for so long while idle."""
+        return httpx.AsyncHTTPTransport(
+            uds=None if self.socket_path is None else str(self.socket_path),
+            verify=self._tls,
+            trust_env=self.trust_env,
+            limits=httpx.Limits(
+                max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=idle_s
+            ),
+        )

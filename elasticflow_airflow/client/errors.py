@@ -7,6 +7,9 @@ Knows HTTP answers and the wire's ``Problem``; knows nothing of Airflow.
 
 from __future__ import annotations
 
+import re
+import time
+from email.utils import parsedate_to_datetime
 from typing import Final
 
 import httpx
@@ -26,7 +29,14 @@ class ElasticFlowError(Exception):
 
 
 class ServiceUnavailable(ElasticFlowError):
-    """Nobody answered, or who answered cannot serve now (502, 503, 504). Worth trying again."""
+    """Nobody answered, or who answered cannot serve now (502, 503, 504, a proxy's page). Worth trying again.
+
+    ``retry_after_s``: not before so many seconds, as whoever answered has asked.
+    """
+
+    def __init__(self, message: str, hint: str = "", error: str = "", retry_after_s: float = 0.0) -> None:
+        super().__init__(message, hint, error)
+        self.retry_after_s = retry_after_s
 
 
 class EmbeddedStartError(ServiceUnavailable):
@@ -65,6 +75,8 @@ class SnapshotError(ElasticFlowError):
     """The code cannot be snapshotted: not found, too large, or it leaves its folder."""
 
 
+_LONGEST_PAUSE_S = 60.0
+
 PASSING: Final = (ServiceUnavailable, ServiceFault, IncompatibleService, Unauthorized)
 """What may pass while a job trains, and is waited for: a restart, a full disk, an upgrade, a token that changes."""
 
@@ -72,12 +84,23 @@ PASSING: Final = (ServiceUnavailable, ServiceFault, IncompatibleService, Unautho
 def raise_for_answer(response: httpx.Response, where: str) -> None:
     """Raise the error that an answer stands for; return for an answer of success. ``where`` names the service."""
     status = response.status_code
+    if _is_page(response) and (status < 400 or status >= 500):
+        # Whoever stands between shows it for as long as it cannot reach the service, sometimes with status 200.
+        raise ServiceUnavailable(
+            f"{where} answered {response.request.method} {response.request.url.path} with a web page (status {status}),"
+            f" not with an answer: {_title_of(response)!r}",
+            "does the address name an elasticflow service, and can a proxy that stands between reach it?",
+            "away",
+        )
     if status < 400:
         return
     problem = _problem_of(response)
     if status in (502, 503, 504):
         raise ServiceUnavailable(
-            problem.message or f"{where} answered {status}", problem.hint or "is the service being restarted?", "away"
+            problem.message or f"{where} answered {status}",
+            problem.hint or "is the service being restarted?",
+            "away",
+            _retry_after_s(response),
         )
     if problem.error == "stale_claim":
         raise StaleClaim(problem.message, problem.hint, problem.error)
@@ -100,6 +123,29 @@ def raise_for_answer(response: httpx.Response, where: str) -> None:
             "does the address name an elasticflow service of this version?",
         )
     raise RequestRefused(problem.message, problem.hint, problem.error)
+
+
+def _retry_after_s(response: httpx.Response) -> float:
+    """What an answer says of when to come again (RFC 9110, section 10.2.3), in seconds; within reason."""
+    said = response.headers.get("retry-after", "").strip()
+    if said.isascii() and said.isdigit():
+        return min(_LONGEST_PAUSE_S, float(said[:9]))
+    try:
+        at = parsedate_to_datetime(said)
+    except ValueError:
+        return 0.0
+    return min(_LONGEST_PAUSE_S, max(0.0, at.timestamp() - time.time()))
+
+
+def _is_page(response: httpx.Response) -> bool:
+    """Whether it is a page for people: the service never sends one to a client."""
+    kind = response.headers.get("content-type", "").split(";")[0].strip().lower()
+    return kind in ("text/html", "application/xhtml+xml")
+
+
+def _title_of(response: httpx.Response) -> str:
+    title = re.search(r"<title[^>]*>(.*?)</title", response.text, re.IGNORECASE | re.DOTALL)
+    return " ".join((title[1] if title else response.text).split())[:100]
 
 
 def _problem_of(response: httpx.Response) -> Problem:

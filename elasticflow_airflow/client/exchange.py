@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import httpx
 from pydantic import ValidationError
-from tenacity import retry_if_exception_type, stop_after_delay, wait_exponential, wait_random
+from tenacity import retry_if_exception_type, stop_after_delay, wait_exception, wait_exponential, wait_random
 from tenacity.retry import retry_base
 from tenacity.stop import stop_base
 from tenacity.wait import wait_base
@@ -38,8 +38,12 @@ def give_up_after(retry_for_s: float) -> stop_base:
 
 
 def pause_between() -> wait_base:
-    """Short first, so that a restart of the service is hardly noticed; with jitter, so that tasks do not march."""
-    return wait_exponential(multiplier=0.1, max=3.0) + wait_random(0.0, 0.2)
+    """Short first, so that a restart of the service is hardly noticed; with jitter, so that tasks do not march.
+
+    Not before whoever is too busy has asked to be asked again.
+    """
+    asked = wait_exception(lambda error: getattr(error, "retry_after_s", 0.0))
+    return asked + wait_exponential(multiplier=0.1, max=3.0) + wait_random(0.0, 0.2)
 
 
 def read_answer(call: Call[T], response: httpx.Response, endpoint: Endpoint) -> T:

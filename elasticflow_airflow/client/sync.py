@@ -10,7 +10,7 @@ from typing import TypeVar
 import httpx
 from tenacity import RetryCallState, Retrying
 
-from elasticflow_airflow.client import calls, insight_calls
+from elasticflow_airflow.client import calls, insight_calls, owner_calls
 from elasticflow_airflow.client.calls import Call
 from elasticflow_airflow.client.embedded import EMBEDDED_START_LIMIT_S, ensure_service
 from elasticflow_airflow.client.endpoint import Endpoint
@@ -44,6 +44,7 @@ from elasticflow_airflow.wire import (
     LogPiece,
     PlannedRun,
 )
+from elasticflow_airflow.wire.owners import OwnedJobs, OwnersAnswer, OwnersReport, UnownedJob
 
 T = TypeVar("T")
 
@@ -203,6 +204,18 @@ class ElasticFlowClient:
     def feed_calendar(self, request: CalendarRequest) -> CalendarAnswer:
         """Say when the runs of recurring tasks are due, so that slots are kept free for them."""
         return self._run(insight_calls.feed_calendar(request))
+
+    def owned_jobs(self, namespace: str, after: str = "") -> OwnedJobs:
+        """The live jobs of a namespace with their claims: those with an id greater than ``after``, a page of them."""
+        return self._run(owner_calls.owned_jobs(namespace, after))
+
+    def report_owners(self, report: OwnersReport) -> OwnersAnswer:
+        """Say what has become of the task instances of jobs: those of owners that are gone are cancelled."""
+        return self._run(owner_calls.report_owners(report))
+
+    def unowned_jobs(self, silent_s: float | None = None) -> list[UnownedJob]:
+        """Live jobs whose owner is gone, or for which nobody has asked for so many seconds (by default 60)."""
+        return self._run(owner_calls.unowned_jobs(silent_s))
 
     def stacks(self, job_id: str) -> StackDump:
         """What each worker of a job is doing right now. Raises JobNotFound."""

@@ -12,7 +12,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from elasticflow_airflow.engines.fake_gang import (
     FakeGang,
     write_fake_checkpoint,
 )
-from elasticflow_airflow.engines.fake_json import gang_from_json, gang_to_json
+from elasticflow_airflow.engines.fake_journal import Journal
 from elasticflow_airflow.engines.port import (
     EngineError,
     EngineNode,
@@ -32,7 +32,8 @@ from elasticflow_airflow.engines.port import (
     GangSpec,
     LogChunk,
 )
-from elasticflow_airflow.runtime.protocol import RescaleMode, read_json, write_json_atomic
+from elasticflow_airflow.runtime.protocol import RescaleMode
+from elasticflow_airflow.scheduler_core.values import Slot
 
 __all__ = ["BEHAVIOUR_ENV", "FakeBehaviour", "FakeEngine", "FakeWorld", "fake_nodes"]
 
@@ -56,46 +57,61 @@ class FakeWorld:
     write_checkpoint: CheckpointWriter = write_fake_checkpoint
     gangs: dict[tuple[str, int], FakeGang] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
-    saved: dict[tuple[str, int], tuple[object, str]] = field(default_factory=dict)
-    """What the state file says of each gang, after which mark: only those to which something happened change."""
+    journal: Journal | None = None
+    """What keeps the gangs in ``state_file``; None: nothing does."""
 
     def __post_init__(self) -> None:
-        raw = read_json(self.state_file) if self.state_file else None
-        for item in raw["gangs"] if raw else ():
-            gang = gang_from_json(json.loads(item))
-            self.gangs[gang.spec.job_id, gang.spec.generation] = gang
+        if self.state_file is not None:
+            self.journal = Journal(self.state_file)
+            for gang in self.journal.read():
+                self.gangs[gang.spec.job_id, gang.spec.generation] = gang
 
     def of(self, job_id: str) -> list[FakeGang]:
         """All gangs of a job, oldest generation first."""
-        return [gang for (owner, _), gang in sorted(self.gangs.items()) if owner == job_id]
+        return sorted((gang for (owner, _), gang in self.gangs.items() if owner == job_id), key=_generation)
 
-    def advance(self) -> None:
-        """Carry all gangs to the present."""
+    def advance(self, job_id: str | None = None) -> None:
+        """Carry all gangs to the present; with a job, only its own."""
         now_s = self.clock()
-        for job_id in dict.fromkeys(job_id for job_id, _ in self.gangs):
-            advance_job(self.of(job_id), now_s, self.write_checkpoint)
+        gangs: dict[str, list[FakeGang]] = {}
+        for (owner, _), gang in self.gangs.items():
+            if job_id is None or owner == job_id:
+                gangs.setdefault(owner, []).append(gang)
+        for its in gangs.values():
+            advance_job(sorted(its, key=_generation), now_s, self.write_checkpoint)
+
+    def on_slots(self, slots: Collection[Slot], but: str) -> list[FakeGang]:
+        """Gangs of other jobs than ``but`` that have some of these slots, as they are now."""
+        wanted = frozenset(slots)
+        found = [gang for gang in self.gangs.values() if not wanted.isdisjoint(gang.spec.placement)]
+        others = [gang for gang in found if gang.spec.job_id != but]
+        for job_id in {gang.spec.job_id for gang in others}:
+            self.advance(job_id)
+        return others
+
+    def standing(self, job_id: str) -> list[object]:
+        """Something that differs when more than time and leases has happened to a job's gangs."""
+        return [
+            (gang.spec.generation, gang.phase, gang.leave_s, gang.spec.cleared_generation) for gang in self.of(job_id)
+        ]
 
     def next_turn_s(self) -> float:
         """When something other than progress will next happen by itself; infinity: never."""
         return min((gang.next_turn_s() for gang in self.gangs.values()), default=math.inf)
 
-    def save(self) -> None:
-        """Write the state file, if there is one and anything happened."""
-        if self.state_file is None:
-            return
-        saved = {}
-        for key, gang in self.gangs.items():
-            mark, before = gang.mark(), self.saved.get(key)
-            same = before is not None and before[0] == mark
-            saved[key] = before if before is not None and same else (mark, json.dumps(gang_to_json(gang)))
-        if saved != self.saved:
-            write_json_atomic(self.state_file, {"gangs": [text for _, text in saved.values()]})
-            self.saved = saved
+    def save(self, job_id: str | None = None) -> None:
+        """Write down what has happened, where the world is kept in a file; with a job, only to its gangs."""
+        if self.journal is not None:
+            self.journal.write(self.gangs, None if job_id is None else [key for key in self.gangs if key[0] == job_id])
 
 
 def fake_nodes(nodes: int = 1, slots: int = 4) -> tuple[EngineNode, ...]:
     """So many equal modelled nodes."""
     return tuple(EngineNode(node_id=f"node{i}", slots=slots, device="cpu", device_type="fake") for i in range(nodes))
+
+
+def _generation(gang: FakeGang) -> int:
+    return gang.spec.generation
 
 
 class FakeEngine:
@@ -152,19 +168,21 @@ class FakeEngine:
         """Start, keep or replace the gang of a job (see the port)."""
         self._call("apply", spec.job_id, "before")
         with self.world.lock:
+            before = self.world.standing(spec.job_id)
             self._apply(spec)
-            self.world.save()
+            if self.world.standing(spec.job_id) != before:  # leases, and what others did, when gangs are observed
+                self.world.save(spec.job_id)
         self._call("apply", spec.job_id, "after")
 
     def stop(self, job_id: str, grace_s: float, reason: str = "") -> None:  # noqa: ARG002  (the port's signature)
         """Tell all workers of the job to save and leave."""
         self._call("stop", job_id, "before")
         with self.world.lock:
-            self.world.advance()
+            self.world.advance(job_id)
             for gang in self.world.of(job_id):
                 gang.leave(self.world.clock(), grace_s)
-            self.world.advance()
-            self.world.save()
+            self.world.advance(job_id)
+            self.world.save(job_id)
         self._call("stop", job_id, "after")
 
     def renew(self, job_id: str) -> None:
@@ -172,7 +190,6 @@ class FakeEngine:
         self._call("renew", job_id, "before")
         with self.world.lock:
             self._renew(job_id)
-            self.world.save()
         self._call("renew", job_id, "after")
 
     def observe(self) -> tuple[GangObservation, ...]:
@@ -193,12 +210,12 @@ class FakeEngine:
         """Drop the ended gangs of a job."""
         self._call("forget", job_id, "before")
         with self.world.lock:
-            self.world.advance()
+            self.world.advance(job_id)
             for gang in self.world.of(job_id):
                 if gang.phase == "ended":
                     del self.world.gangs[job_id, gang.spec.generation]
                     self._delivered.pop((job_id, gang.spec.generation), None)
-            self.world.save()
+            self.world.save(job_id)
         self._call("forget", job_id, "after")
 
     def read_log(self, job_id: str, incarnation: int, worker_id: str, offset: int, limit: int) -> LogChunk:
@@ -336,8 +353,9 @@ class FakeEngine:
         return gangs[-1]
 
     def _renew(self, job_id: str) -> None:
-        self.world.advance()
-        for gang in self.world.of(job_id):
+        gangs = self.world.of(job_id)
+        advance_job(gangs, self.world.clock(), self.world.write_checkpoint)
+        for gang in gangs:
             gang.lease_ends_s = self.world.clock() + gang.spec.lease_s
 
     def _apply(self, spec: GangSpec) -> None:
@@ -355,12 +373,14 @@ class FakeEngine:
         current.spec = replace(current.spec, cleared_generation=spec.cleared_generation, lease_s=spec.lease_s)
         current.lease_ends_s = self.world.clock() + spec.lease_s
         if spec.mode is RescaleMode.IN_PLACE:
-            self.world.advance()
+            self.world.advance(spec.job_id)
             return
         earlier = [gang for gang in gangs if gang.spec.generation < spec.generation]
+        if not earlier and current.phase != "pending":
+            return
         for gang in earlier:
             gang.leave(self.world.clock(), spec.grace_s)
-        self.world.advance()
+        self.world.advance(spec.job_id)
         if current.phase == "pending" and all(
             gang.phase == "ended" and (not gang.started or gang.spec.generation <= spec.cleared_generation)
             for gang in earlier
@@ -396,7 +416,8 @@ class FakeEngine:
             holder = self.world.nodes[slot.node_id].busy.get(slot.index)
             if holder is not None:
                 raise EngineError(f"slot {slot.node_id}:{slot.index} is held by {holder}")
-        for gang in self.world.gangs.values():
+        ours = self.world.of(spec.job_id)
+        for gang in (*self.world.on_slots(spec.placement, spec.job_id), *ours):
             taken = {gang.spec.placement[rank] for rank in gang.living()} & set(spec.placement)
             if taken and not any(gang is one for one in but):
                 slot = min(taken)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
 from typing import Any
 
 from elasticflow_airflow.engines.fake_behaviour import FakeBehaviour
@@ -14,16 +14,25 @@ from elasticflow_airflow.runtime.protocol import Report, RescaleMode, SessionCon
 from elasticflow_airflow.scheduler_core.values import Slot
 
 
-def gang_to_json(gang: FakeGang) -> dict[str, Any]:
-    """Everything but the secrets, as JSON values (infinite times become null)."""
-    raw = asdict(replace(gang, reports=[]))
-    raw["spec"]["secret_env"] = {}
-    raw["reports"] = [report.to_line().decode() for report in gang.reports]
+def fields_to_json(gang: FakeGang) -> dict[str, Any]:
+    """Everything but the specification and the reports, as JSON values (infinite times become null)."""
+    raw = {f.name: getattr(gang, f.name) for f in fields(gang) if f.name not in ("spec", "reports", "behaviour")}
+    raw["behaviour"] = asdict(gang.behaviour)
     return {k: None if isinstance(v, float) and math.isinf(v) else v for k, v in raw.items()}
 
 
+def spec_to_json(spec: GangSpec) -> dict[str, Any]:
+    """A specification without its secrets."""
+    return {**asdict(spec), "secret_env": {}}
+
+
+def report_lines(reports: Iterable[Report]) -> list[str]:
+    """Reports, each as a line."""
+    return [report.to_line().decode() for report in reports]
+
+
 def gang_from_json(raw: Mapping[str, Any]) -> FakeGang:
-    """Inverse of :func:`gang_to_json`."""
+    """Read a gang: its fields, with its specification and the lines of its reports among them."""
     values = dict(raw)
     for name in ("phase_ends_s", "next_report_s", "next_checkpoint_s", "lease_ends_s"):
         values[name] = math.inf if values[name] is None else values[name]

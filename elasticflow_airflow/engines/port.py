@@ -78,6 +78,10 @@ class GangState(StrEnum):
     """No process is left; ``outcome`` says how it ended."""
 
 
+STANDING = (GangState.STARTING, GangState.RUNNING, GangState.LEAVING)
+"""Gangs that may have processes, and hold their slots."""
+
+
 class GangOutcome(StrEnum):
     """How a generation ended."""
 

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from elasticflow_airflow import bounds
 from elasticflow_airflow.runtime.container import ContainerError, verify
 from elasticflow_airflow.runtime.protocol import Promotion, candidate_name, promoted_path, write_json_atomic
 from elasticflow_airflow.runtime.retrying import retried
@@ -34,6 +35,8 @@ MANIFEST = "manifest.json"
 TEMPORARY_PREFIX = ".writing-"
 _REPLACED_SUFFIX = ".replaced"
 _CHUNK_BYTES = 1 << 20
+_LARGEST_BYTES = 1 << 26
+"""Of a manifest: it is read as a whole."""
 _NO_SUCH_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -150,6 +153,8 @@ def verify_candidate(path: Path, *, contents: bool = True) -> CandidateInfo:
     CheckpointUnreachable where that cannot be said now.
     """
     try:
+        if (path / MANIFEST).stat().st_size > _LARGEST_BYTES:
+            raise CheckpointError(f"checkpoint {path}: {MANIFEST} has more than {_LARGEST_BYTES} bytes")
         raw = (path / MANIFEST).read_bytes()
     except FileNotFoundError as error:
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} is missing") from error
@@ -208,12 +213,30 @@ def decode_manifest(raw: bytes, path: Path) -> tuple[CandidateInfo, dict[str, Fi
         )
     except CheckpointError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         raise CheckpointError(f"checkpoint {path}: its manifest is damaged ({error})") from error
+    problem = _out_of_bounds(info, files)
+    if problem is not None:
+        raise CheckpointError(f"checkpoint {path}: its manifest is not one of a training: {problem}")
     for name in files:
         if name in ("", "..") or Path(name).name != name:
             raise CheckpointError(f"checkpoint {path}: its manifest names {name!r}, which is outside the folder")
     return info, files
+
+
+def _out_of_bounds(info: CandidateInfo, files: Mapping[str, FileEntry]) -> str | None:
+    counts = {"incarnation": info.incarnation, "generation": info.generation, "step": info.step}
+    sizes = {
+        "size_bytes": info.size_bytes,
+        **{f"size_bytes of {name}": file.size_bytes for name, file in files.items()},
+    }
+    problems = {
+        **{name: bounds.count_problem(count) for name, count in counts.items()},
+        **{name: bounds.count_problem(size, 0, bounds.MOST_BYTES) for name, size in sizes.items()},
+        "created_at_s": bounds.time_problem(info.created_at_s),
+        "digest": bounds.text_problem(info.digest, bounds.NAME_CHARACTERS),
+    }
+    return next((f"{name} {problem}" for name, problem in problems.items() if problem is not None), None)
 
 
 def list_candidates(checkpoints: Path) -> list[Path]:

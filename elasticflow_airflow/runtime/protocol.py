@@ -42,6 +42,9 @@ GENERATION_ENV = "ELASTICFLOW_GENERATION"
 WORLD_ENV = "ELASTICFLOW_WORLD"
 """Environment variable: "rank,size" of this worker in the plan that it was started for; torchrun knows only itself."""
 
+_LONGEST_LINE_BYTES = 1 << 20
+_LARGEST_FILE_BYTES = 1 << 24
+
 
 class RescaleMode(StrEnum):
     """How a job gets from one generation to the next."""
@@ -214,12 +217,24 @@ class Report:
 
     @classmethod
     def from_line(cls, line: bytes) -> Report:
-        """Decode one line; ValueError when it is torn or not a report."""
+        """Decode one line; ValueError when it is torn or not a report.
+
+        The types of its fields are checked, for scripts write here; what ``data`` holds may be anything.
+        """
         try:
             raw = json.loads(line)
-            return cls(**{**raw, "kind": ReportKind(raw["kind"])})
-        except (TypeError, KeyError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            report = cls(**{**raw, "kind": ReportKind(raw["kind"])})
+        except (TypeError, KeyError, ValueError, RecursionError) as error:
             raise ValueError(f"not a report line: {line[:200]!r}") from error
+        numbers = (report.generation, report.rank, report.step)
+        if (
+            not all(isinstance(number, int) for number in numbers)
+            or not isinstance(report.worker_id, str)
+            or not isinstance(report.at_s, int | float)
+            or not isinstance(report.data, dict)
+        ):
+            raise ValueError(f"not a report line: {line[:200]!r}")
+        return report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,18 +333,26 @@ def append_report(path: Path, report: Report) -> None:
 def read_reports(path: Path, offset: int = 0) -> Iterator[tuple[Report, int]]:
     """Yield each complete report from a byte offset on, with the offset after it. A torn last line is left for later.
 
-    A damaged line in the middle is skipped: the next report says the same and more.
+    A damaged line in the middle is skipped, and so is one that is too long for a report: the next one says the same
+    and more.
     """
     if not path.exists():
         return
     with path.open("rb") as file:
         file.seek(offset)
-        for line in file:
-            if not line.endswith(b"\n"):
+        too_long = False
+        while line := file.readline(_LONGEST_LINE_BYTES):
+            if line.endswith(b"\n"):
+                offset += len(line)
+                if not too_long:
+                    with contextlib.suppress(ValueError):
+                        yield Report.from_line(line), offset
+                too_long = False
+            elif len(line) == _LONGEST_LINE_BYTES:
+                offset += len(line)
+                too_long = True
+            else:
                 return
-            offset += len(line)
-            with contextlib.suppress(ValueError):
-                yield Report.from_line(line), offset
 
 
 def write_json_atomic(path: Path, value: Mapping[str, Any], *, flush: bool = True) -> None:
@@ -355,10 +378,16 @@ def write_json_atomic(path: Path, value: Mapping[str, Any], *, flush: bool = Tru
 def read_json(path: Path) -> dict[str, Any] | None:
     """Read a JSON object; None when the file is not there. ValueError when it is damaged."""
     try:
-        text = path.read_text()
+        with path.open("rb") as file:
+            raw = file.read(_LARGEST_FILE_BYTES + 1)
     except FileNotFoundError:
         return None
-    value = json.loads(text)
+    if len(raw) > _LARGEST_FILE_BYTES:
+        raise ValueError(f"{path} has more than {_LARGEST_FILE_BYTES} bytes")
+    try:
+        value = json.loads(raw)
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deep") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} does not hold a JSON object")
     return value

@@ -10,8 +10,19 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from elasticflow_airflow.service.lifecycle import CannotServeError, lock_state_dir, log, serve, set_up_logging
+from elasticflow_airflow.service.lifecycle import (
+    CannotServeError,
+    lock_state_dir,
+    log,
+    read_card,
+    serve,
+)
+from elasticflow_airflow.service.logs import set_up_logging
+from elasticflow_airflow.service.ownership import describe
 from elasticflow_airflow.service.settings import ServiceSettings
+
+CANNOT_SERVE = "elasticflow: "
+"""Before the sentence that says why it cannot serve: whoever starts it looks for that."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,20 +40,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name = "_".join(str(part) for part in item["loc"]).upper()
             sys.stderr.write(f"elasticflow: ELASTICFLOW_{name}: {item['msg']}\n")
         return 2
-    set_up_logging(settings.log_level)
     os.umask(0o077)
+    written = set_up_logging(settings.log_level)
     try:
         with lock_state_dir(settings.state_dir) as ours:
             if not ours:
-                holder = settings.state_dir / "service.json"
-                log.info(
-                    "another service holds this state directory", state_dir=str(settings.state_dir), see=str(holder)
-                )
+                holder = describe(read_card(settings.state_dir))
+                log.info("another service holds this state directory", state_dir=str(settings.state_dir), holder=holder)
                 return 0 if options.embedded else 1
             serve(settings, embedded=options.embedded)
     except CannotServeError as error:
-        sys.stderr.write(f"elasticflow: {error}\n")
+        written.write(f"{CANNOT_SERVE}{error}\n")
         return 1
+    finally:
+        written.end()
     return 0
 
 

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -17,10 +18,10 @@ import structlog
 from elasticflow_airflow.engines.port import Engine, EngineError, GangSpec, GangState
 from elasticflow_airflow.runtime.protocol import Promotion, RescaleMode, SessionConfig, checkpoint_dir
 from elasticflow_airflow.service import crashpoints
-from elasticflow_airflow.service.books import Books, alive, incarnation_dir
+from elasticflow_airflow.service.books import Books, alive, can_be_stopped, incarnation_dir
 from elasticflow_airflow.service.codec import placement_from_json
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
-from elasticflow_airflow.service.rescaling import fall_back, holders_of
+from elasticflow_airflow.service.rescaling import Holders, fall_back
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import Snapshots
 from elasticflow_airflow.wire import State
@@ -65,31 +66,58 @@ class Actuator:
         renew = self.monotonic() - self._renewed_at_s >= self.settings.renew_interval_s
         if renew:
             self._renewed_at_s = self.monotonic()
-        self._held = sorted({row.job_id for row in books.rows if books.open_of(row)})
+        self._held = sorted({row.job_id for row in (*books.rows, *books.aside) if books.open_of(row)})
+        on_slots = Holders(books)
         for row in books.rows:
-            self._write_promotion(row)
-            generations = books.open_of(row)
-            due = books.due(row)
-            if due is not None and due.desired == "run" and not row.terminal:
-                settled = not renew and self._is_settled(row, due)
-                if due.state != GangState.ENDED and not settled:
-                    self._apply_or_wait(books, row, due)
-            elif any(alive(g) or g.state == GangState.PENDING for g in generations):
-                reason = row.state_reason or "no longer wanted"
-                self._try("stop", self.engine.stop, row.job_id, self.settings.grace_s, reason)
-            if renew and any(alive(g) for g in generations):
+            with books.on_behalf_of(row.job_id, "starting, changing or stopping its workers"):
+                self._act(books, row, on_slots, renew=renew)
+        for row in books.aside:
+            self._keep(books, row, renew=renew)
+
+    def _act(self, books: Books, row: IncarnationRow, on_slots: Holders, *, renew: bool) -> None:
+        self._write_promotion(row)
+        generations = books.open_of(row)
+        due = books.due(row)
+        if due is not None and due.desired == "run" and not row.terminal:
+            settled = not renew and self._is_settled(row, due)
+            if due.state != GangState.ENDED and not settled:
+                self._apply_or_wait(books, row, due, on_slots)
+        elif any(map(can_be_stopped, generations)):
+            self._stop(row)
+        if renew and any(alive(g) for g in generations):
+            self._try("renew", self.engine.renew, row.job_id)
+        if row.terminal and not row.drained and not generations:
+            self._forget(books, row)
+
+    def _keep(self, books: Books, row: IncarnationRow, *, renew: bool) -> None:
+        """A job that is set aside: its workers go on, unless it is to end."""
+        generations = books.open_of(row)
+        if any(map(can_be_stopped, generations)):
+            if row.ending:
+                self._stop(row)
+            elif renew:
                 self._try("renew", self.engine.renew, row.job_id)
-            if row.terminal and not row.drained and not generations:
-                self._forget(books, row)
+        elif row.terminal and not row.drained:
+            self._forget(books, row)
 
-    def hold(self) -> None:
-        """While nothing can be decided: have those train on who trained at the last pass."""
+    def _stop(self, row: IncarnationRow) -> None:
+        reason = row.state_reason or "no longer wanted"
+        self._try("stop", self.engine.stop, row.job_id, self.settings.grace_s, reason)
+
+    def hold(self, *, unless_renewed_within_s: float = 0.0) -> None:
+        """Have those train on who trained at the last pass, whatever else can be done. For any thread."""
+        if self.monotonic() - self._renewed_at_s < unless_renewed_within_s:
+            return
+        self._renewed_at_s = self.monotonic()
         for job_id in self._held:
-            self._try("renew", self.engine.renew, job_id)
+            try:
+                self.engine.renew(job_id)
+            except EngineError as error:
+                log.warning("the engine refused", call="renew", job_id=job_id, error=str(error))
 
-    def _apply_or_wait(self, books: Books, row: IncarnationRow, due: GenerationRow) -> None:
+    def _apply_or_wait(self, books: Books, row: IncarnationRow, due: GenerationRow, on_slots: Holders) -> None:
         """Have the engine bring a generation about, once nobody else is on its slots."""
-        if not holders_of(books, due) and not _own_leavers(books, row, due):
+        if not on_slots.before(due) and not _own_leavers(books, row, due):
             self._apply(row, due)
         elif due.notes.get("vacate") and any(alive(g) for g in books.open_of(row)):
             self._try("stop", self.engine.stop, row.job_id, self.settings.grace_s, due.reason)
@@ -107,7 +135,7 @@ class Actuator:
             return
         folder = incarnation_dir(self.settings.state_dir, row.job_id, row.incarnation)
         promotion = Promotion(**row.promoted)
-        if Promotion.read(checkpoint_dir(folder)) != promotion:
+        if _promotion_in(checkpoint_dir(folder)) != promotion:
             promotion.write(folder)
             crashpoints.point("after promotion")
         self._written[key] = dict(row.promoted)
@@ -206,6 +234,14 @@ class Actuator:
         )
 
 
+def _promotion_in(checkpoints: Path) -> Promotion | None:
+    """What ``promoted.json`` says; None also where it is damaged: the folder is the training's, who may write there."""
+    try:
+        return Promotion.read(checkpoints)
+    except (ValueError, TypeError):
+        return None
+
+
 def _own_leavers(books: Books, row: IncarnationRow, due: GenerationRow) -> bool:
     """Whether workers of the job itself are still leaving the slots on which others of it should start."""
     training = books.training(row)
@@ -225,24 +261,29 @@ def record_refusals(books: Books, actuator: Actuator) -> None:
         if row is None:
             del actuator.refusals[job_id]
             continue
-        if not refusals.told:
-            refusals.told = True
-            reason = f"the workers could not be started: {refusals.message}; it is tried again"
-            books.event("not_started", reason, row)
-        refused_s = actuator.monotonic() - refusals.since_monotonic_s
-        due = books.due(row)
-        if due is not None and due.mode == RescaleMode.IN_PLACE:
-            # The gang before it trains on, so there is time; and it can be done in another way.
-            if refused_s >= books.settings.grace_s:
-                del actuator.refusals[job_id]
-                fall_back(books, row, due, f"the workers could not be changed in place ({refusals.message})")
-        elif refused_s >= books.settings.apply_limit_s and refusals.count >= books.settings.apply_attempts:
-            books.end(row, State.FAILED, f"could not be started: {refusals.message}", failure=refusals.message)
+        with books.on_behalf_of(job_id, "writing down why its workers did not start"):
+            _record_refusals(books, row, refusals, actuator)
+
+
+def _record_refusals(books: Books, row: IncarnationRow, refusals: Refusals, actuator: Actuator) -> None:
+    if not refusals.told:
+        refusals.told = True
+        reason = f"the workers could not be started: {refusals.message}; it is tried again"
+        books.event("not_started", reason, row)
+    refused_s = actuator.monotonic() - refusals.since_monotonic_s
+    due = books.due(row)
+    if due is not None and due.mode == RescaleMode.IN_PLACE:
+        # The gang before it trains on, so there is time; and it can be done in another way.
+        if refused_s >= books.settings.grace_s:
+            del actuator.refusals[row.job_id]
+            fall_back(books, row, due, f"the workers could not be changed in place ({refusals.message})")
+    elif refused_s >= books.settings.apply_limit_s and refusals.count >= books.settings.apply_attempts:
+        books.end(row, State.FAILED, f"could not be started: {refusals.message}", failure=refusals.message)
 
 
 def record_drained(books: Books, actuator: Actuator) -> None:
     """Write down which terminal incarnations need no further pass."""
-    for row in books.rows:
+    for row in (*books.rows, *books.aside):
         if (row.job_id, row.incarnation) in actuator.drained:
             row.drained = True
     actuator.drained.clear()

@@ -8,52 +8,62 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
 import os
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
 import structlog
-from fastapi import FastAPI, Path, Query, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from elasticflow_airflow import __version__
+from elasticflow_airflow.bounds import NAME_CHARACTERS, TEXT_CHARACTERS, clean_text
 from elasticflow_airflow.engines.port import Engine, EngineNode
 from elasticflow_airflow.service.autoscaling import CapacityDesk, add_capacity
+from elasticflow_airflow.service.bodies import BodyLimit
 from elasticflow_airflow.service.doctoring import add_doctor
 from elasticflow_airflow.service.forecasting import ForecastDesk
 from elasticflow_airflow.service.insight_routes import InsightDesks, add_insight
+from elasticflow_airflow.service.job_routes import add_jobs
 from elasticflow_airflow.service.jobs import JobDesk
+from elasticflow_airflow.service.lanes import Lanes
 from elasticflow_airflow.service.marking import VersionMark
 from elasticflow_airflow.service.metrics import add_metrics
 from elasticflow_airflow.service.notify import Notifier
-from elasticflow_airflow.service.refusal import Refusal, no_such_job
+from elasticflow_airflow.service.owners_routes import OWNERS_PATH, add_owners
+from elasticflow_airflow.service.parameters import (
+    ByteOffset,
+    EventId,
+    Incarnation,
+    JobId,
+    LogName,
+    NodeId,
+    OneJob,
+    Sha256,
+)
+from elasticflow_airflow.service.refusal import Refusal, declared, no_such_job
+from elasticflow_airflow.service.secrets import SecretError
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import SnapshotRefusedError, Snapshots
 from elasticflow_airflow.service.store import DATABASE_AWAY, Store
 from elasticflow_airflow.service.view import event_of, slot_statuses
 from elasticflow_airflow.wire import (
     API_VERSION,
-    AmendAnswer,
-    AmendRequest,
-    Attachment,
-    AttachRequest,
-    ClaimRequest,
     Drain,
     DrainRequest,
-    DryRun,
     Event,
-    ForecastAnswer,
-    ForecastRequest,
     Health,
-    JobStatus,
-    JobSubmission,
     LogPiece,
     Problem,
 )
@@ -62,13 +72,11 @@ log = structlog.get_logger(__name__)
 
 _KEEP_ALIVE_S = 15.0
 _STREAM_CHUNK = 200
-_TAR_BODY = {"requestBody": {"required": True, "content": {"application/x-tar": {"schema": {"type": "string"}}}}}
+_TAR = {"schema": {"type": "string", "format": "binary"}}
+_TAR_BODY = {"requestBody": {"required": True, "content": {"application/x-tar": _TAR}}}
 _EVENT_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}, "description": "Events"}}
-JobId = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9-]{0,119}$")]
-Sha256 = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
-EventId = Annotated[int, Query(ge=0, lt=1 << 62)]
-NodeId = Annotated[str, Path(min_length=1, max_length=200)]
-LogName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,119}$")]
+_MOST_WRONG = 10
+"""A refused request is told so many of its mistakes."""
 
 
 @dataclass(slots=True)
@@ -104,17 +112,19 @@ def build_app(parts: ServiceParts, token: str | None, metrics_token: str | None 
     ``metrics_token`` opens ``/metrics`` and nothing else.
     """
     app = FastAPI(title="elasticflow", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    lanes = Lanes()
     _add_errors(app)
-    _add_health(app, parts)
-    _add_snapshots(app, parts)
-    _add_jobs(app, parts)
-    _add_forecast(app, parts)
-    _add_nodes(app, parts)
-    _add_events_and_logs(app, parts)
-    add_insight(app, parts)
-    add_capacity(app, parts)
-    add_metrics(app, parts)
-    add_doctor(app, parts)
+    _add_health(app, parts, lanes)
+    _add_snapshots(app, parts, lanes)
+    add_jobs(app, parts, lanes)
+    _add_nodes(app, parts, lanes)
+    _add_events_and_logs(app, parts, lanes)
+    add_insight(app, parts, lanes)
+    add_owners(app, parts, lanes)
+    add_capacity(app, parts, lanes)
+    add_metrics(app, parts, lanes)
+    add_doctor(app, parts, lanes)
+    app.add_middleware(BodyLimit)
     app.add_middleware(TokenGuard, token=token, metrics_token=metrics_token)
     app.add_middleware(TrafficCounter, traffic=parts.traffic)
     app.add_middleware(VersionMark)
@@ -156,7 +166,7 @@ class TrafficCounter:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Count a request from its beginning to its end."""
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["path"] == OWNERS_PATH:
             await self._app(scope, receive, send)
             return
         self._traffic.under_way += 1
@@ -169,7 +179,10 @@ class TrafficCounter:
 
 def _problem(refusal: Refusal) -> JSONResponse:
     body = Problem(error=refusal.error, message=refusal.message, hint=refusal.hint)
-    return JSONResponse(body.model_dump(), status_code=refusal.status)
+    response = JSONResponse(body.model_dump(), status_code=refusal.status)
+    if refusal.retry_after_s is not None:
+        response.headers["Retry-After"] = str(math.ceil(refusal.retry_after_s))
+    return response
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -179,16 +192,23 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
-        # Only where and what: the value itself may be a secret.
-        wrong = "; ".join(
-            f"{'.'.join(str(part) for part in item['loc'] if part != 'body') or 'body'}: {item['msg']}"
-            for item in error.errors()
-        )
-        return _problem(Refusal(422, "invalid", wrong, "correct the named arguments"))
+        return _problem(Refusal(422, "invalid", _what_is_wrong(error), "correct the named arguments"))
 
     @app.exception_handler(HTTPException)
-    async def http_error(_request: Request, error: HTTPException) -> JSONResponse:
-        return _problem(Refusal(error.status_code, "http", str(error.detail)))
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        response = _problem(Refusal(error.status_code, "http", str(error.detail)))
+        response.headers.update(error.headers or {})
+        if error.status_code == 405:
+            response.headers["Allow"] = _methods_of(app, request)
+        return response
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_request: Request, _error: ClientDisconnect) -> Response:
+        return Response(status_code=408)  # Nobody reads it: he left, or was left, before he had sent all.
+
+    @app.exception_handler(SecretError)
+    async def no_key(_request: Request, error: SecretError) -> JSONResponse:
+        return _problem(Refusal(500, "secret_key", str(error), "whoever runs the service has to do it"))
 
     async def database_away(_request: Request, error: Exception) -> JSONResponse:
         # Only what the driver said: the statement's parameters may be secrets.
@@ -206,18 +226,37 @@ def _add_errors(app: FastAPI) -> None:
         return _problem(Refusal(500, "internal", reason, "try again, and look at the end of the service's log"))
 
 
-def _add_health(app: FastAPI, parts: ServiceParts) -> None:
+def _methods_of(app: FastAPI, request: Request) -> str:
+    """What may be done with a path (RFC 9110, section 10.2.1): Starlette names the methods of one route only."""
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    there = [route for route in routes if route.matches(request.scope)[0] != Match.NONE]
+    return ", ".join(sorted({method for route in there for method in route.methods or ()}))
+
+
+def _what_is_wrong(error: RequestValidationError) -> str:
+    """Only where and what: the value itself may be a secret. Names of fields are the caller's words, however long."""
+    found = error.errors()
+    wrong = [
+        f"{'.'.join(clean_text(str(part), NAME_CHARACTERS) for part in item['loc'] if part != 'body') or 'body'}:"
+        f" {clean_text(item['msg'], TEXT_CHARACTERS)}"
+        for item in found[:_MOST_WRONG]
+    ]
+    return "; ".join(wrong + [f"and {len(found) - _MOST_WRONG} more"] * (len(found) > _MOST_WRONG))
+
+
+def _add_health(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     @app.get("/healthz", response_class=PlainTextResponse)
-    def healthz() -> str:
+    async def healthz() -> str:
         """Whether somebody listens: the one route that needs no token."""
         return "ok"
 
     @app.get("/v1/version")
-    def version() -> dict[str, str]:
+    async def version() -> dict[str, str]:
         """The versions of the service and of this API, and what its clock shows (``at``, UTC seconds)."""
         return {"version": __version__, "api": API_VERSION, "at": f"{time.time():.3f}"}
 
     @app.get("/v1/health")
+    @lanes.reading
     def health() -> Health:
         """How the service is, and who holds which slot."""
         problem = parts.problem()
@@ -237,16 +276,17 @@ def _add_health(app: FastAPI, parts: ServiceParts) -> None:
         )
 
 
-def _add_snapshots(app: FastAPI, parts: ServiceParts) -> None:
+def _add_snapshots(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     @app.head("/v1/snapshots/{sha256}", status_code=204, include_in_schema=False)
-    @app.get("/v1/snapshots/{sha256}", status_code=204)
+    @app.get("/v1/snapshots/{sha256}", status_code=204, responses=declared(404))
+    @lanes.reading
     def has_snapshot(sha256: Sha256) -> Response:
         """Whether this code was uploaded: 204, or 404."""
         if not parts.snapshots.has(sha256):
             raise Refusal(404, "snapshot_missing", f"the code {sha256} was not uploaded", "upload it")
         return Response(status_code=204)
 
-    @app.put("/v1/snapshots/{sha256}", status_code=204, openapi_extra=_TAR_BODY)
+    @app.put("/v1/snapshots/{sha256}", status_code=204, openapi_extra=_TAR_BODY, responses=declared(413, 507))
     async def put_snapshot(sha256: Sha256, request: Request) -> Response:
         """Upload code: a tar archive, under the SHA-256 of its files."""
         incoming = await run_in_threadpool(parts.snapshots.incoming)
@@ -264,7 +304,7 @@ def _add_snapshots(app: FastAPI, parts: ServiceParts) -> None:
                             "put the script in a folder of its own, or ignore what it does not need",
                         )
                     await run_in_threadpool(file.write, chunk)
-            await run_in_threadpool(parts.snapshots.accept, sha256, incoming)
+            await lanes.unpacking.run(partial(parts.snapshots.accept, sha256, incoming))
         except SnapshotRefusedError as error:
             status = 413 if error.too_large else 422
             raise Refusal(status, "snapshot_refused", str(error), error.hint) from error
@@ -280,85 +320,9 @@ def _add_snapshots(app: FastAPI, parts: ServiceParts) -> None:
         return Response(status_code=204)
 
 
-def _add_jobs(app: FastAPI, parts: ServiceParts) -> None:
-    desk = parts.desk
-
-    @app.put("/v1/jobs/{job_id}", responses={201: {"model": Attachment, "description": "A new incarnation"}})
-    def submit(
-        job_id: JobId, submission: JobSubmission, response: Response, dry_run: bool = False
-    ) -> Attachment | DryRun:
-        """Submit a job, or attach to the live one of equal specification. With dry_run: only ask for the verdict."""
-        if dry_run:
-            return _forecasts(parts).dry_run(job_id, submission)
-        attachment = desk.submit(job_id, submission)
-        response.status_code = 201 if attachment.created else 200
-        return attachment
-
-    @app.post("/v1/jobs/{job_id}/attach")
-    def attach(job_id: JobId, request: AttachRequest) -> Attachment:
-        """Take a new claim on the current incarnation of a job."""
-        return desk.attach(job_id, request.lease_s)
-
-    @app.get("/v1/jobs")
-    def list_jobs(
-        state: str | None = None,
-        dag_id: Annotated[list[str] | None, Query()] = None,
-        live: bool | None = None,
-        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-        namespace: str | None = None,
-        run_id: str | None = None,
-        task_id: str | None = None,
-        map_index: Annotated[int | None, Query(ge=-1, lt=1 << 31)] = None,
-    ) -> list[JobStatus]:
-        """List jobs, newest first: the newest of those that all of this is true of.
-
-        dag_id may be given several times: for jobs of any of these DAGs.
-        """
-        given = {"namespace": namespace, "run_id": run_id, "task_id": task_id, "map_index": map_index}
-        shared = {part: value for part, value in given.items() if value is not None}
-        return desk.list_jobs(state, dag_id, live, limit, shared)
-
-    @app.get("/v1/jobs/{job_id}")
-    def status(job_id: JobId) -> JobStatus:
-        """Everything about one job."""
-        return desk.status(job_id)
-
-    @app.patch("/v1/jobs/{job_id}")
-    def amend(job_id: JobId, request: AmendRequest) -> AmendAnswer:
-        """Change a job's deadline or value, if that can be promised. Needs its claim."""
-        return desk.amend(job_id, request)
-
-    @app.post("/v1/jobs/{job_id}/cancel")
-    def cancel(job_id: JobId, request: ClaimRequest) -> JobStatus:
-        """Cancel a job, once its workers have saved and left. Needs its claim."""
-        return desk.cancel(job_id, request.claim, request.reason)
-
-    @app.post("/v1/jobs/{job_id}/acknowledge")
-    def acknowledge(job_id: JobId, request: ClaimRequest) -> JobStatus:
-        """Say that a success was recorded: the next submit trains anew. Needs its claim."""
-        return desk.acknowledge(job_id, request.claim)
-
-    @app.post("/v1/jobs/{job_id}/lease")
-    def lease(job_id: JobId, request: ClaimRequest) -> JobStatus:
-        """Renew a job's lease, and look at it. Needs its claim."""
-        return desk.renew(job_id, request.claim)
-
-
-def _forecasts(parts: ServiceParts) -> ForecastDesk:
-    if parts.forecasts is None:
-        raise Refusal(501, "no_forecasts", "this service answers no questions about what would be", "submit the job")
-    return parts.forecasts
-
-
-def _add_forecast(app: FastAPI, parts: ServiceParts) -> None:
-    @app.post("/v1/forecast")
-    def forecast(request: ForecastRequest) -> ForecastAnswer:
-        """What will become of everything that is due in the next hours, planned runs included."""
-        return _forecasts(parts).forecast(request.hours, request.planned)
-
-
-def _add_nodes(app: FastAPI, parts: ServiceParts) -> None:
-    @app.put("/v1/nodes/{node_id}/drain")
+def _add_nodes(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
+    @app.put("/v1/nodes/{node_id}/drain", responses=declared(404))
+    @lanes.changing
     def drain(node_id: NodeId, request: DrainRequest) -> Drain:
         """Say when a node goes away, or with null that it stays."""
         known = sorted(node.node_id for node in parts.nodes())
@@ -368,35 +332,40 @@ def _add_nodes(app: FastAPI, parts: ServiceParts) -> None:
         return Drain(node_id=node_id, until_at=request.until_at)
 
 
-def _add_events_and_logs(app: FastAPI, parts: ServiceParts) -> None:
+def _add_events_and_logs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     def read_events(after: int, job_id: str | None, limit: int) -> list[Event]:
         with parts.store.read() as reader:
             return [event_of(row) for row in reader.events(after, job_id, limit)]
 
-    @app.get("/v1/jobs/{job_id}/events")
+    async def read_later(after: int, job_id: str | None) -> list[Event]:
+        return await lanes.streams.run(partial(read_events, after, job_id, _STREAM_CHUNK))
+
+    @app.get("/v1/jobs/{job_id}/events", responses=declared(404))
+    @lanes.reading
     def job_events(job_id: JobId, after: EventId = 0, limit: Annotated[int, Query(ge=1, le=1000)] = 200) -> list[Event]:
         """A job's events, oldest first: what was decided, and why."""
         parts.desk.status(job_id)
         return read_events(after, job_id, limit)
 
     @app.get("/v1/events", response_class=StreamingResponse, responses=_EVENT_STREAM)
-    async def stream(request: Request, after: EventId | None = None, job_id: str | None = None) -> StreamingResponse:
+    async def stream(request: Request, after: EventId | None = None, job_id: OneJob | None = None) -> StreamingResponse:
         """Events as they come (server-sent events), from an id or the header Last-Event-ID on."""
         last = request.headers.get("last-event-id", "")
         start = int(last) if re.fullmatch(r"[0-9]{1,18}", last) else after or 0
         return StreamingResponse(
-            _event_stream(parts.notifier, read_events, start, job_id, request.is_disconnected),
+            _event_stream(parts.notifier, read_later, start, job_id, request.is_disconnected),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-store"},
         )
 
-    @app.get("/v1/jobs/{job_id}/logs/{log_name}")
+    @app.get("/v1/jobs/{job_id}/logs/{log_name}", responses=declared(404))
+    @lanes.reading
     def log(
         job_id: JobId,
         log_name: LogName,
-        offset: Annotated[int, Query(ge=0, lt=1 << 62)] = 0,
+        offset: ByteOffset = 0,
         limit: Annotated[int, Query(ge=1, le=1 << 20)] = 1 << 16,
-        incarnation: Annotated[int | None, Query(ge=1, lt=1 << 31)] = None,
+        incarnation: Incarnation | None = None,
     ) -> LogPiece:
         """A piece of a worker's log, from a byte offset on."""
         with parts.store.read() as reader:
@@ -432,7 +401,7 @@ def _whole_characters(data: bytes) -> bytes:
 
 async def _event_stream(
     notifier: Notifier,
-    read: Callable[[int, str | None, int], list[Event]],
+    read: Callable[[int, str | None], Awaitable[list[Event]]],
     after: int,
     job_id: str | None,
     gone: Callable[[], Awaitable[bool]],
@@ -442,7 +411,7 @@ async def _event_stream(
     try:
         while not await gone():
             changed.clear()
-            events = await run_in_threadpool(read, after, job_id, _STREAM_CHUNK)
+            events = await read(after, job_id)
             for event in events:
                 after = event.event_id
                 yield f"id: {event.event_id}\nevent: {event.kind}\ndata: {event.model_dump_json()}\n\n"

@@ -1,6 +1,6 @@
 """``GET /v1/capacity``: which nodes nobody needs, and how many more are wanted; and the same as two gauges.
 
-Runs in the threads of HTTP handlers, one question at a time, on a copy of the scheduler. Reports only: no node comes or
+Runs in the threads of HTTP handlers, on a copy of the scheduler. Reports only: no node comes or
 goes by it.
 """
 
@@ -9,25 +9,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import structlog
-from fastapi import FastAPI, Query
+from fastapi import FastAPI
 
 from elasticflow_airflow.insight import CapacityAnswer, CapacityWant, ReleasableNode
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.capacity import CapacityOutlook, Want, capacity
 from elasticflow_airflow.scheduler_core.policies.registry import DEFAULT_POLICY
 from elasticflow_airflow.scheduler_core.values import Job
+from elasticflow_airflow.service import history
 from elasticflow_airflow.service.books import costs_from
 from elasticflow_airflow.service.codec import curve_from_json
 from elasticflow_airflow.service.forecasting import ForecastDesk, identities_of, whose
 from elasticflow_airflow.service.introducing import known_speeds, most_workers
+from elasticflow_airflow.service.lanes import Lanes
 from elasticflow_airflow.service.models import IncarnationRow, JobRow
-from elasticflow_airflow.service.refusal import Refusal
+from elasticflow_airflow.service.parameters import Hours
+from elasticflow_airflow.service.refusal import Refusal, declared
 from elasticflow_airflow.service.store import Reader
-from elasticflow_airflow.service.turns import Turns
 from elasticflow_airflow.wire import JobIdentity, State
 
 if TYPE_CHECKING:
@@ -57,14 +59,9 @@ class CapacityDesk:
     """The service's side."""
 
     forecasts: ForecastDesk
-    _turns: Turns = field(default_factory=lambda: Turns("the capacity is being worked out for others"))
 
     def capacity(self, hours: float = GAUGES_HOURS) -> CapacityAnswer:
         """What nobody needs in the next ``hours``, or what is missing. Raises Refusal 409, 503."""
-        with self._turns.one():
-            return self._capacity(hours)
-
-    def _capacity(self, hours: float) -> CapacityAnswer:
         scheduler, now = self.forecasts.present(), self.forecasts.clock()
         if not isinstance(scheduler, Scheduler):
             raise Refusal(
@@ -95,8 +92,8 @@ class CapacityDesk:
 
     def _job(self, reader: Reader, job: JobRow, row: IncarnationRow) -> Job | None:
         """A rejected job as it would ask again; None while its speed or its length is not known."""
-        past = reader.history(job.recurring_key, row.signature) if row.signature else None
-        known = known_speeds(row.submission, past.speeds if past is not None and past.complete else None)
+        past = history.past_of(reader.history(job.recurring_key, row.signature) if row.signature else None)
+        known = known_speeds(row.submission, past.speeds)
         speeds = known or {str(size): float(speed) for size, speed in row.speeds.items()}
         if not speeds or row.total_steps is None:
             return None
@@ -189,12 +186,13 @@ class CapacityWatch:
             self._answer, self._next_s = answer, now + max(rest_s, _REST_FACTOR * (now - began))
 
 
-def add_capacity(app: FastAPI, parts: ServiceParts) -> None:
+def add_capacity(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     """Add the route."""
 
-    @app.get("/v1/capacity")
+    @app.get("/v1/capacity", responses=declared(409, 501))
+    @lanes.planning
     def report(
-        hours: Annotated[float, Query(gt=0, le=24 * 14, allow_inf_nan=False)] = GAUGES_HOURS,
+        hours: Hours = GAUGES_HOURS,
     ) -> CapacityAnswer:
         """Which nodes nobody needs in the next hours, or how many more are wanted, and by whom. Nothing is changed."""
         if parts.capacity is None:

@@ -1,23 +1,27 @@
-"""What one pass of the loop works on: the rows of every job that still matters, inside one write transaction.
+"""What one pass of the loop works on: the rows of every job that still matters, in one unit of work.
 
-Holds no rules; the modules around it do. Rows are changed in place and are stored when the transaction ends.
+Holds no rules; the modules around it do. Rows are changed in place and are stored when the unit of work is committed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elasticflow_airflow.engines.port import GangState, WorkerObservation
+from elasticflow_airflow.engines.port import STANDING, GangState, WorkerObservation
 from elasticflow_airflow.runtime.protocol import RescaleMode, checkpoint_dir
+from elasticflow_airflow.scheduler_core.events import CalendarEvent, Event, GangStarted, JobProgressed
 from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
 from elasticflow_airflow.scheduler_core.values import JobState, RescaleCosts
+from elasticflow_airflow.service.faults import Faults, SchedulerFaultError
 from elasticflow_airflow.service.measuring import Enough
 from elasticflow_airflow.service.models import AmendmentRow, GenerationRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.settings import ServiceSettings
-from elasticflow_airflow.service.store import Writer
+from elasticflow_airflow.service.store import DATABASE_AWAY
+from elasticflow_airflow.service.unit_of_work import NewEvent, UnitOfWork
 from elasticflow_airflow.wire import State
 
 _GAIN_UNKNOWN = 0.75
@@ -28,14 +32,19 @@ _GAIN_UNKNOWN = 0.75
 class Books:
     """Rows of one pass, the scheduler, and the time of the pass (UTC seconds)."""
 
-    tx: Writer
+    tx: UnitOfWork
     now: float
     settings: ServiceSettings
     scheduler: ServicePolicy
+    faults: Faults
+    """What went wrong with single jobs in this pass."""
     jobs: dict[str, JobRow] = field(default_factory=dict)
     rows: list[IncarnationRow] = field(default_factory=list)
+    """Incarnations in order of submission, without those that are set aside."""
+    aside: list[IncarnationRow] = field(default_factory=list)
+    """Incarnations that are set aside (see ``setting_aside.py``): only they may be touched there."""
     generations: dict[tuple[str, int], GenerationRow] = field(default_factory=dict)
-    """Generations whose end is not handled."""
+    """Generations of ``rows`` whose end is not handled."""
     workers: dict[tuple[str, int], tuple[WorkerObservation, ...]] = field(default_factory=dict)
     """The members of each generation, as this pass observed them."""
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -45,37 +54,92 @@ class Books:
     wake_at: float | None = None
     learned: bool = False
     """Something is known better of recurring tasks than the scheduler was told."""
-    fed: bool = False
-    """The scheduler heard something in this pass."""
+    fed: list[Event | CalendarEvent] = field(default_factory=list)
+    """What the scheduler heard in this pass."""
+    started: dict[str, tuple[int, GangStarted]] = field(default_factory=dict)
+    """Whose gangs make steps now, and of which generation, until the scheduler hears of it."""
+    progressed: dict[str, JobProgressed] = field(default_factory=dict)
+    """What jobs report of their progress, until the scheduler hears of it."""
+    singly: bool = False
+    """The scheduler hears one event after the other: heard together, it failed on them, and on none alone."""
+    decided: bool = False
+    """The scheduler heard something, or was restored."""
+    more: bool = False
+    """Some have to wait for the next pass to be decided on."""
+    _of_job: dict[str, list[IncarnationRow]] = field(default_factory=dict)
+    _gangs: dict[tuple[str, int], list[GenerationRow]] = field(default_factory=dict)
 
     @classmethod
     def open(
-        cls, tx: Writer, now: float, settings: ServiceSettings, scheduler: ServicePolicy, wake_at: float | None
+        cls,
+        tx: UnitOfWork,
+        now: float,
+        settings: ServiceSettings,
+        scheduler: ServicePolicy,
+        wake_at: float | None,
+        faults: Faults | None = None,
     ) -> Books:
-        """Read the rows."""
-        books = cls(tx, now, settings, scheduler, wake_at=wake_at)
-        for job, row in tx.undrained():
+        """Take the rows that the unit of work has read."""
+        books = cls(tx, now, settings, scheduler, Faults() if faults is None else faults, wake_at=wake_at)
+        for job, row in tx.current_rows:
             books.jobs[job.job_id] = job
-            books.rows.append(row)
-        for generation in tx.open_generations():
-            books.generations[generation.job_id, generation.generation] = generation
+            books._of_job.setdefault(job.job_id, []).append(row)
+            (books.aside if job.job_id in books.faults else books.rows).append(row)
+        for generation in tx.current_generations:
+            books._gangs.setdefault((generation.job_id, generation.incarnation), []).append(generation)
+            if generation.job_id not in books.faults:
+                books.generations[generation.job_id, generation.generation] = generation
         return books
+
+    @contextmanager
+    def on_behalf_of(self, job_id: str, doing: str) -> Iterator[None]:
+        """Whatever goes wrong in the block is the trouble of this job alone.
+
+        The job is left out of the rest of the pass; nothing of the pass is written, and the next begins without it.
+        What is wrong with the database or with the scheduler as a whole is nobody's trouble, and passes through.
+        """
+        try:
+            yield
+        except (*DATABASE_AWAY, SchedulerFaultError):
+            raise
+        except Exception as error:  # noqa: BLE001  (whatever it is: it must not reach the other jobs)
+            self.faults.note(job_id, doing, error)
+            self.rows = [row for row in self.rows if row.job_id != job_id]
+            self.generations = {key: one for key, one in self.generations.items() if key[0] != job_id}
+
+    def add_generation(self, generation: GenerationRow) -> None:
+        """A new generation, whose end is not handled."""
+        self.tx.add(generation)
+        self.generations[generation.job_id, generation.generation] = generation
+        self._gangs.setdefault((generation.job_id, generation.incarnation), []).append(generation)
 
     def live(self, job_id: str) -> IncarnationRow | None:
         """The incarnation of a job that the scheduler may know."""
-        return next((r for r in self.rows if r.job_id == job_id and r.introduced and not r.terminal), None)
+        if job_id in self.faults:
+            return None
+        return next((r for r in self._of_job.get(job_id, ()) if r.introduced and not r.terminal), None)
+
+    def not_introduced(self) -> frozenset[tuple[str, int]]:
+        """Incarnations that the scheduler was not asked about yet."""
+        return frozenset((r.job_id, r.incarnation) for r in (*self.rows, *self.aside) if not r.introduced)
+
+    def incarnations_of(self, job_id: str) -> Sequence[IncarnationRow]:
+        """All incarnations of a job that still matter, in order of submission."""
+        return self._of_job.get(job_id, ())
 
     def checkpoints_of(self, job_id: str, incarnation: int) -> Path:
         """Folder of the checkpoints of one incarnation."""
         return checkpoint_dir(incarnation_dir(self.settings.state_dir, job_id, incarnation))
 
     def row(self, job_id: str, incarnation: int) -> IncarnationRow | None:
-        """One incarnation that still matters."""
-        return next((r for r in self.rows if r.job_id == job_id and r.incarnation == incarnation), None)
+        """One incarnation that still matters, and is not set aside."""
+        if job_id in self.faults:
+            return None
+        return next((r for r in self._of_job.get(job_id, ()) if r.incarnation == incarnation), None)
 
     def open_of(self, row: IncarnationRow) -> list[GenerationRow]:
         """Generations of an incarnation whose end is not handled, oldest first."""
-        mine = [g for g in self.generations.values() if g.job_id == row.job_id and g.incarnation == row.incarnation]
+        mine = self._gangs.get((row.job_id, row.incarnation), ())
         return sorted((g for g in mine if not g.handled), key=lambda g: g.generation)
 
     def desired(self, row: IncarnationRow) -> GenerationRow | None:
@@ -122,14 +186,14 @@ class Books:
 
     def state_of(self, job_id: str) -> JobState | None:
         """What the scheduler remembers of a job; None when it does not know it."""
-        return next((state for state in self.scheduler.states() if state.job.job_id == job_id), None)
+        return self.scheduler.state(job_id)
 
     def knows(self, job_id: str) -> bool:
         """Whether the scheduler has this job."""
-        return any(state.job.job_id == job_id for state in self.scheduler.states())
+        return self.scheduler.state(job_id) is not None
 
-    def event(self, kind: str, reason: str, row: IncarnationRow, **data: Any) -> int:
-        """Write an event of an incarnation; returns its id."""
+    def event(self, kind: str, reason: str, row: IncarnationRow, **data: Any) -> NewEvent:
+        """Write an event of an incarnation; in a verdict it stands for its id."""
         return self.tx.add_event(kind, reason, row, data)
 
     def set_state(self, row: IncarnationRow, state: State, reason: str) -> None:
@@ -161,6 +225,10 @@ class Books:
         """
         speeds = row.speeds or row.submission["scaling_curve"] or {}
         return costs_from(self.settings, row.costs, row.in_place, speeds)
+
+    def lived_s(self, row: IncarnationRow) -> float:
+        """How long an incarnation is there by the service's clock: nothing that its workers tell of took longer."""
+        return max(0.0, self.now - row.submitted_at)
 
     @property
     def enough(self) -> Enough:
@@ -198,4 +266,9 @@ def incarnation_dir(state_dir: Path, job_id: str, incarnation: int) -> Path:
 
 def alive(generation: GenerationRow) -> bool:
     """Whether it may have processes."""
-    return generation.state in (GangState.STARTING, GangState.RUNNING, GangState.LEAVING)
+    return generation.state in STANDING
+
+
+def can_be_stopped(generation: GenerationRow) -> bool:
+    """Whether the engine has something to stop: processes, or what it was told and has not begun."""
+    return alive(generation) or generation.state == GangState.PENDING

@@ -11,13 +11,14 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
+from elasticflow_airflow.bounds import count_problem
 from elasticflow_airflow.runtime.manifest import (
     CandidateInfo,
     CheckpointError,
@@ -172,7 +173,7 @@ class CandidateDesk:
         timer.daemon = True
         timer.start()
 
-    def settled(self, looked: list[Looked]) -> None:
+    def settled(self, looked: Sequence[Looked]) -> None:
         """Forget tasks whose outcome is stored."""
         self._under_way = {
             key: future
@@ -212,6 +213,9 @@ def look(checkpoints: Path, path: str, verify: Verify, *, patient: bool) -> Veri
     if match is None:
         return Verified(path, 0, 0, "", "its path is not that of a candidate")
     generation, step = int(match[1]), int(match[2])
+    problem = count_problem(step)
+    if problem is not None:
+        return Verified(path, generation, 0, "", f"its step {problem}")
     try:
         return Verified(path, generation, step, verify(_inside(checkpoints, path)), None)
     except CheckpointUnreachable as error:

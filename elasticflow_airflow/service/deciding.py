@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from elasticflow_airflow.bounds import utc
 from elasticflow_airflow.engines.port import GangState
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core import events as ev
@@ -15,6 +16,7 @@ from elasticflow_airflow.scheduler_core.decisions import (
     AmendRejected,
     AtRisk,
     Decision,
+    JobDecision,
     OnTrack,
     Purpose,
     Reject,
@@ -25,28 +27,81 @@ from elasticflow_airflow.scheduler_core.decisions import (
     WakeMeAt,
 )
 from elasticflow_airflow.scheduler_core.events import CalendarEvent, Event
+from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
+from elasticflow_airflow.scheduler_core.values import Job
 from elasticflow_airflow.service import history, instruments
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.codec import plan_to_json, slots_to_json
+from elasticflow_airflow.service.faults import SchedulerFaultError
 from elasticflow_airflow.service.generations import can_continue, order
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.store import DATABASE_AWAY
 from elasticflow_airflow.wire import State
 
 
 def feed(books: Books, event: Event | CalendarEvent) -> None:
-    """Tell the scheduler what happened and write down everything that it decides."""
+    """Tell the scheduler what happened and write down everything that it decides. Raises SchedulerFaultError."""
     scheduler = books.scheduler
-    if isinstance(event, CalendarEvent):
-        if not isinstance(scheduler, Scheduler):
-            return  # No other policy knows a calendar.
-        with instruments.deciding(event):
-            decisions = scheduler.handle(event, books.now)
-    else:
-        with instruments.deciding(event):
-            decisions = scheduler.handle(event, books.now)
-    books.fed = True
+    if isinstance(event, CalendarEvent) and not isinstance(scheduler, Scheduler):
+        return  # No other policy knows a calendar.
+    books.fed.append(event)
+    _write_down(books, event, lambda: handle(scheduler, event, books.now))
+
+
+def feed_reports(books: Books, reports: Sequence[ev.JobProgressed | ev.GangStarted]) -> None:
+    """Tell the scheduler what several jobs report, so that it plans once for all of them. Raises as :func:`feed`."""
+    scheduler = books.scheduler
+    if books.singly or not isinstance(scheduler, Scheduler):
+        for report in reports:
+            feed(books, report)
+    elif reports:
+        books.fed += reports
+        _write_down(books, reports[0], lambda: scheduler.reported(reports, books.now))
+
+
+def feed_submitted(books: Books, jobs: Iterable[Job]) -> None:
+    """Ask the scheduler about jobs, one by one in order, so that it plans once for all. Raises as :func:`feed`.
+
+    ``jobs`` may take its time, and end when that is over: the next is asked for when the one before is decided on.
+    """
+    scheduler = books.scheduler
+    if books.singly or not isinstance(scheduler, Scheduler):
+        for job in jobs:
+            feed(books, ev.JobSubmitted(job))
+        return
+    noted = _noted(books, jobs)
+    first = next(noted, None)
+    if first is not None:
+        _write_down(
+            books, ev.JobSubmitted(first), lambda: scheduler.submitted(itertools.chain([first], noted), books.now)
+        )
+
+
+def _noted(books: Books, jobs: Iterable[Job]) -> Iterator[Job]:
+    for job in jobs:
+        books.fed.append(ev.JobSubmitted(job))
+        yield job
+
+
+def _write_down(books: Books, first: Event | CalendarEvent, decide: Callable[[], Sequence[Decision]]) -> None:
+    """Have the scheduler decide on events that it hears together, of which ``first`` stands for all."""
+    books.decided = True
+    try:
+        with instruments.deciding(first):
+            decisions = decide()
+    except DATABASE_AWAY:
+        raise
+    except Exception as error:
+        raise SchedulerFaultError(first) from error
     books.wake_at = None  # The scheduler asks anew after each event.
     record_all(books, decisions)
+
+
+def handle(scheduler: ServicePolicy, event: Event | CalendarEvent, now: float) -> list[Decision]:
+    """Tell a scheduler of an event; one that knows no calendar does not hear of what is in it."""
+    if isinstance(event, CalendarEvent):
+        return scheduler.handle(event, now) if isinstance(scheduler, Scheduler) else []
+    return scheduler.handle(event, now)
 
 
 def record_all(books: Books, decisions: Sequence[Decision]) -> None:
@@ -55,26 +110,31 @@ def record_all(books: Books, decisions: Sequence[Decision]) -> None:
     A job that gives its slots up and gets others (or the same) in one breath never stands without any. One that gets
     the very slots that its gang trains on goes on there, and the scheduler hears that nothing has to start.
     """
-    moved = {decision.job_id for decision in decisions if isinstance(decision, Resize)}
+    last = {decision.job_id: decision for decision in decisions if isinstance(decision, Resize | Suspend)}
     goes_on = []
     for decision in decisions:
-        if isinstance(decision, Suspend | Wait) and decision.job_id in moved:
+        if isinstance(decision, Resize | Suspend) and decision is not last[decision.job_id]:
             continue
-        record(books, decision)
-        if isinstance(decision, Resize):
-            row = books.live(decision.job_id)
-            generation = None if row is None else books.desired(row)
-            if generation is not None and generation.state == GangState.RUNNING and generation.running_at is not None:
+        if isinstance(decision, Wait) and isinstance(last.get(decision.job_id), Resize):
+            continue
+        if isinstance(decision, WakeMeAt):
+            books.wake_at = decision.at_s
+            continue
+        with books.on_behalf_of(decision.job_id, "writing down what was decided"):
+            record(books, decision)
+            if isinstance(decision, Resize) and _trains_there(books, decision.job_id):
                 goes_on.append(ev.GangStarted(decision.job_id, decision.placement))
-    for started in goes_on:
-        feed(books, started)
+    feed_reports(books, goes_on)
 
 
-def record(books: Books, decision: Decision) -> None:
+def _trains_there(books: Books, job_id: str) -> bool:
+    row = books.live(job_id)
+    generation = None if row is None else books.desired(row)
+    return generation is not None and generation.state == GangState.RUNNING and generation.running_at is not None
+
+
+def record(books: Books, decision: JobDecision) -> None:
     """Write down one decision."""
-    if isinstance(decision, WakeMeAt):
-        books.wake_at = decision.at_s
-        return
     row = books.live(decision.job_id)
     if row is None or row.ending:
         return  # It is on its way out, whatever the scheduler would have liked.
@@ -244,7 +304,7 @@ def when(at_s: float) -> str:
     """A time for a sentence, in UTC."""
     if not math.isfinite(at_s):
         return "never"
-    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return utc(at_s).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def _finite(value: float) -> float | None:

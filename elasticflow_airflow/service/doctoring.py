@@ -26,6 +26,7 @@ from fastapi import FastAPI
 from elasticflow_airflow import __version__
 from elasticflow_airflow.diagnosis import Diagnosis, Finding, ok, problem, warning
 from elasticflow_airflow.engines.port import EngineNode
+from elasticflow_airflow.service.lanes import Lanes
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.wire import API_VERSION
 
@@ -56,10 +57,11 @@ print(json.dumps(found))
 """
 
 
-def add_doctor(app: FastAPI, parts: ServiceParts) -> None:
+def add_doctor(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     """Add the route."""
 
     @app.get("/v1/doctor")
+    @lanes.looking
     def doctor() -> Diagnosis:
         """Look over the service and its machine: what is well, what is not, and what to do."""
         findings = [*_running(parts), *look_at_machine(parts.settings)]

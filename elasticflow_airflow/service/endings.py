@@ -23,7 +23,8 @@ def conclude(books: Books) -> None:
     """End every job whose end was decided and whose workers have all left."""
     for row in books.rows:
         if row.ending and not row.terminal and not books.open_of(row):
-            _conclude(books, row)
+            with books.on_behalf_of(row.job_id, "bringing it to its end"):
+                _conclude(books, row)
 
 
 def _conclude(books: Books, row: IncarnationRow) -> None:
@@ -74,7 +75,7 @@ def _never_asked_for_curve(row: IncarnationRow) -> bool:
 
 def _measure_tail(books: Books, row: IncarnationRow) -> None:
     if row.last_step_at is not None:
-        tail_s = max(0.0, books.now - row.last_step_at) + books.settings.wake_up_allowance_s
+        tail_s = min(max(0.0, books.now - row.last_step_at), books.lived_s(row)) + books.settings.wake_up_allowance_s
         row.costs = {**row.costs, "tail_s": tail_s}
 
 
@@ -134,16 +135,21 @@ def settle(books: Books) -> None:
     """Decide what the end of each ended and judged generation means."""
     for generation in sorted(books.generations.values(), key=lambda g: g.generation):
         if generation.state == "ended" and generation.judged and not generation.handled:
-            row = books.row(generation.job_id, generation.incarnation)
-            generation.handled = True
-            if row is None:
-                continue
-            # Only what has no living predecessor is gone for good: changes in place overtake each other.
-            left = books.open_of(row)
-            gone = left[0].generation - 1 if left else generation.generation
-            row.cleared_generation = max(row.cleared_generation, gone)
-            if not row.terminal:
-                _settle(books, row, generation)
+            with books.on_behalf_of(generation.job_id, "deciding what the end of its workers means"):
+                _handle(books, generation)
+
+
+def _handle(books: Books, generation: GenerationRow) -> None:
+    row = books.row(generation.job_id, generation.incarnation)
+    generation.handled = True
+    if row is None:
+        return
+    # Only what has no living predecessor is gone for good: changes in place overtake each other.
+    left = books.open_of(row)
+    gone = left[0].generation - 1 if left else generation.generation
+    row.cleared_generation = max(row.cleared_generation, gone)
+    if not row.terminal:
+        _settle(books, row, generation)
 
 
 def _settle(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:

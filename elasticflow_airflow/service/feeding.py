@@ -118,8 +118,8 @@ class _Tasks:
 
 
 def _key(namespace: str, dag_id: str, task_id: str, map_index: int) -> str:
-    identity = JobIdentity(namespace=namespace, dag_id=dag_id, run_id="", task_id=task_id, map_index=map_index)
-    return identity.recurring_key
+    parts = {"namespace": namespace, "dag_id": dag_id, "run_id": "", "task_id": task_id, "map_index": map_index}
+    return JobIdentity.as_stored(parts).recurring_key
 
 
 def _by_key(request: CalendarRequest, now: float) -> dict[str, DueRuns]:

@@ -108,7 +108,7 @@ class ForecastDesk:
         if submission.identity.job_id != job_id:
             raise wrong_job_id(job_id, submission.identity.job_id)
         scheduler, now = self.present(), self.clock()
-        if any(state.job.job_id == job_id for state in scheduler.states()):
+        if scheduler.state(job_id) is not None:
             scheduler.handle(ev.JobCancelled(job_id), now)  # it would be superseded
         slots = sum(node.slots for node in scheduler.nodes())
         if submission.min_workers > slots:
@@ -119,7 +119,7 @@ class ForecastDesk:
         if asked is None:
             return _refused_at_once(job_id, passed_already(job.deadline_s or now))
         verdict = _verdict(scheduler, asked, now)
-        known = any(state.job.job_id == job_id for state in scheduler.states())
+        known = scheduler.state(job_id) is not None
         finish_s = scheduler.projected_finish_s(job_id) if known else None
         return DryRun(
             job_id=job_id,
@@ -175,8 +175,8 @@ class ForecastDesk:
         raw = submission.model_dump(mode="json", exclude={"secret_env"})
         shares = logical_workers(raw, slots)
         key = submission.identity.recurring_key
-        past = reader.history(key, history.signature_of(raw, self.device_type(), shares))
-        speeds = known_speeds(raw, past.speeds if past is not None and past.complete else None)
+        past = history.past_of(reader.history(key, history.signature_of(raw, self.device_type(), shares)))
+        speeds = known_speeds(raw, past.speeds)
         steps = history.length_of(submission.length, submission.global_batch_size, past)
         task = reader.recurring_task(key)
         expected = task is not None and any(due - recurring.POLICY.early_s <= now for due in task.due)
@@ -186,7 +186,7 @@ class ForecastDesk:
             deadline_s=None if submission.best_effort else submission.deadline_at,
             total_steps=None if steps is None else float(steps),
             curve=curve_from_json(speeds) if speeds else None,
-            costs=costs_from(self.settings, past.costs if past is not None else {}, {}, speeds or {}),
+            costs=costs_from(self.settings, past.costs, {}, speeds or {}),
             min_workers=submission.min_workers,
             max_workers=most_workers(raw, shares),
             value=submission.value,
@@ -265,7 +265,7 @@ def _verdict(scheduler: ServicePolicy, job: Job, now: float) -> Verdict:
 def identities_of(reader: Reader, job_ids: Iterable[str]) -> dict[str, JobIdentity]:
     """Whose the jobs are, by id; those that nobody knows, and an empty id, are left out."""
     jobs = (reader.job(job_id) for job_id in job_ids if job_id)
-    return {job.job_id: JobIdentity.model_validate(job.identity) for job in jobs if job is not None}
+    return {job.job_id: JobIdentity.as_stored(job.identity) for job in jobs if job is not None}
 
 
 def whose(job_id: str, key: str, identities: Mapping[str, JobIdentity]) -> tuple[str, str | None, str | None]:

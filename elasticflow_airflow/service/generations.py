@@ -73,7 +73,6 @@ def order(
         notes={"ordered_at_step": row.step, **({"own": True} if own else {})},
         log_names=[],
     )
-    books.tx.add(generation)
-    books.generations[row.job_id, job.generation] = generation
+    books.add_generation(generation)
     row.desired_generation = job.generation
     return generation

@@ -28,7 +28,7 @@ def read_heartbeat(folder: Path, worker_id: str) -> Heartbeat | None:
     try:
         raw = read_json(heartbeat_path(folder, worker_id))
         return None if raw is None else Heartbeat(int(raw["step"]), str(raw["phase"]), float(raw["at_s"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None  # Half written by a machine that went down, or of another version: the same as none.
 
 

@@ -7,34 +7,95 @@ part of it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from elasticflow_airflow import bounds
 from elasticflow_airflow.service.models import HistoryRow, IncarnationRow, JobRow
-from elasticflow_airflow.service.store import Writer
+from elasticflow_airflow.service.reported import loss_curve
+from elasticflow_airflow.service.unit_of_work import UnitOfWork
 from elasticflow_airflow.wire import Length
+
+_LONGEST_ENTRY_BYTES = 500
+"""A longer path stands there as its digest: the signature is indexed, together with the task."""
 
 
 def signature_of(submission: dict[str, Any], device_type: str, logical_workers: int | None) -> str:
     """What makes two runs of a task comparable."""
     command = submission["command"]
     entry = command["script"] or command["module"]
+    if len(json.dumps(entry)) > _LONGEST_ENTRY_BYTES:
+        entry = hashlib.sha256(entry.encode(errors="surrogatepass")).hexdigest()
     return json.dumps([device_type, submission["global_batch_size"], entry, logical_workers])
 
 
-def length_of(length: Length, global_batch_size: int, past: HistoryRow | None) -> int | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """What can be believed of what past runs showed; by default nothing."""
+
+    speeds: Mapping[str, float] | None = None
+    """A whole scaling curve: steps/s by workers (as text)."""
+    costs: Mapping[str, float] = field(default_factory=dict)
+    total_steps: int | None = None
+    epochs: int | None = None
+    loss_curve: Mapping[str, Any] | None = None
+
+
+def past_of(row: HistoryRow | None) -> Past:
+    """Read what is stored of past runs. What is out of bounds, of an older version, is as if it were not there."""
+    if row is None:
+        return Past()
+    speeds = _speeds(row.speeds)
+    whole = bool(speeds) and row.complete and len(speeds) == len(row.speeds)
+    steps, epochs = (n if _is_number(n, 1, bounds.MOST_COUNT) else None for n in (row.total_steps, row.epochs))
+    curve, _ = loss_curve(row.loss_curve)
+    return Past(
+        speeds=speeds if whole else None,
+        costs=_costs(row.costs),
+        total_steps=steps,
+        epochs=epochs,
+        loss_curve=curve,
+    )
+
+
+def _speeds(raw: Any) -> dict[str, float]:
+    return {str(size): float(speed) for size, speed in _items(raw) if _is_speed(size, speed)}
+
+
+def _costs(raw: Any) -> dict[str, float]:
+    return {str(name): float(cost) for name, cost in _items(raw) if _is_number(cost, 0.0, bounds.LONGEST_S)}
+
+
+def _items(raw: Any) -> Iterable[tuple[Any, Any]]:
+    return raw.items() if isinstance(raw, Mapping) else ()
+
+
+def _is_number(value: Any, least: float, most: float) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and bounds.number_problem(value, least, most) is None
+
+
+def _is_speed(size: Any, speed: Any) -> bool:
+    sized = str(size).isdecimal() and _is_number(int(size), 1, bounds.MOST_WORKERS)
+    return sized and _is_number(speed, bounds.SLOWEST_STEPS_PER_S, bounds.FASTEST_STEPS_PER_S)
+
+
+def length_of(length: Length, global_batch_size: int, past: Past) -> int | None:
     """How many steps a run makes: as it says, else as many an epoch as the run before; None if nobody knows."""
     said = length.total_steps(global_batch_size)
-    if said is not None or past is None or past.total_steps is None:
+    if said is not None or past.total_steps is None:
         return said
     if length.epochs is None or past.epochs is None:
         return past.total_steps
-    return math.ceil(past.total_steps * length.epochs / past.epochs)
+    return min(bounds.MOST_COUNT, math.ceil(past.total_steps * length.epochs / past.epochs))
 
 
 def remember(
-    tx: Writer, job: JobRow, row: IncarnationRow, now: float, *, complete: bool = False, success: bool = False
+    tx: UnitOfWork, job: JobRow, row: IncarnationRow, now: float, *, complete: bool = False, success: bool = False
 ) -> None:
     """Keep what this run has shown so far; newer numbers replace older ones of the same size."""
     past = tx.history(job.recurring_key, row.signature)
@@ -52,10 +113,10 @@ def remember(
             updated_at=now,
         )
         tx.add(past)
-    past.speeds = {**past.speeds, **row.speeds}
-    past.costs = {**past.costs, **row.costs}
+    past.speeds = {**_speeds(past.speeds), **row.speeds}
+    past.costs = {**_costs(past.costs), **row.costs}
     past.complete = past.complete or complete
-    length = Length.model_validate(row.submission["length"])
+    length = Length.as_stored(row.submission["length"])
     if row.total_steps is not None and length.epochs is not None:
         past.total_steps, past.epochs = row.total_steps, length.epochs
     if success and (row.target or {}).get("curve"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,11 +38,12 @@ from elasticflow_airflow.service.models import (
     SampleRow,
     WorkerTimesRow,
 )
-from elasticflow_airflow.service.reasons import why
+from elasticflow_airflow.service.reasons import Sentence, why
 from elasticflow_airflow.service.refusal import Refusal, no_such_job
 from elasticflow_airflow.service.secrets import shown_args
 from elasticflow_airflow.service.store import Reader, Store
-from elasticflow_airflow.service.view import slot_statuses, status_of
+from elasticflow_airflow.service.view import UNREADABLE, slot_statuses, status_of
+from elasticflow_airflow.wire import JobIdentity
 
 MOST_ROWS = 5000
 """A history tells of so many generations and submissions at most, the newest; its sums are of all."""
@@ -66,7 +68,7 @@ class InsightDesk:
             generations = reader.live_generations()
             slots = slot_statuses(self.nodes(), reader)
         keys = _keys(job for job, _ in live)
-        said = {row.job_id: why(row, foresight, keys, now) for _, row in live}
+        said = {row.job_id: _why(row, foresight, keys, now) for _, row in live}
         return ClusterNow(
             at=now,
             slots=slots,
@@ -90,17 +92,26 @@ class InsightDesk:
             held = reader.generations_between(from_at, past_until_at, MOST_ROWS)
             asked = reader.incarnations_between(from_at, until_at, MOST_ROWS)
             began = reader.began_between(from_at, until_at)
-            decided = reader.event_times([row.verdict["event_id"] for _, row in asked if row.verdict.get("event_id")])
+            decided = reader.event_times([said for _, row in asked if (said := _decided_in(row))])
             totals = reader.totals_between(from_at, until_at)
             told = spans.by_job(held)
             all_are_told = len(held) < MOST_ROWS
             if all_are_told:
                 for job, generations in told:
-                    sums.add(job.recurring_key, generations)
+                    with suppress(*UNREADABLE):
+                        sums.add(job.recurring_key, generations)
             else:
                 for recurring_key, holdings in reader.holdings_between(from_at, past_until_at):
-                    sums.add(recurring_key, holdings)
-        found = [span for job, generations in told for span in spans.spans_of(job, generations)]
+                    with suppress(*UNREADABLE):
+                        sums.add(recurring_key, holdings)
+        found: list[Span] = []
+        for job, generations in told:
+            with suppress(*UNREADABLE):
+                found += spans.spans_of(job, generations)
+        admissions: list[Admission] = []
+        for job, row in asked:
+            with suppress(*UNREADABLE):
+                admissions.append(_admission(job, row, began, decided))
         all_are_listed = len(asked) < MOST_ROWS
         return ClusterHistory(
             from_at=from_at,
@@ -108,7 +119,7 @@ class InsightDesk:
             now=now,
             spans=sorted(found, key=lambda span: (span.from_at, span.job_id)),
             planned=[span for span in _planned(asked, foresight, now) if span.from_at < until_at],
-            admissions=[_admission(job, row, began, decided) for job, row in asked],
+            admissions=admissions,
             part_s=sums.part_s,
             held_slot_s=sums.held_s,
             computing_slot_s=sums.computing_s,
@@ -120,7 +131,15 @@ class InsightDesk:
         )
 
     def story(self, job_id: str, incarnation: int | None) -> JobStory:
-        """Everything about one incarnation of a job (None: the current one). Raises Refusal 404."""
+        """Everything about one incarnation of a job (None: the current one). Raises Refusal 404, 500."""
+        try:
+            return self._story(job_id, incarnation)
+        except UNREADABLE as error:
+            raise Refusal(
+                500, "unreadable", f"what is stored of job {job_id!r} cannot be told", "cancel it, and submit it again"
+            ) from error
+
+    def _story(self, job_id: str, incarnation: int | None) -> JobStory:
         foresight, now = self.foresee(), self.clock()
         with self.store.read() as reader:
             job, row = _incarnation(reader, job_id, incarnation)
@@ -134,7 +153,7 @@ class InsightDesk:
             state = foresight.states.get(job_id)
         believed = {} if state is None or state.job.curve is None else dict(state.job.curve.steps_per_s)
         told = {int(size): float(speed) for size, speed in (row.submission.get("scaling_curve") or {}).items()}
-        said = why(row, foresight, keys, now)
+        said = _why(row, foresight, keys, now)
         return JobStory(
             status=status_of(job, row, generations),
             incarnations=job.incarnation,
@@ -159,7 +178,11 @@ class InsightDesk:
             found = reader.runs_of(job.recurring_key, limit)
             if all(one.job_id != job_id for one, _ in found):
                 found = [*found[: limit - 1], (job, row)]
-            return [_run(reader, one, other, now) for one, other in found]
+            runs: list[RunOfTask] = []
+            for one, other in found:
+                with suppress(*UNREADABLE):
+                    runs.append(_run(reader, one, other, now))
+            return runs
 
 
 @dataclass(slots=True)
@@ -196,6 +219,19 @@ def _by_dag(asked: Sequence[DagAsked], held_s: Mapping[tuple[str, str], float]) 
         nothing = DagAsked(namespace=namespace, dag_id=dag_id, runs=0, rejected=0, judged=0, met=0, median_wait_s=None)
         found.setdefault(whose, nothing)
     return [DagTotals(**one.model_dump(), slot_s=held_s.get(whose, 0.0)) for whose, one in sorted(found.items())]
+
+
+def _why(row: IncarnationRow, foresight: Foresight | None, keys: Mapping[str, str], now: float) -> Sentence:
+    try:
+        return why(row, foresight, keys, now)
+    except UNREADABLE:
+        return Sentence("what is stored of it cannot be read")
+
+
+def _decided_in(row: IncarnationRow) -> int | None:
+    """The event of its verdict."""
+    said = row.verdict.get("event_id") if isinstance(row.verdict, dict) else None
+    return said if isinstance(said, int) else None
 
 
 def _check_moments(from_at: float, until_at: float) -> None:
@@ -240,7 +276,8 @@ def _planned(
     for job, row in rows:
         if not row.terminal and row.introduced:
             reserved = foresight.planned.get(row.job_id, ())
-            found += spans.planned_spans(spans.names_of(job), row.incarnation, reserved, now)
+            with suppress(*UNREADABLE):
+                found += spans.planned_spans(spans.names_of(job), row.incarnation, reserved, now)
     for run, slots in foresight.expected if expected else ():
         namespace, dag_id, task_id, map_index = json.loads(run.task)
         names = {"dag_id": dag_id, "task_id": task_id, "map_index": map_index, "namespace": namespace}
@@ -260,7 +297,7 @@ def _admission(
         {
             **names,
             "submitted_at": row.submitted_at,
-            "decided_at": decided.get(row.verdict.get("event_id", 0)),
+            "decided_at": decided.get(_decided_in(row) or 0),
             "started_at": began.get((row.job_id, row.incarnation)),
             "decision": row.verdict.get("decision", "undecided"),
             "deadline_at": row.deadline_at,
@@ -321,7 +358,7 @@ def _run(reader: Reader, job: JobRow, row: IncarnationRow, now: float) -> RunOfT
     since = row.submitted_at if started_at is None else started_at
     return RunOfTask(
         job_id=row.job_id,
-        run_id=str(job.identity.get("run_id", "")),
+        run_id=JobIdentity.as_stored(job.identity).run_id,
         incarnation=row.incarnation,
         state=row.state,
         submitted_at=row.submitted_at,

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from fastapi import FastAPI, Path, Query
+from fastapi import FastAPI, Query
 
 from elasticflow_airflow.engines.port import EngineError
 from elasticflow_airflow.insight import (
@@ -22,14 +22,13 @@ from elasticflow_airflow.insight import (
 )
 from elasticflow_airflow.service.feeding import CalendarDesk
 from elasticflow_airflow.service.insight import InsightDesk
-from elasticflow_airflow.service.refusal import Refusal
+from elasticflow_airflow.service.lanes import Lanes
+from elasticflow_airflow.service.parameters import Incarnation, JobId, Moment
+from elasticflow_airflow.service.refusal import Refusal, declared
 from elasticflow_airflow.service.whatif import WhatIfDesk
 
 if TYPE_CHECKING:
     from elasticflow_airflow.service.api import ServiceParts
-
-JobId = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9-]{0,119}$")]
-Moment = Annotated[float | None, Query(allow_inf_nan=False, ge=0, lt=1e11)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class InsightDesks:
     calendar: CalendarDesk
 
 
-def add_insight(app: FastAPI, parts: ServiceParts) -> None:
+def add_insight(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     """Add the routes."""
 
     def desks() -> InsightDesks:
@@ -49,36 +48,42 @@ def add_insight(app: FastAPI, parts: ServiceParts) -> None:
             raise Refusal(501, "no_insight", "this service tells nothing but the status of jobs", "ask for the job")
         return parts.insight
 
-    @app.get("/v1/cluster")
+    @app.get("/v1/cluster", responses=declared(501))
+    @lanes.pages
     def cluster() -> ClusterNow:
         """The cluster now: every slot, and all live jobs, each with why it has its size or waits."""
         return desks().insight.cluster()
 
-    @app.get("/v1/cluster/history")
+    @app.get("/v1/cluster/history", responses=declared(501))
+    @lanes.pages
     def history(
-        from_at: Moment = None,
-        until_at: Moment = None,
+        from_at: Moment | None = None,
+        until_at: Moment | None = None,
         count: Annotated[int, Query(alias="parts", ge=1, le=1000)] = 96,
     ) -> ClusterHistory:
         """What was, what is planned, and what was asked for between two moments: at most 31 days."""
         return desks().insight.history(from_at, until_at, count)
 
-    @app.get("/v1/jobs/{job_id}/story")
-    def story(job_id: JobId, incarnation: Annotated[int | None, Query(ge=1, lt=1 << 31)] = None) -> JobStory:
+    @app.get("/v1/jobs/{job_id}/story", responses=declared(404, 501))
+    @lanes.pages
+    def story(job_id: JobId, incarnation: Incarnation | None = None) -> JobStory:
         """Everything about one incarnation of a job; by default the current one."""
         return desks().insight.story(job_id, incarnation)
 
-    @app.get("/v1/jobs/{job_id}/runs")
+    @app.get("/v1/jobs/{job_id}/runs", responses=declared(404, 501))
+    @lanes.pages
     def runs(job_id: JobId, limit: Annotated[int, Query(ge=1, le=50)] = 10) -> list[RunOfTask]:
         """A run and the last others of the same recurring task, newest first."""
         return desks().insight.runs(job_id, limit)
 
-    @app.post("/v1/what-if")
+    @app.post("/v1/what-if", responses=declared(404, 409, 501))
+    @lanes.planning
     def what_if(request: WhatIfRequest) -> WhatIf:
         """The outlook with other deadlines, or with more or fewer nodes. Nothing is changed."""
         return desks().what_if.ask(request)
 
-    @app.post("/v1/calendar")
+    @app.post("/v1/calendar", responses=declared(501))
+    @lanes.pages
     def feed(request: CalendarRequest) -> CalendarAnswer:
         """Say when the runs of recurring tasks are due; replaces what was said of the same tasks before.
 
@@ -86,7 +91,8 @@ def add_insight(app: FastAPI, parts: ServiceParts) -> None:
         """
         return desks().calendar.feed(request)
 
-    @app.post("/v1/jobs/{job_id}/stacks")
+    @app.post("/v1/jobs/{job_id}/stacks", responses=declared(404))
+    @lanes.looking
     def stacks(job_id: JobId) -> StackDump:
         """What each live worker of a job is doing right now. May take some seconds."""
         parts.desk.status(job_id)

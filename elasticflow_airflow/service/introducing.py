@@ -7,9 +7,10 @@ clock that jumps expires nobody's.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from elasticflow_airflow.scheduler_core import Scheduler
@@ -21,43 +22,65 @@ from elasticflow_airflow.service import history, lateness, outlook, recurring, r
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.candidates import CandidateDesk
 from elasticflow_airflow.service.codec import curve_from_json
-from elasticflow_airflow.service.deciding import feed
-from elasticflow_airflow.service.models import IncarnationRow
+from elasticflow_airflow.service.deciding import feed, feed_submitted
+from elasticflow_airflow.service.models import AmendmentRow, IncarnationRow
+from elasticflow_airflow.service.renewals import Renewals
 from elasticflow_airflow.wire import Length, State, largest_share
 
 
-def introduce(books: Books, device_type: str, slots: int, desk: CandidateDesk) -> None:
-    """Ask the scheduler about every new incarnation whose predecessors have all come to their end.
+def introduce(books: Books, device_type: str, slots: int, desk: CandidateDesk, within_s: float) -> None:
+    """Ask the scheduler about every new incarnation whose predecessors have all come to their end, within that time.
 
     ``slots`` is how many the cluster has, by which a job without ``logical_workers`` gets its number of them. ``desk``
     copies the checkpoint that an incarnation goes on from; it is introduced once it is there.
     """
-    for row in books.rows:
-        if row.introduced or row.terminal or books.knows(row.job_id):
-            continue
-        if any(r.job_id == row.job_id and r.incarnation < row.incarnation and not r.terminal for r in books.rows):
-            continue
-        if row.cancel_reason is not None or row.ending:
-            continue
-        row.logical_workers = logical_workers(row.submission, slots)
-        if resuming.is_ready(books, row, desk):
-            _introduce(books, row, device_type)
+    asked: list[IncarnationRow] = []
+    feed_submitted(books, _newcomers(books, device_type, slots, desk, time.monotonic() + within_s, asked))
+    for row in asked:
+        with books.on_behalf_of(row.job_id, "asking the scheduler about it"):
+            if row.target.get("at_most") is not None and books.knows(row.job_id) and not row.ending:
+                outlook.tell(books, row)
+            if row.state == State.SUBMITTED and not row.ending:
+                books.set_state(row, State.WAITING, row.verdict.get("reason") or "waits for slots")
 
 
-def _introduce(books: Books, row: IncarnationRow, device_type: str) -> None:
+def _newcomers(
+    books: Books, device_type: str, slots: int, desk: CandidateDesk, until_s: float, asked: list[IncarnationRow]
+) -> Iterator[Job]:
+    """Those about whom the scheduler is to be asked, noted in ``asked``; no more of them once the time is over."""
+    for row in list(books.rows):
+        if row.introduced or row.terminal or row.cancel_reason is not None or row.ending:
+            continue
+        if time.monotonic() > until_s:
+            books.more = True  # Who has been decided on hears of it now; the next pass takes up the rest.
+            return
+        job = None
+        with books.on_behalf_of(row.job_id, "asking the scheduler about it"):
+            earlier = (one for one in books.incarnations_of(row.job_id) if one.incarnation < row.incarnation)
+            if any(not one.terminal for one in earlier) or books.knows(row.job_id):
+                continue
+            row.logical_workers = logical_workers(row.submission, slots)
+            if resuming.is_ready(books, row, desk):
+                job = _introduce(books, row, device_type)
+        if job is not None:
+            asked.append(row)
+            yield job
+
+
+def _introduce(books: Books, row: IncarnationRow, device_type: str) -> Job | None:
+    """Write down what is known of a job before it trains; None: it is over, and nobody need be asked."""
     submission = row.submission
     job = books.jobs[row.job_id]
     row.introduced = True
     row.verdict = {"decision": "undecided", "reason": ""}
     row.signature = history.signature_of(submission, device_type, row.logical_workers)
-    past = books.tx.history(job.recurring_key, row.signature)
-    if past is not None:
-        row.costs = {**past.costs, **row.costs}
-    length = Length.model_validate(submission["length"])
+    past = history.past_of(books.tx.history(job.recurring_key, row.signature))
+    row.costs = {**past.costs, **row.costs}
+    length = Length.as_stored(submission["length"])
     row.total_steps = history.length_of(length, int(submission["global_batch_size"]), past)
-    speeds = known_speeds(submission, past.speeds if past is not None and past.complete else None)
+    speeds = known_speeds(submission, past.speeds)
     _say_where_it_starts(books, row)
-    outlook.begin(books, row, None if past is None else past.loss_curve)
+    outlook.begin(books, row, past.loss_curve)
     most, least = most_workers(submission, row.logical_workers), int(submission["min_workers"])
     if most < least:
         reason = (
@@ -66,7 +89,7 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str) -> None:
             " to train from the beginning"
         )
         books.end(row, State.FAILED, reason, failure=reason)
-        return
+        return None
     asked = lateness.settle(
         books,
         row,
@@ -86,21 +109,10 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str) -> None:
         ),
     )
     if asked is None:
-        return
+        return None
     reason = "its scaling curve is known" if speeds else "its speed is not known yet: it is measured first"
     books.event("submitted", f"submitted; {reason}", row, deadline_at=row.deadline_at, curve=speeds)
-    asked = replace(asked, task=recurring.arrive(books, job, row))
-    try:
-        feed(books, ev.JobSubmitted(asked))
-    except ValueError as error:
-        reason = f"cannot be scheduled: {error}"
-        books.event("failed", reason, row)
-        books.end(row, State.FAILED, reason, failure=reason)
-        return
-    if row.target.get("at_most") is not None and books.knows(row.job_id) and not row.ending:
-        outlook.tell(books, row)
-    if row.state == State.SUBMITTED and not row.ending:
-        books.set_state(row, State.WAITING, row.verdict.get("reason") or "waits for slots")
+    return replace(asked, task=recurring.arrive(books, job, row))
 
 
 def recall(books: Books, scheduler: Scheduler) -> None:
@@ -156,7 +168,7 @@ def _say_where_it_starts(books: Books, row: IncarnationRow) -> None:
         books.event(
             "initialised", 'init_from="latest": there is no earlier success of this task, so it starts fresh', row
         )
-    elif row.init_from_path is not None and not Path(row.init_from_path).is_dir():
+    elif row.init_from_path is not None and not os.path.isdir(row.init_from_path):
         reason = f"init_from={row.init_from_path}: there is no such checkpoint folder on this machine"
         books.end(row, State.FAILED, reason, failure=reason)
 
@@ -166,31 +178,40 @@ def cancel(books: Books) -> None:
     for row in books.rows:
         if row.cancel_reason is not None and not row.terminal:
             # A decided end other than success gives way to nobody; a success that is nearly there stays one.
-            books.end(row, State.CANCELLED, row.cancel_reason or "cancelled")
+            with books.on_behalf_of(row.job_id, "cancelling it"):
+                books.end(row, State.CANCELLED, row.cancel_reason or "cancelled")
 
 
 def amend(books: Books) -> None:
     """Ask the scheduler about amendments, in order."""
     for amendment in books.tx.open_amendments():
-        row = books.row(amendment.job_id, amendment.incarnation)
-        if row is not None and not row.introduced and not row.terminal:
+        if amendment.job_id in books.faults:
+            amendment.answer = {"accepted": False, "reason": "the job is set aside", "earliest_deadline_at": None}
             continue
-        if row is None or row.terminal or row.ending or not books.knows(row.job_id):
-            amendment.answer = {"accepted": False, "reason": "the job is over", "earliest_deadline_at": None}
-            continue
-        books.amendment = amendment
-        feed(
-            books,
-            ev.JobAmended(
-                row.job_id,
-                deadline_s=amendment.deadline_at,
-                value=amendment.value,
-                best_effort=amendment.best_effort,
-            ),
-        )
-        books.amendment = None
-        if amendment.answer is None:
-            amendment.answer = {"accepted": True, "reason": "nothing changed", "earliest_deadline_at": None}
+        with books.on_behalf_of(amendment.job_id, "asking the scheduler about an amendment of it"):
+            _amend(books, amendment)
+
+
+def _amend(books: Books, amendment: AmendmentRow) -> None:
+    row = books.row(amendment.job_id, amendment.incarnation)
+    if row is not None and not row.introduced and not row.terminal:
+        return
+    if row is None or row.terminal or row.ending or not books.knows(row.job_id):
+        amendment.answer = {"accepted": False, "reason": "the job is over", "earliest_deadline_at": None}
+        return
+    books.amendment = amendment
+    feed(
+        books,
+        ev.JobAmended(
+            row.job_id,
+            deadline_s=amendment.deadline_at,
+            value=amendment.value,
+            best_effort=amendment.best_effort,
+        ),
+    )
+    books.amendment = None
+    if amendment.answer is None:
+        amendment.answer = {"accepted": True, "reason": "nothing changed", "earliest_deadline_at": None}
 
 
 @dataclass(slots=True)
@@ -204,10 +225,11 @@ class Leases:
 
     So does a time without a pass that was stored (the database was away, the process was stopped): whoever asked then
     was not heard. What a check finds counts once it is stored: an owner that came back in a pass that failed is heard
-    in the next.
+    in the next. Owners are heard in the store (submits and attachments) and in ``renewals``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, renewals: Renewals) -> None:
+        self._renewals = renewals
         self._stored: dict[tuple[str, int], _Lease] = {}
         self._leases: dict[tuple[str, int], _Lease] = {}
         self._stored_at_s = self._checked_at_s = -math.inf
@@ -219,25 +241,37 @@ class Leases:
     def check(self, books: Books, monotonic_s: float) -> None:
         """Park jobs whose owner is away, cancel those whose owner stays away, and take back who is there again."""
         live = {(row.job_id, row.incarnation): row for row in books.rows if row.introduced and not row.terminal}
+        live |= {(row.job_id, row.incarnation): row for row in books.aside if not row.terminal}
+        self._renewals.keep(live)
         self._leases = {key: lease for key, lease in self._stored.items() if key in live}
         deaf_s = monotonic_s - self._stored_at_s - books.settings.running_interval_s
         self._checked_at_s = monotonic_s
         for key, row in live.items():
-            lease = self._leases.get(key)
-            if lease is None or lease.renewals != row.renewals or deaf_s > row.lease_s / 2:
-                self._leases[key] = _Lease(row.renewals, monotonic_s)
-                row.lease_expires_at = books.now + row.lease_s
-                if row.parked and lease is not None and lease.renewals != row.renewals:
-                    _unpark(books, row)
-            elif not row.ending:
-                _expire(books, row, monotonic_s - lease.renewed_at_monotonic_s)
+            with books.on_behalf_of(row.job_id, "looking whether its owner is there"):
+                self._check(books, row, key, deaf_s, monotonic_s)
+
+    def _check(
+        self, books: Books, row: IncarnationRow, key: tuple[str, int], deaf_s: float, monotonic_s: float
+    ) -> None:
+        lease, renewals = self._leases.get(key), row.renewals + self._renewals.count(*key)
+        if lease is None or lease.renewals != renewals or deaf_s > row.lease_s / 2:
+            self._leases[key] = _Lease(renewals, monotonic_s)
+            row.lease_expires_at = books.now + row.lease_s
+            if lease is not None and lease.renewals != renewals:
+                row.heard_at = books.now  # Handlers only count who asks.
+            if row.parked and lease is not None and lease.renewals != renewals:
+                _unpark(books, row)
+        elif not row.ending:
+            _expire(books, row, monotonic_s - lease.renewed_at_monotonic_s)
 
 
 def _expire(books: Books, row: IncarnationRow, away_s: float) -> None:
     if away_s > row.lease_s + row.orphan_s:
         reason = f"nobody has asked for the job for {away_s:.0f} s: cancelled"
+        books.tx.rely_on(row, "renewals")
         books.end(row, State.CANCELLED, reason)
-    elif away_s > row.lease_s and not row.parked:
+    elif away_s > row.lease_s and not row.parked and row.job_id not in books.faults:
+        books.tx.rely_on(row, "renewals")
         row.parked = True
         reason = f"nobody has asked for the job for {away_s:.0f} s: suspended with a checkpoint until somebody does"
         books.event("parked", reason, row)

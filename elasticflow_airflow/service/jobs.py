@@ -1,27 +1,28 @@
 """What callers want of jobs: submit or attach, amend, cancel, acknowledge, renew. The rules of identity and claim.
 
-Runs in the threads of HTTP handlers: writes wishes into the store, wakes the loop, and waits for its answer. Calls
-neither the scheduler nor the engine.
+Runs in the threads of HTTP handlers: writes wishes into the store, wakes the loop, and reads what it has answered; who
+waits for that holds no thread (``job_routes``). Calls neither the scheduler nor the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from elasticflow_airflow.service.deciding import when
 from elasticflow_airflow.service.models import AmendmentRow, DrainRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.refusal import Refusal, never_fits, no_such_job, stale_claim, wrong_job_id
+from elasticflow_airflow.service.renewals import Question, Renewals
 from elasticflow_airflow.service.secrets import SecretBox
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import Snapshots
-from elasticflow_airflow.service.store import Reader, Store, Writer
+from elasticflow_airflow.service.store import Current, Reader, Store, Writer
 from elasticflow_airflow.service.view import status_of
 from elasticflow_airflow.wire import (
-    AmendAnswer,
     AmendRequest,
     Attachment,
     JobStatus,
@@ -30,6 +31,25 @@ from elasticflow_airflow.wire import (
 )
 
 _NAMED_FILES = 10
+
+
+class Submitted(NamedTuple):
+    """What a submit has done: ``amendment_id`` where it asks for another deadline or value of a job that lives."""
+
+    job_id: str
+    incarnation: int
+    claim: int
+    created: bool
+    warnings: tuple[str, ...]
+    amendment_id: int | None
+
+    def attachment(self, status: JobStatus, answer: Mapping[str, Any] | None) -> Attachment:
+        """What there is to say about it by now; ``answer`` is what the loop has said to the amendment."""
+        warnings = [*self.warnings]
+        if answer is not None and not answer["accepted"]:
+            held = "the changed deadline or value is not promised, and what held before holds on"
+            warnings.append(f"{held}: {answer['reason']}")
+        return Attachment(job=status, claim=self.claim, created=self.created, warnings=warnings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +63,11 @@ class JobDesk:
     settings: ServiceSettings
     slots: Callable[[], int]
     clock: Callable[[], float]
+    renewals: Renewals = field(default_factory=Renewals)
+    """Where the loop looks for who has asked."""
 
-    def submit(self, job_id: str, submission: JobSubmission) -> Attachment:
-        """Attach to the live or unacknowledged equal job, or open a new incarnation; waits for the verdict.
+    def submit(self, job_id: str, submission: JobSubmission) -> Submitted:
+        """Attach to the live or unacknowledged equal job, or open a new incarnation.
 
         Raises Refusal: wrong id, code that was not uploaded, sizes that never fit.
         """
@@ -64,17 +86,19 @@ class JobDesk:
             job.claim += 1
             claim, incarnation = job.claim, row.incarnation
         self.notifier.wake()
-        if amendment_id is not None:
-            warnings += self._warn_of_refused_amendment(amendment_id)
-        status = self._await_verdict(job_id, incarnation)
-        return Attachment(job=status, claim=claim, created=created, warnings=warnings)
+        return Submitted(job_id, incarnation, claim, created, tuple(warnings), amendment_id)
+
+    def decided(self, wanted: Collection[tuple[str, int]]) -> dict[tuple[str, int], bool]:
+        """Those incarnations of jobs of which the loop has said something, or that are over."""
+        with self.store.read() as reader:
+            return dict.fromkeys(reader.decided(wanted), True)
 
     def attach(self, job_id: str, lease_s: float | None) -> Attachment:
         """Take a new claim on the current incarnation. Raises Refusal 404."""
         with self.store.write() as tx:
             job, row = _current(tx, job_id)
             job.claim += 1
-            row.renewals += 1
+            row.renewals, row.heard_at = row.renewals + 1, self.clock()
             row.lease_s = lease_s if lease_s is not None else row.lease_s
             claim = job.claim
         self.notifier.wake()
@@ -82,9 +106,16 @@ class JobDesk:
 
     def status(self, job_id: str) -> JobStatus:
         """Everything about a job. Raises Refusal 404."""
+        (answer,) = self.statuses([job_id])
+        if isinstance(answer, Refusal):
+            raise answer
+        return answer
+
+    def statuses(self, job_ids: Sequence[str]) -> list[JobStatus | Refusal]:
+        """Everything about several jobs, at one look; in the same order, each or that there is none."""
         with self.store.read() as reader:
-            job, row = _current(reader, job_id)
-            return status_of(job, row, reader.generations(job_id, row.incarnation))
+            found = reader.current_of(set(job_ids))
+            return [status_of(*found[one]) if one in found else no_such_job(one) for one in job_ids]
 
     def list_jobs(
         self,
@@ -93,24 +124,57 @@ class JobDesk:
         live: bool | None,
         limit: int,
         identity: Mapping[str, str | int] | None = None,
+        after: tuple[float, str] | None = None,
     ) -> list[JobStatus]:
-        """Jobs, newest first. ``identity``: what they share, of namespace, run_id, task_id and map_index."""
+        """Jobs, newest first. ``identity``: what they share, of namespace, run_id, task_id and map_index.
+
+        ``after``: only those that come after a job that was submitted then (UTC seconds), with this id.
+        """
         with self.store.read() as reader:
-            found = reader.list_current(state=state, dag_id=dag_id, live=live, limit=limit, identity=identity)
-            return [status_of(job, row, reader.generations(row.job_id, row.incarnation)) for job, row in found]
+            found = reader.list_current(
+                state=state, dag_id=dag_id, live=live, limit=limit, identity=identity, after=after
+            )
+            return [status_of(*one) for one in reader.with_generations(found)]
 
     def renew(self, job_id: str, claim: int) -> JobStatus:
-        """Renew the lease. Raises Refusal 404, 409."""
-        with self.store.write() as tx:
-            job, row = _claimed(tx, job_id, claim)
-            if row.terminal:
-                return status_of(job, row, tx.generations(job_id, row.incarnation))
-            row.renewals += 1
-            parked = row.parked
-            status = status_of(job, row, tx.generations(job_id, row.incarnation))
-        if parked:
+        """Renew the lease; the status. Raises Refusal 404, 409."""
+        (answer,) = self.renew_all([(job_id, claim)])
+        if isinstance(answer, Refusal):
+            raise answer
+        return answer
+
+    def renew_all(self, asked: Sequence[Question]) -> list[JobStatus | Refusal]:
+        """Renew the leases of several jobs, each with its claim, at one look; in the same order, what each is told.
+
+        Without a write, but for a lease that is half over: what the loop does to a job that nobody asks for rests on
+        the count in the store, and would not hear of who comes back just then.
+        """
+        with self.store.read() as reader:
+            found = reader.current_of({job_id for job_id, _ in asked})
+            answers = [self._told(found.get(job_id), job_id, claim) for job_id, claim in asked]
+        heard = [found[one.job_id].row for one in answers if isinstance(one, JobStatus) and not one.state.terminal]
+        for row in heard:
+            self.renewals.add(row.job_id, row.incarnation)
+        now = self.clock()
+        late = [
+            row for row in heard if row.lease_expires_at is not None and row.lease_expires_at - now < row.lease_s / 2
+        ]
+        if late:
+            with self.store.write() as tx:
+                for key in {(row.job_id, row.incarnation) for row in late}:
+                    current = tx.incarnation(*key)
+                    if current is not None:
+                        current.renewals, current.heard_at = current.renewals + 1, now
+        if any(row.parked for row in heard):
             self.notifier.wake()
-        return status
+        return answers
+
+    @staticmethod
+    def _told(found: Current | None, job_id: str, claim: int) -> JobStatus | Refusal:
+        if found is None:
+            return no_such_job(job_id)
+        job, row, generations = found
+        return status_of(job, row, generations) if claim == job.claim else stale_claim(job_id, claim, job.claim)
 
     def cancel(self, job_id: str, claim: int, reason: str) -> JobStatus:
         """Cancel, once the workers have saved and left; a job that is over stays as it is. Raises Refusal 404, 409."""
@@ -138,8 +202,8 @@ class JobDesk:
         self.notifier.changed()
         return self.status(job_id)
 
-    def amend(self, job_id: str, request: AmendRequest) -> AmendAnswer:
-        """Change deadline or value, if that can be promised; waits for the answer. Raises Refusal 404, 409, 503."""
+    def amend(self, job_id: str, request: AmendRequest) -> int:
+        """Ask for another deadline or value, if that can be promised; the amendment's id. Raises Refusal 404, 409."""
         with self.store.write() as tx:
             _, row = _claimed(tx, job_id, request.claim)
             amendment = AmendmentRow(
@@ -153,10 +217,12 @@ class JobDesk:
             tx.session.flush()
             amendment_id = amendment.amendment_id
         self.notifier.wake()
-        answer = self.notifier.wait_for(lambda: self._answer(amendment_id), self.settings.verdict_wait_s)
-        if answer is None:
-            raise Refusal(503, "no_answer_yet", "the scheduler has not answered yet", "ask again in a moment")
-        return AmendAnswer(**answer, job=self.status(job_id))
+        return amendment_id
+
+    def answered(self, amendment_ids: Collection[int]) -> dict[int, dict[str, Any]]:
+        """By id, what the loop has said to these amendments, as far as it has."""
+        with self.store.read() as reader:
+            return reader.answered(amendment_ids)
 
     def drain(self, node_id: str, until_at: float | None) -> None:
         """Say when a node goes away, or (None) that it stays. Which nodes there are is the caller's affair."""
@@ -182,8 +248,9 @@ class JobDesk:
         script = submission.command.script
         if script is not None:
             root = self.snapshots.path(sha256)
-            path = (root / script).resolve()
-            if not path.is_relative_to(root.resolve()) or not path.is_file():
+            path = Path(os.path.realpath(root / script))
+            # os.path says False, and does not raise, where a path cannot be: one too long with the folder before it.
+            if not path.is_relative_to(os.path.realpath(root)) or not os.path.isfile(path):
                 raise Refusal(
                     422,
                     "script_missing",
@@ -191,7 +258,7 @@ class JobDesk:
                     "check script= and .gitignore",
                 )
         python = submission.command.python
-        if python is not None and not Path(python).is_file():
+        if python is not None and not os.path.isfile(python):
             raise Refusal(
                 422,
                 "interpreter_missing",
@@ -209,7 +276,7 @@ class JobDesk:
 
     def _attach(self, tx: Writer, row: IncarnationRow, submission: JobSubmission) -> tuple[list[str], int | None]:
         """Go on with a job; returns what its owner should know, and the amendment that it asks for, if any."""
-        row.renewals += 1
+        row.renewals, row.heard_at = row.renewals + 1, self.clock()
         row.lease_s, row.orphan_s = submission.lease_s, submission.orphan_s
         if row.terminal:
             return [], None
@@ -239,12 +306,6 @@ class JobDesk:
         row.submission = {**row.submission, **wanted}
         tx.session.flush()
         return warnings, amendment.amendment_id
-
-    def _warn_of_refused_amendment(self, amendment_id: int) -> list[str]:
-        answer = self.notifier.wait_for(lambda: self._answer(amendment_id), self.settings.verdict_wait_s)
-        if answer is None or answer["accepted"]:
-            return []
-        return [f"the changed deadline or value is not promised, and what held before holds on: {answer['reason']}"]
 
     def _warn_of_changed_code(self, old: str, new: str) -> list[str]:
         if old == new:
@@ -300,6 +361,7 @@ class JobDesk:
             lease_s=submission.lease_s,
             orphan_s=submission.orphan_s,
             renewals=1,
+            heard_at=self.clock(),
             deadline_at=None if submission.best_effort else submission.deadline_at,
             best_effort=submission.best_effort,
             value=submission.value,
@@ -307,20 +369,6 @@ class JobDesk:
         tx.add(row)
         tx.session.flush()
         return row
-
-    def _await_verdict(self, job_id: str, incarnation: int) -> JobStatus:
-        def look() -> JobStatus | None:
-            with self.store.read() as reader:
-                row = reader.incarnation(job_id, incarnation)
-                known = row is not None and (row.terminal or (row.introduced and row.state != State.SUBMITTED))
-            return self.status(job_id) if known else None
-
-        return self.notifier.wait_for(look, self.settings.verdict_wait_s) or self.status(job_id)
-
-    def _answer(self, amendment_id: int) -> dict[str, object] | None:
-        with self.store.read() as reader:
-            amendment = reader.amendment(amendment_id)
-            return None if amendment is None else amendment.answer
 
 
 def _attachable(row: IncarnationRow, submission: JobSubmission) -> bool:

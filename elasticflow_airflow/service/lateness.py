@@ -76,6 +76,7 @@ def passed_already(deadline_at: float) -> str:
 
 def _give_in(books: Books, row: IncarnationRow, why: str) -> None:
     row.deadline_at, row.best_effort = None, True
+    books.tx.rely_on(row, "submission")
     given_up = {"deadline_at": None, "best_effort": True, "on_reject": "fail", "latest_deadline_at": None}
     row.submission = {**row.submission, **given_up}
     books.event("best_effort", f"{why}: trains as best effort", row)

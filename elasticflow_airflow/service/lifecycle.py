@@ -1,4 +1,4 @@
-"""The daemon's life: one service per state directory, where it listens, what it logs, and when it leaves.
+"""The daemon's life: one service per state directory, where it listens, and when it leaves.
 
 Puts the parts together; holds no rule of theirs.
 """
@@ -6,6 +6,7 @@ Puts the parts together; holds no rule of theirs.
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import os
 import signal
@@ -14,11 +15,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import structlog
 import uvicorn
+from sqlalchemy import Connection
 
 from elasticflow_airflow import __version__
 from elasticflow_airflow.engines.port import Engine
@@ -26,12 +28,15 @@ from elasticflow_airflow.service.api import ServiceParts, Traffic, build_app
 from elasticflow_airflow.service.autoscaling import CapacityDesk
 from elasticflow_airflow.service.candidates import CandidateDesk, verify_by_manifest
 from elasticflow_airflow.service.chronicle import Chronicle, write_to_log
+from elasticflow_airflow.service.connections import HEAD_LIMIT_BYTES, BoundedConnection
 from elasticflow_airflow.service.feeding import CalendarDesk
 from elasticflow_airflow.service.forecasting import ForecastDesk
 from elasticflow_airflow.service.insight import InsightDesk
 from elasticflow_airflow.service.insight_routes import InsightDesks
 from elasticflow_airflow.service.jobs import JobDesk
 from elasticflow_airflow.service.notify import Notifier
+from elasticflow_airflow.service.opening import CANNOT_OPEN, refuse_emptied, why_not
+from elasticflow_airflow.service.ownership import own
 from elasticflow_airflow.service.reconcile import Reconciler
 from elasticflow_airflow.service.secrets import SecretBox
 from elasticflow_airflow.service.settings import ServiceSettings
@@ -42,6 +47,10 @@ from elasticflow_airflow.service.whatif import WhatIfDesk
 
 SOCKET_PATH_LIMIT = 107
 _IDLE_LOOK_S = 0.5
+_SWITCH_S = 0.001
+"""The loop computes for seconds when many submit: whoever answers others comes in between five times as often."""
+_COLLECT = (50_000, 20, 50)
+"""Plans are made of many small objects that form no cycles: looking for cycles less often, nobody waits for that."""
 _FAKE_NODES = (1, 4)
 
 log = structlog.get_logger()
@@ -80,27 +89,47 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
 
     The caller holds the lock. Raises CannotServeError, with what to do.
     """
+    sys.setswitchinterval(_SWITCH_S)
+    gc.set_threshold(*_COLLECT)
+    gc.freeze()
     token, metrics_token = _token_for(settings, embedded), _metrics_token(settings)
     listener, where = _listen(settings, embedded)
+    owning = ExitStack()
     try:
-        started_at, engine, notifier = time.time(), open_engine(settings), Notifier()
-        parts, reconciler, candidates = assemble(settings, engine, notifier)
+        started_at, notifier = time.time(), Notifier()
+        card = _write_card(settings.state_dir, where, started_at)
+        with _explained(settings):
+            refuse_emptied(settings.store_url(), settings.state_dir)
+            ownership = owning.enter_context(own(settings.store_url(), card))
+        engine = open_engine(settings)
+        with _explained(settings):
+            parts, reconciler, candidates = assemble(settings, engine, notifier, check=ownership.check)
+            traces = traces_from_environment()
+            chronicle = Chronicle(parts.store, notifier, [write_to_log, *([] if traces is None else [traces])])
         store, traffic = parts.store, parts.traffic
+        parts.snapshots.remove_leftovers()
         server = _OrderlyServer(
             uvicorn.Config(
                 build_app(parts, token, metrics_token),
                 log_config=None,
                 access_log=False,
                 lifespan="off",
+                http=BoundedConnection,
+                h11_max_incomplete_event_size=HEAD_LIMIT_BYTES,
+                ws="none",
                 ssl_certfile=settings.tls_cert if not embedded else None,
                 ssl_keyfile=settings.tls_key if not embedded else None,
                 timeout_graceful_shutdown=3,
             )
         )
-        _write_card(settings.state_dir, where, started_at)
+        lost: list[str] = []
+
+        def leave(reason: str) -> None:
+            lost.append(reason)
+            server.should_exit = True
+
+        ownership.watch(reconciler.begin_anew, leave)
         log.info("service started", version=__version__, endpoint=where, engine=engine.name, pid=os.getpid())
-        traces = traces_from_environment()
-        chronicle = Chronicle(store, notifier, [write_to_log, *([] if traces is None else [traces])])
         chronicle.start()
         loop = threading.Thread(target=reconciler.run, name="reconcile", daemon=True)
         loop.start()
@@ -118,7 +147,10 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
         engine.close()
         store.close()
         log.info("service stopped; workers go on")
+        if lost:
+            raise CannotServeError(lost[0])
     finally:
+        owning.close()
         listener.close()
         if settings.host is None or embedded:
             (settings.state_dir / "service.sock").unlink(missing_ok=True)
@@ -131,12 +163,14 @@ def assemble(
     *,
     clock: Callable[[], float] = time.time,
     monotonic: Callable[[], float] = time.monotonic,
+    check: Callable[[Connection], None] = lambda _: None,
 ) -> tuple[ServiceParts, Reconciler, CandidateDesk]:
     """Put the service together around an engine, for the daemon and for whoever has a clock of his own.
 
-    The caller runs the loop, and closes the candidate desk, the engine and the store.
+    ``check`` says at each write whether this service owns the database (see ``ownership.py``). The caller runs the
+    loop, and closes the candidate desk, the engine and the store.
     """
-    store = Store(settings.store_url(), clock=clock)
+    store = Store(settings.store_url(), clock=clock, check=check)
     snapshots = Snapshots(
         settings.state_dir / "snapshots",
         max_bytes=settings.snapshot_max_bytes,
@@ -161,10 +195,11 @@ def assemble(
             settings,
             slots=lambda: sum(node.slots for node in reconciler.nodes),
             clock=clock,
+            renewals=reconciler.renewals,
         ),
         settings=settings,
         nodes=lambda: reconciler.nodes,
-        problem=lambda: reconciler.problem,
+        problem=lambda: "; ".join(reconciler.problems),
         traffic=Traffic(),
         started_at=clock(),
         forecasts=forecasts,
@@ -208,21 +243,8 @@ def open_engine(settings: ServiceSettings) -> Engine:
         return LocalEngine(settings.state_dir, layout, settings.slot_lock_dir, warm_imports=warm)
     except (ValueError, EngineError) as error:
         raise CannotServeError(str(error)) from error
-
-
-def set_up_logging(level: str) -> None:
-    """One line an event, to standard error, with the time in UTC. An embedded service's goes to ``service.log``."""
-    order = ("debug", "info", "warning", "error")
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "event"]),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(10 * (order.index(level) + 1)),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
-    )
+    except OSError as error:
+        raise CannotServeError(f"the engine cannot use {settings.state_dir}: {error}. Free space there.") from error
 
 
 def _token_for(settings: ServiceSettings, embedded: bool) -> str | None:
@@ -279,12 +301,43 @@ def _listen(settings: ServiceSettings, embedded: bool) -> tuple[socket.socket, s
     return listener, f"unix://{path}"
 
 
-def _write_card(state_dir: Path, where: str, started_at: float) -> None:
+@contextmanager
+def _explained(settings: ServiceSettings) -> Iterator[None]:
+    """Turn what keeps the database from being used into one sentence."""
+    try:
+        yield
+    except CANNOT_OPEN as error:
+        raise CannotServeError(why_not(error, settings.store_url())) from error
+
+
+def _write_card(state_dir: Path, where: str, started_at: float) -> dict[str, str | int | float]:
     """``service.json``: who serves this directory, for people and scripts."""
-    card = {"pid": os.getpid(), "started_at": started_at, "version": __version__, "endpoint": where}
-    temporary = state_dir / f".service.json.{os.getpid()}"
-    temporary.write_text(json.dumps(card, indent=1))
-    os.replace(temporary, state_dir / "service.json")
+    card: dict[str, str | int | float] = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started_at": started_at,
+        "version": __version__,
+        "endpoint": where,
+    }
+    temporary = state_dir / ".service.json.new"  # One name: we hold the lock, and what a killed one left is replaced.
+    try:
+        temporary.write_text(json.dumps(card, indent=1))
+        os.replace(temporary, state_dir / "service.json")
+    except OSError as error:
+        raise CannotServeError(
+            f"the state directory {state_dir} cannot be written: {error.strerror}. Free space there, or choose another"
+            " with ELASTICFLOW_STATE_DIR."
+        ) from error
+    return card
+
+
+def read_card(state_dir: Path) -> dict[str, str | int | float]:
+    """Who serves a directory; empty when nobody has said so yet."""
+    try:
+        found = json.loads((state_dir / "service.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _leave_when_idle(server: uvicorn.Server, store: Store, traffic: Traffic, idle_exit_s: float) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from elasticflow_airflow.bounds import FASTEST_STEPS_PER_S
+
 _MEMORY_S = 15.0
 _FEWEST_STEPS = 3
 
@@ -28,6 +30,8 @@ class Enough:
 
 def add_window(window: Mapping[str, Any], steps: int, seconds: float, enough: Enough) -> dict[str, Any]:
     """The measurement after another ``steps`` steps in ``seconds`` seconds."""
+    if steps > seconds * FASTEST_STEPS_PER_S:
+        return dict(window)  # Two reports within the resolution of a clock measure nothing.
     new = dict(window)
     new["done"] = new.get("done", 0) + steps
     if new.get("skipped", 0) < enough.skip_steps:

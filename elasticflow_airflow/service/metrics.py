@@ -10,6 +10,7 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Response
@@ -19,24 +20,25 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from elasticflow_airflow import __version__
-from elasticflow_airflow.engines.port import GangState
+from elasticflow_airflow.engines.port import STANDING, GangState
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.service.autoscaling import CapacityWatch
 from elasticflow_airflow.service.endings import gpu_seconds
 from elasticflow_airflow.service.instruments import PROCESS, measure_statements
-from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.lanes import Lanes
+from elasticflow_airflow.service.models import GenerationRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.store import Reader
 from elasticflow_airflow.service.tallies import ENDS, Spread, Tallies
-from elasticflow_airflow.wire import API_VERSION, State
+from elasticflow_airflow.service.view import UNREADABLE
+from elasticflow_airflow.wire import API_VERSION, JobIdentity, State
 
 if TYPE_CHECKING:
     from elasticflow_airflow.service.api import ServiceParts
 
-_HOLDING = (GangState.STARTING, GangState.RUNNING, GangState.LEAVING)
 _LIVE = [state for state in State if not state.terminal]
 
 
-def add_metrics(app: FastAPI, parts: ServiceParts) -> None:
+def add_metrics(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     """Add the route."""
     measure_statements(parts.store.engine)
     exhibit = ServiceExhibit(parts)
@@ -45,6 +47,7 @@ def add_metrics(app: FastAPI, parts: ServiceParts) -> None:
     ProcessCollector(registry=registry)
 
     @app.get("/metrics", response_class=PlainTextResponse)
+    @lanes.pages
     def metrics() -> Response:
         """Metrics in Prometheus' text format; the token for metrics is enough."""
         return Response(generate_latest(registry) + generate_latest(PROCESS), media_type=CONTENT_TYPE_LATEST)
@@ -69,8 +72,8 @@ class ServiceExhibit:
             self._tallies.catch_up(reader)
             found = reader.undrained()
             rows = [row for _, row in found]
-            tasks = {job.job_id: (job.dag_id, str(job.identity["task_id"])) for job, _ in found}
-            generations = [g for g in reader.open_generations() if g.state in _HOLDING]
+            tasks = {job.job_id: (job.dag_id, _task_of(job)) for job, _ in found}
+            generations = [g for g in reader.open_generations() if g.state in STANDING]
             live_slot_s = _live_slot_s(reader, rows, self._parts.desk.clock())
             drained, avoided = reader.drains(), reader.avoided()
             yield from self._counted(live_slot_s)
@@ -99,8 +102,8 @@ class ServiceExhibit:
 
     def _slots(self, generations: list[GenerationRow], draining: int, avoided: int) -> Iterator[Metric]:
         nodes = self._parts.nodes()
-        held = {tuple(slot) for g in generations for slot in g.placement}
-        computing = {tuple(slot) for g in generations if g.state == GangState.RUNNING for slot in g.placement}
+        held = {slot for g in generations for slot in _slots_of(g)}
+        computing = {slot for g in generations if g.state == GangState.RUNNING for slot in _slots_of(g)}
         slots = GaugeMetricFamily(
             "elasticflow_slots",
             "Slots: total, held by jobs, computing (held by workers that train), busy with something else, avoided.",
@@ -167,8 +170,24 @@ def _jobs(rows: Iterable[IncarnationRow], tasks: dict[str, tuple[str, str]]) -> 
     yield slack
 
 
+def _task_of(job: JobRow) -> str:
+    return JobIdentity.as_stored(job.identity).task_id
+
+
+def _slots_of(generation: GenerationRow) -> set[tuple[str, int]]:
+    """Where it stands; nowhere if that cannot be read."""
+    with suppress(*UNREADABLE):
+        return {(str(node), int(index)) for node, index in generation.placement}
+    return set()
+
+
 def _live_slot_s(reader: Reader, rows: Iterable[IncarnationRow], now: float) -> float:
-    return sum(gpu_seconds(reader.generations(r.job_id, r.incarnation), now) for r in rows if not r.terminal)
+    seconds = 0.0
+    for row in rows:
+        if not row.terminal:
+            with suppress(*UNREADABLE):
+                seconds += gpu_seconds(reader.generations(row.job_id, row.incarnation), now)
+    return seconds
 
 
 def _counter(name: str, said: str, label: str, counts: Counter[str], known: Iterable[str]) -> Metric:

@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-SCHEMA_HEAD = "0007"
+SCHEMA_HEAD = "0009"
 """Newest Alembic revision: a database that is already there needs no Alembic at start."""
 
 
@@ -51,6 +51,9 @@ class JobRow(Base):
     generation: Mapped[int] = mapped_column(Integer, default=0)
     """The last generation number given out; written by the loop."""
     created_at: Mapped[float]
+    owner_known_to: Mapped[str | None] = mapped_column(String(64), default=None)
+    """The Airflow that has said that the task instance is there; only it is believed that it is no more."""
+    owner_seen_at: Mapped[float | None] = mapped_column(default=None)
 
 
 class IncarnationRow(Base):
@@ -82,6 +85,10 @@ class IncarnationRow(Base):
     lease_s: Mapped[float]
     orphan_s: Mapped[float]
     renewals: Mapped[int] = mapped_column(Integer, default=0)
+    heard_at: Mapped[float | None] = mapped_column(default=None)
+    """When somebody asked for it last: for people. Leases count ``renewals``, as clocks jump."""
+    owner_gone_at: Mapped[float | None] = mapped_column(default=None)
+    """When Airflow said that its owner is gone."""
     cancel_reason: Mapped[str | None] = mapped_column(Text, default=None)
     acknowledged: Mapped[bool] = mapped_column(Boolean, default=False)
 
@@ -137,6 +144,8 @@ class IncarnationRow(Base):
     failure: Mapped[str | None] = mapped_column(Text, default=None)
     finished_at: Mapped[float | None] = mapped_column(default=None)
     last_event_id: Mapped[int] = mapped_column(Integer, default=0)
+    set_aside: Mapped[str | None] = mapped_column(Text, default=None)
+    """Why nothing is done for it but to keep its workers: the service failed on it. See ``setting_aside.py``."""
     sampling: Mapped[dict[str, Any]] = mapped_column(default=dict)
     """How its samples are thinned: see ``samples.py``."""
 

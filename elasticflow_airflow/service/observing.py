@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState
+from elasticflow_airflow.bounds import TEXT_CHARACTERS, clean_text
+from elasticflow_airflow.engines.port import STANDING, GangObservation, GangOutcome, GangState
 from elasticflow_airflow.runtime.protocol import Report, ReportKind, RescaleMode
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
@@ -18,14 +19,16 @@ from elasticflow_airflow.scheduler_core.values import Phase
 from elasticflow_airflow.service import measuring, outlook, samples, stragglers
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.codec import placement_from_json
-from elasticflow_airflow.service.deciding import feed
+from elasticflow_airflow.service.deciding import feed, feed_reports
 from elasticflow_airflow.service.models import CandidateRow, GenerationRow, IncarnationRow
+from elasticflow_airflow.service.reported import within_bounds
 from elasticflow_airflow.service.rescaling import go_on_as_planned
 from elasticflow_airflow.service.secrets import redact
 from elasticflow_airflow.wire import State
 
 Secrets = Callable[[IncarnationRow], Mapping[str, str]]
-_FAILURE_CHARACTERS = 20_000
+_MOST_REFUSED = 100
+"""A job is told of so many fields that are out of bounds."""
 
 
 class Inbox:
@@ -69,14 +72,25 @@ def fold(books: Books, observations: Sequence[GangObservation], inbox: Inbox, se
         if row is None or generation.state == GangState.ENDED:
             continue
         gang = seen.get(key)
-        if gang is None:
-            _fold_absence(books, row, generation)
-            continue
-        hidden = secrets(row)
-        books.workers[key] = gang.workers
-        _fold_reports(books, row, generation, inbox.waiting(*key), hidden)
-        _fold_state(books, row, generation, gang, hidden)
-    samples.write(books)
+        with books.on_behalf_of(row.job_id, "taking in what its workers report"):
+            if gang is None:
+                _fold_absence(books, row, generation)
+                continue
+            hidden = secrets(row)
+            books.workers[key] = gang.workers
+            _fold_reports(books, row, generation, inbox.waiting(*key), hidden)
+            _fold_state(books, row, generation, gang, hidden)
+            samples.write(books)
+    # Once all are heard: it is planned once, and not after each of them.
+    reports: list[ev.GangStarted | ev.JobProgressed] = [
+        started
+        for generation, started in books.started.values()
+        if (row := books.live(started.job_id)) is not None and row.desired_generation == generation
+    ]
+    reports += books.progressed.values()
+    feed_reports(books, [one for one in reports if (row := books.live(one.job_id)) is not None and not row.ending])
+    books.started.clear()
+    books.progressed.clear()
 
 
 def _fold_absence(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
@@ -96,7 +110,7 @@ def _fold_state(
 ) -> None:
     generation.log_names = sorted({*generation.log_names, *(worker.log_name for worker in gang.workers)})
     before, generation.state = generation.state, gang.state.value
-    if gang.state in (GangState.STARTING, GangState.RUNNING, GangState.LEAVING) and generation.holding_at is None:
+    if gang.state in STANDING and generation.holding_at is None:
         generation.holding_at = books.now
     if gang.state is GangState.RUNNING and before != GangState.RUNNING and generation.running_at is None:
         _running(books, row, generation)
@@ -111,7 +125,7 @@ def _fold_state(
         notes["signalled"] = any(code is not None and code < 0 for code in codes)
         generation.notes = notes
         if gang.failure:
-            generation.failure = redact(gang.failure, hidden)[-_FAILURE_CHARACTERS:]
+            generation.failure = clean_text(redact(gang.failure, hidden), tail=True)
 
 
 def _running(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
@@ -170,6 +184,8 @@ def _tell_costs(books: Books, row: IncarnationRow) -> None:
     state = books.state_of(row.job_id)
     costs = books.costs_of(row)
     if state is not None and state.phase is Phase.ADMITTED and state.job.costs != costs and not row.ending:
+        if row.job_id in books.started:  # Else it would count steps from when it should have started.
+            feed(books, books.started.pop(row.job_id)[1])
         feed(books, ev.JobMeasured(row.job_id, max(1, state.placement.workers), None, costs))
 
 
@@ -184,7 +200,8 @@ def _tell_started(books: Books, row: IncarnationRow, generation: GenerationRow) 
         outlook.tell(books, row)
         go_on_as_planned(books, row, generation)
     else:
-        feed(books, ev.GangStarted(row.job_id, placement_from_json(generation.placement)))
+        started = ev.GangStarted(row.job_id, placement_from_json(generation.placement))
+        books.started[row.job_id] = (generation.generation, started)
     _tell_able(books, row, generation)
 
 
@@ -227,12 +244,17 @@ def _fold_reports(
 ) -> None:
     folded = dict(generation.folded)
     progressed = False
-    for number, report in reports:
-        if number < folded.get(report.worker_id, 0):
+    for number, given in reports:
+        if number < folded.get(given.worker_id, 0):
             continue
-        folded[report.worker_id] = number + 1
+        folded[given.worker_id] = number + 1
+        bounded = within_bounds(given, row.step, books.now, books.lived_s(row))
+        _say_refused(books, row, generation, bounded.refused)
+        report = bounded.report
+        if report is None:
+            continue
         if report.kind is ReportKind.STARTED:
-            _note_switch(generation, report)
+            _note_switch(generation, report, books.now)
         if report.kind is ReportKind.WORKER:
             stragglers.note(books, generation, report)
             samples.take_worker(books, row, generation, report)
@@ -252,7 +274,7 @@ def _fold_report(
     """Fold in one report; True when it is news of progress."""
     data: Mapping[str, Any] = report.data
     note: dict[str, Any] = {}
-    message = redact(str(data.get("message", "")), hidden)
+    message = clean_text(redact(str(data.get("message", "")), hidden), tail=True)
     match report.kind:
         case ReportKind.STARTED:
             return _started(books, row, generation, report)
@@ -263,7 +285,8 @@ def _fold_report(
         case ReportKind.STOPPED:
             note = {"stopped": report.step}
         case ReportKind.FINISHED:
-            note = {"finished": {"path": data.get("path"), "early": redact(str(data.get("early") or ""), hidden)}}
+            early = clean_text(redact(str(data.get("early") or ""), hidden), TEXT_CHARACTERS)
+            note = {"finished": {"path": data.get("path"), "early": early}}
             outlook.finished(books, row, report)
             row.metrics = dict(data.get("metrics") or {})
             row.step = max(row.step, report.step)
@@ -276,21 +299,38 @@ def _fold_report(
         case ReportKind.FAILED:
             note = {"message": message, "kind": data.get("kind"), "rank": report.rank}
         case ReportKind.WARNING:
-            books.event("warning", message, row, generation=generation.generation)
+            if data.get("field") is None or _is_new(row, str(data["field"])):
+                books.event("warning", message, row, generation=generation.generation)
     if note:
         # Who failed first names the cause; the others only lost their peer.
         generation.notes = {**note, **generation.notes} if report.kind is ReportKind.FAILED else generation.notes | note
     return report.kind is ReportKind.FINISHED and outlook.reached(row)  # Else the last step has said so already.
 
 
-def _note_switch(generation: GenerationRow, report: Report) -> None:
+def _say_refused(books: Books, row: IncarnationRow, generation: GenerationRow, refused: Mapping[str, str]) -> None:
+    """Say what was not taken of a report, once a job for each field."""
+    for field, problem in refused.items():
+        if _is_new(row, field):
+            reason = f"the training reports values that are not taken: {field} {problem}"
+            books.event("warning", reason, row, generation=generation.generation, field=field)
+
+
+def _is_new(row: IncarnationRow, field: str) -> bool:
+    told = list((row.sampling or {}).get("refused", ()))
+    if field in told or len(told) >= _MOST_REFUSED:
+        return False
+    row.sampling = {**(row.sampling or {}), "refused": [*told, field]}
+    return True
+
+
+def _note_switch(generation: GenerationRow, report: Report, now: float) -> None:
     """Keep what the workers say of a change in place: it is over when the last is in it, and cost what it cost most."""
     data, notes = report.data, dict(generation.notes)
     if report.rank == 0:
         notes["in_place"] = bool(data.get("in_place"))
     if generation.mode == RescaleMode.IN_PLACE:
         switch = dict(notes.get("switch", {}))
-        said = {"at_s": report.at_s, "pause_s": data.get("pause_s"), "state_bytes": data.get("state_bytes")}
+        said = {"at_s": min(report.at_s, now), "pause_s": data.get("pause_s"), "state_bytes": data.get("state_bytes")}
         for name, value in said.items():
             number = _number(value, None)
             if number is not None:
@@ -337,7 +377,7 @@ def _progress(books: Books, row: IncarnationRow, generation: GenerationRow, repo
     at_s = min(report.at_s, books.now)
     steps, seconds = data.get("window_steps"), data.get("window_s")
     if steps is None and last is not None and generation.last_step_at is not None:
-        steps, seconds = report.step - last, at_s - generation.last_step_at
+        steps, seconds = report.step - last, min(at_s - generation.last_step_at, books.lived_s(row))
     if steps and seconds and seconds > 0:
         generation.window = measuring.add_window(generation.window, int(steps), float(seconds), books.enough)
     generation.last_step, generation.last_step_at = report.step, at_s
@@ -375,7 +415,10 @@ def _tell_progress(books: Books, row: IncarnationRow, generation: GenerationRow)
             feed(books, ev.JobMeasured(row.job_id, generation.workers, speed, books.costs_of(row)))
             return
     training = generation.purpose == Purpose.TRAIN and generation.running_at is not None
-    outlook.tell(books, row, speed=measuring.recent_speed(generation.window, books.enough) if training else None)
+    speed = measuring.recent_speed(generation.window, books.enough) if training else None
+    report = outlook.progress(row, speed=speed)
+    if report is not None:
+        books.progressed[row.job_id] = report
 
 
 def _tell_progress_meanwhile(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
@@ -428,7 +471,6 @@ def _candidate(books: Books, row: IncarnationRow, generation: GenerationRow, pat
                 size_bytes=None if size_bytes is None else int(size_bytes),
             )
         )
-        books.tx.session.flush()
 
 
 def _number(value: Any, otherwise: float | None) -> float | None:

@@ -80,24 +80,28 @@ def reached(row: IncarnationRow) -> bool:
     return bool((row.target or {}).get("reached"))
 
 
-def tell(
-    books: Books, row: IncarnationRow, *, step: int | None = None, speed: float | None = None, total: bool = False
-) -> None:
+def tell(books: Books, row: IncarnationRow, *, step: int | None = None, total: bool = False) -> None:
     """Tell the scheduler how much is left, once the length is known. ``step``: not the row's; ``total``: both."""
+    report = progress(row, step=step, total=total)
+    if report is not None:
+        feed(books, report)
+
+
+def progress(
+    row: IncarnationRow, *, step: int | None = None, speed: float | None = None, total: bool = False
+) -> ev.JobProgressed | None:
+    """What there is to tell of how much is left; None while the length is not known."""
     if row.total_steps is None:
-        return
+        return None
     done = row.step if step is None else step
     left = 0.0 if reached(row) else float(max(0, row.total_steps - done))
     at_most = (row.target or {}).get("at_most")
-    feed(
-        books,
-        ev.JobProgressed(
-            row.job_id,
-            remaining_steps=left,
-            steps_per_s=speed,
-            total_steps=float(row.total_steps) if total else None,
-            expected_steps=None if at_most is None else min(left, max(0.0, float(at_most) - done)),
-        ),
+    return ev.JobProgressed(
+        row.job_id,
+        remaining_steps=left,
+        steps_per_s=speed,
+        total_steps=float(row.total_steps) if total else None,
+        expected_steps=None if at_most is None else min(left, max(0.0, float(at_most) - done)),
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from elasticflow_airflow.engines.port import GangState
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.candidates import CandidateDesk, Looked, Verified
-from elasticflow_airflow.service.models import CandidateRow, IncarnationRow
+from elasticflow_airflow.service.models import CandidateRow, GenerationRow, IncarnationRow
 
 
 def record(books: Books, looked: Sequence[Looked]) -> None:
@@ -20,19 +20,22 @@ def record(books: Books, looked: Sequence[Looked]) -> None:
         row = books.row(one.job_id, one.incarnation)
         if row is None:
             continue
-        rows = {c.path: c for c in books.tx.candidates(one.job_id, one.incarnation)}
-        for verified in one.verified:
-            _record(books, row, rows.get(verified.path), verified)
-        for path in one.deleted:
-            if path in rows:
-                rows[path].status = "deleted"
-        if one.verified:
-            books.tx.session.flush()
-            _promote_best(books, row)
-        if one.generation is not None:
-            generation = books.generations.get((one.job_id, one.generation))
-            if generation is not None:
-                generation.judged = True
+        with books.on_behalf_of(one.job_id, "taking in what was found out about its checkpoints"):
+            _take_in(books, row, one)
+
+
+def _take_in(books: Books, row: IncarnationRow, one: Looked) -> None:
+    rows = {c.path: c for c in books.tx.candidates(one.job_id, one.incarnation)}
+    for verified in one.verified:
+        _record(books, row, rows.get(verified.path), verified)
+    for path in one.deleted:
+        if path in rows:
+            rows[path].status = "deleted"
+    if one.verified:
+        _promote_best(books, row)
+    generation = None if one.generation is None else books.generations.get((one.job_id, one.generation))
+    if generation is not None:
+        generation.judged = True
 
 
 def _record(books: Books, row: IncarnationRow, known: CandidateRow | None, verified: Verified) -> None:
@@ -73,19 +76,27 @@ def _promote_best(books: Books, row: IncarnationRow) -> None:
 
 def ask(books: Books, desk: CandidateDesk) -> None:
     """Have candidates verified, ended generations looked through, and old candidates deleted."""
+    doing = "asking what its checkpoints are worth"
     for candidate in books.tx.new_candidates():
         row = books.row(candidate.job_id, candidate.incarnation)
         if row is not None:
-            checkpoints = books.checkpoints_of(row.job_id, row.incarnation)
-            desk.ask_candidate(row.job_id, row.incarnation, checkpoints, candidate.path)
+            with books.on_behalf_of(row.job_id, doing):
+                checkpoints = books.checkpoints_of(row.job_id, row.incarnation)
+                desk.ask_candidate(row.job_id, row.incarnation, checkpoints, candidate.path)
     for generation in books.generations.values():
         if generation.state == GangState.ENDED and not generation.judged:
-            checkpoints = books.checkpoints_of(generation.job_id, generation.incarnation)
-            rows = books.tx.candidates(generation.job_id, generation.incarnation)
-            known = frozenset(c.path for c in rows if c.status != "new")
-            desk.ask_generation(generation.job_id, generation.incarnation, generation.generation, checkpoints, known)
+            with books.on_behalf_of(generation.job_id, doing):
+                _ask_of_generation(books, desk, generation)
     for row in books.rows:
-        _ask_to_delete(books, desk, row)
+        with books.on_behalf_of(row.job_id, doing):
+            _ask_to_delete(books, desk, row)
+
+
+def _ask_of_generation(books: Books, desk: CandidateDesk, generation: GenerationRow) -> None:
+    checkpoints = books.checkpoints_of(generation.job_id, generation.incarnation)
+    rows = books.tx.candidates(generation.job_id, generation.incarnation)
+    known = frozenset(c.path for c in rows if c.status != "new")
+    desk.ask_generation(generation.job_id, generation.incarnation, generation.generation, checkpoints, known)
 
 
 def _ask_to_delete(books: Books, desk: CandidateDesk, row: IncarnationRow) -> None:

@@ -10,8 +10,8 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
+from elasticflow_airflow.bounds import utc
 from elasticflow_airflow.insight import NamedTask
 from elasticflow_airflow.scheduler_core.explain import duration, workers
 from elasticflow_airflow.scheduler_core.values import JobState, Phase, Reservation
@@ -109,7 +109,7 @@ def clock(at_s: float, now: float) -> str:
     form = "%H:%M UTC" if abs(at_s - now) < _SOON_S else "%Y-%m-%d %H:%M UTC"
     if abs(at_s - now) < _VERY_SOON_S:
         form = "%H:%M:%S UTC"
-    return datetime.fromtimestamp(at_s, UTC).strftime(form)
+    return utc(at_s).strftime(form)
 
 
 def _of_holder(case: _Case) -> str:

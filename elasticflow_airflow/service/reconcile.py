@@ -1,8 +1,8 @@
 """The reconcile loop: one thread that owns the scheduler and the engine, and drives what is to what should be.
 
-Each pass looks, thinks inside one write transaction, and acts on what was committed. A pass that fails, or a kill at
-any point of it, is repaired by the next: the scheduler is rebuilt from the store, and every call to the engine may be
-repeated.
+Each pass looks, thinks outside of any transaction, writes in a short one, and acts on what was committed. A pass that
+fails, or a kill at any point of it, is repaired by the next: the scheduler is rebuilt from the store, and every call to
+the engine may be repeated. A pass that fails on single jobs is begun again without them (see ``setting_aside.py``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import structlog
 
@@ -23,7 +22,7 @@ from elasticflow_airflow.scheduler_core.config import Objective
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
 from elasticflow_airflow.scheduler_core.policies.registry import DEFAULT_POLICY, make_policy
-from elasticflow_airflow.scheduler_core.values import Node
+from elasticflow_airflow.scheduler_core.values import JobState, Node
 from elasticflow_airflow.service import (
     crashpoints,
     endings,
@@ -34,28 +33,44 @@ from elasticflow_airflow.service import (
     rescaling,
     resuming,
     retention,
+    setting_aside,
     stragglers,
     watching,
 )
 from elasticflow_airflow.service.actuating import Actuator, record_drained, record_refusals
 from elasticflow_airflow.service.books import Books, alive
 from elasticflow_airflow.service.candidates import CandidateDesk, Looked
+from elasticflow_airflow.service.cluster_nodes import nodes_now, tell_nodes
 from elasticflow_airflow.service.codec import state_from_json, state_to_json
-from elasticflow_airflow.service.deciding import feed, record_all, when
+from elasticflow_airflow.service.deciding import feed, record_all
+from elasticflow_airflow.service.faults import Faults, SchedulerFaultError, ServiceFaultError
 from elasticflow_airflow.service.foresight import Foresight, foresight_of
 from elasticflow_airflow.service.models import IncarnationRow
 from elasticflow_airflow.service.notify import Notifier
+from elasticflow_airflow.service.renewals import Renewals
 from elasticflow_airflow.service.secrets import SecretBox, SecretError, secrets_in_args
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import Snapshots
-from elasticflow_airflow.service.store import DATABASE_AWAY, Store
+from elasticflow_airflow.service.store import Store
+from elasticflow_airflow.service.stored_bounds import state_out_of_bounds
+from elasticflow_airflow.service.unit_of_work import StaleReadError, UnstorableError, unit_of_work
 
 _RETRY_S = 1.0
 _CLOCK_JUMP_S = 5.0
 _OFFER_ROUND_S = 60.0
 _PROJECTION_CHANGE_S = 0.5
+_MOST_BEGINNINGS = 200
+_CROWD_S = (0.5, 5.0)
+"""For how long, at least and at most, those who have submitted are decided on at once: who submits together with many
+others hears his verdict after about so long, and not after all of theirs."""
+_NEXT_S = 0.3
+"""So long is waited for who comes next of a crowd."""
 
 log = structlog.get_logger()
+
+
+class _BeginAgainError(Exception):
+    """Nothing of a pass was written: it is begun again, without those whose trouble it was."""
 
 
 class Reconciler:
@@ -78,7 +93,9 @@ class Reconciler:
         self._box, self._desk, self._clock, self._monotonic = secrets, desk, clock, monotonic
         self._actuator = Actuator(engine, settings, snapshots, self._secrets_of, monotonic)
         self._inbox = observing.Inbox()
-        self._leases = introducing.Leases()
+        self.renewals = Renewals()
+        """Who has asked for its job, in the threads of handlers."""
+        self._leases = introducing.Leases(self.renewals)
         self._patience = watching.Patience()
         self._almanac = recurring.Almanac()
         self._retention = retention.Retention()
@@ -90,6 +107,17 @@ class Reconciler:
         self._clock_offset_s = clock() - monotonic()
         self._stop = threading.Event()
         self._problem = ""
+        self._faults = Faults()
+        self._ignored: list[str] = []
+        """What is stored of nodes and slots and cannot be heeded."""
+        self._bounds = setting_aside.BoundsCheck()
+        self._written: dict[str, JobState] = {}
+        """What the store has of what the scheduler remembers."""
+        self._has_begun = False
+        self._heard_s, self._crowd_s = 0.0, _CROWD_S[0]
+        self._singly = False
+        self._passed_over: frozenset[tuple[str, int]] = frozenset()
+        """Who has submitted and cannot be decided on yet."""
 
     @property
     def nodes(self) -> tuple[EngineNode, ...]:
@@ -105,6 +133,12 @@ class Reconciler:
     def problem(self) -> str:
         """Why the last pass failed; empty when it did not."""
         return self._problem
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong now: with the last pass, with jobs (or recurring tasks) that are set aside, and with nodes."""
+        aside = [f"{owner} is set aside: {fault}" for owner, fault in list(self._faults.aside.items())]
+        return [*([self._problem] if self._problem else []), *aside, *self._ignored]
 
     @property
     def device_type(self) -> str:
@@ -126,6 +160,11 @@ class Reconciler:
         self._almanac.hear()
         self._notifier.wake()
 
+    def begin_anew(self) -> None:
+        """Somebody else may have decided meanwhile: the next pass begins with what the store says. Thread-safe."""
+        with self._thinking:
+            self._scheduler = None
+
     def stop(self) -> None:
         """Have :meth:`run` return after the pass under way; gangs go on."""
         self._stop.set()
@@ -133,13 +172,19 @@ class Reconciler:
 
     def run(self) -> None:
         """Pass after pass until :meth:`stop`."""
+        threading.Thread(target=self._renew, name="renew", daemon=True).start()
         while not self._stop.is_set():
             self._notifier.sleep(self.try_once())
+
+    def _renew(self) -> None:
+        """Renew the leases of gangs however long a pass takes, or fails."""
+        while not self._stop.wait(self._settings.renew_interval_s):
+            self._actuator.hold(unless_renewed_within_s=2 * self._settings.renew_interval_s)
 
     def try_once(self) -> float | None:
         """One pass. A pass that fails is logged, and the next one begins with a scheduler rebuilt from the store.
 
-        While the database is away nobody's workers stop for it.
+        Whatever fails, and for however long, nobody's workers stop for it.
         """
         try:
             wait_s = self.run_once()
@@ -148,33 +193,126 @@ class Reconciler:
             if self._problem != repr(error):
                 log.exception("the reconcile pass failed; it is tried again")
             self._problem = repr(error)
-            if isinstance(error, DATABASE_AWAY):
-                self._actuator.hold()
+            self._faults.new.clear()
+            self._actuator.hold()
             return _RETRY_S
         self._problem = ""
+        self._faults.nothing_failed()
         return wait_s
 
     def run_once(self) -> float | None:
-        """One pass; returns after how many seconds the next should come (None: when somebody wakes it)."""
+        """One pass, begun again without the jobs on which it fails, which are set aside.
+
+        Returns after how many seconds the next should come (None: when somebody wakes it). Raises what is no single
+        job's trouble.
+        """
         observations = self._look()
-        looked = self._desk.collect()
+        for _ in range(_MOST_BEGINNINGS):
+            try:
+                began_s, self._heard_s = time.perf_counter(), 0.0
+                wait_s = self._pass(observations)
+                rest_s = time.perf_counter() - began_s - self._heard_s
+                self._crowd_s = min(_CROWD_S[1], max(_CROWD_S[0], rest_s))
+                break
+            except _BeginAgainError:
+                self._scheduler = None
+        else:
+            raise ServiceFaultError(f"a pass was begun {_MOST_BEGINNINGS} times, and failed on other jobs each time")
+        return 0.0 if self._decide_on_the_new() else wait_s
+
+    def _decide_on_the_new(self) -> bool:
+        """Decide on those who have submitted during the pass, before another one; whether there were any.
+
+        A crowd is heard in half of the time, however long a pass takes that looks at all the others.
+        """
+        began_s, heard = time.perf_counter(), False
+        while time.perf_counter() - began_s < self._crowd_s and not self._stop.is_set():
+            with self._store.read() as reader:
+                new = reader.not_introduced()
+            if new <= self._passed_over:
+                return heard
+            try:
+                self._pass(None)
+            except _BeginAgainError:
+                self._scheduler = None
+                return True  # The next pass sees to it.
+            heard = True
+            self._notifier.sleep(_NEXT_S)  # Who has his verdict may have more to submit.
+        return heard
+
+    def _pass(self, observations: tuple[GangObservation, ...] | None) -> float | None:
+        """One pass; without observations only over those who have submitted."""
+        looked: Sequence[Looked] = () if observations is None else self._desk.collect()
         now, monotonic_s = self._clock(), self._monotonic()
-        with self._thinking, self._store.write() as tx:
-            if self._scheduler is None:
-                self._scheduler = self._restore(Books.open(tx, now, self._settings, Scheduler(), None))
-            books = Books.open(tx, now, self._settings, self._scheduler, self._wake_at)
-            self._think(books, observations, looked, monotonic_s)
-            self._write_states(books)
-        self._wake_at = books.wake_at
-        self._inbox.stored()
-        self._leases.stored()
-        self._desk.settled(looked)
+        with self._thinking, unit_of_work(self._store) as work:
+            self._notice_ignored(work.ignored())
+            books = Books.open(work, now, self._settings, self._scheduler or Scheduler(), self._wake_at, self._faults)
+            books.singly = self._singly
+            try:
+                self._bounds.check(books)
+                if self._scheduler is None:
+                    self._scheduler = self._restore(books)
+                if observations is None:
+                    self._hear(books)
+                else:
+                    self._think(books, observations, looked, monotonic_s)
+                written = self._write_states(books)
+                if not self._faults.new:
+                    work.commit()
+            except StaleReadError as error:
+                log.info("a pass is begun again", reason=str(error))
+                raise _BeginAgainError from error
+            except UnstorableError as error:
+                if error.job_id is None:
+                    raise
+                self._faults.note(error.job_id, "writing down what is known of it", error)
+            except SchedulerFaultError as error:
+                self._attribute(books, error)
+            if self._set_aside(books):
+                raise _BeginAgainError
+        self._wake_at, self._has_begun, self._singly = books.wake_at, True, False
+        self._written = written
+        self._passed_over = frozenset() if books.more else books.not_introduced()
+        if observations is not None:
+            self._inbox.stored()
+            self._leases.stored()
+            self._desk.settled(looked)
+        for job_id in setting_aside.ended(books):
+            self._faults.lift(job_id)
         self._notifier.changed()
+        if observations is None:
+            return 0.0
         self._actuator.act(books)
         for job_id, _ in self._actuator.drained:
             gangs = [g for g in books.generations.values() if g.job_id == job_id]
             self._inbox.forget(job_id, {g.generation for g in gangs if g.state != GangState.ENDED})
+        self._retention.trim(self._store, self._settings, now, monotonic_s)
+        if self._set_aside(books):
+            self._scheduler = None
+            return 0.0
         return self._interval(books)
+
+    def _attribute(self, books: Books, error: SchedulerFaultError) -> None:
+        """Find the jobs for which the scheduler failed. Raises the fault itself when it is none's."""
+        states = [state for row in books.rows if (state := self._state_of(books, row)) is not None]
+
+        def fresh() -> ServicePolicy:
+            return _policy(self._settings, nodes_now(books, self._nodes))
+
+        found = setting_aside.culprits(books, states, fresh)
+        if not found:
+            self._singly = True  # Nobody fails alone: whatever it is, the next pass gets on without it.
+            raise error
+        for owner in found:
+            self._faults.note(owner, "planning with it", error.__cause__ or error)
+
+    def _set_aside(self, books: Books) -> bool:
+        """Set aside those that the pass failed on; True: there were some, and nothing of the pass counts."""
+        if not self._faults.new:
+            return False
+        for owner in self._faults.set_aside(len(books.jobs), self._monotonic()):
+            log.error("a job is set aside", job_id=owner, reason=str(self._faults.aside[owner]))
+        return True
 
     # -- look ---------------------------------------------------------------------------------------------------
 
@@ -193,28 +331,43 @@ class Reconciler:
     # -- think --------------------------------------------------------------------------------------------------
 
     def _restore(self, books: Books) -> ServicePolicy:
-        scheduler = _policy(self._settings, self._nodes_now(books))
+        scheduler = _policy(self._settings, nodes_now(books, self._nodes))
         self._almanac.begin()
-        states = [
-            state_from_json(row.scheduler_state)
-            for row in books.rows
-            if row.introduced and not row.terminal and row.scheduler_state is not None
-        ]
-        books.scheduler = scheduler
+        self._written = {}
+        states = [state for row in books.rows if (state := self._state_of(books, row)) is not None]
+        books.scheduler, books.decided = scheduler, True
         if isinstance(scheduler, Scheduler):
             introducing.recall(books, scheduler)
-        record_all(books, scheduler.restore(states, books.now))
-        self._wake_at = books.wake_at
-        if states:
+        try:
+            decisions = scheduler.restore(states, books.now)
+        except Exception as error:
+            raise SchedulerFaultError(None) from error
+        books.wake_at = None
+        record_all(books, decisions)
+        if states and not self._has_begun:
             jobs = "job" if len(states) == 1 else "jobs"
             books.tx.add_event("service_started", f"the service has started and goes on with {len(states)} {jobs}")
         return scheduler
 
+    def _state_of(self, books: Books, row: IncarnationRow) -> JobState | None:
+        """What is stored of what the scheduler remembers of a job."""
+        if not row.introduced or row.terminal or row.scheduler_state is None:
+            return None
+        with books.on_behalf_of(row.job_id, "reading what the scheduler remembered of it"):
+            state = state_from_json(row.scheduler_state)
+            problem = state_out_of_bounds(state)
+            if problem is not None:
+                raise setting_aside.OutOfBoundsError(problem)
+            return state
+        return None
+
     def _think(
         self, books: Books, observations: Sequence[GangObservation], looked: Sequence[Looked], monotonic_s: float
     ) -> None:
+        setting_aside.write_down(books, self._secrets_to_hide)
+        setting_aside.look_after(books, observations)
         self._notice_clock(books, monotonic_s)
-        self._tell_nodes(books)
+        tell_nodes(books, self._nodes)
         observing.fold(books, observations, self._inbox, self._secrets_to_hide)
         promotion.record(books, looked)
         resuming.record(books, looked, self._desk)
@@ -225,9 +378,7 @@ class Reconciler:
         introducing.cancel(books)
         self._leases.check(books, monotonic_s)
         self._almanac.keep(books)
-        slots = sum(node.slots for node in self._nodes)
-        introducing.introduce(books, self._device_type(), slots, self._desk)
-        introducing.amend(books)
+        self._hear(books)
         watching.watch_deadlines(books)
         self._patience.watch_gangs(books, monotonic_s)
         if books.wake_at is not None and books.wake_at <= books.now:
@@ -238,7 +389,14 @@ class Reconciler:
             self._almanac.keep(books)
         promotion.ask(books, self._desk)
         record_drained(books, self._actuator)
-        self._retention.trim(books, monotonic_s)
+
+    def _hear(self, books: Books) -> None:
+        """Decide on those who have submitted, and on what they want otherwise now."""
+        began_s = time.perf_counter()
+        slots = sum(node.slots for node in self._nodes)
+        introducing.introduce(books, self._device_type(), slots, self._desk, self._crowd_s)
+        self._heard_s += time.perf_counter() - began_s
+        introducing.amend(books)
 
     def _notice_clock(self, books: Books, monotonic_s: float) -> None:
         offset_s = books.now - monotonic_s
@@ -250,59 +408,30 @@ class Reconciler:
             books.tx.add_event("clock_jumped", reason)
             log.warning(reason)
 
-    def _nodes_now(self, books: Books) -> list[Node]:
-        """The nodes as the scheduler should see them: one that goes away is to be left some time before."""
-        drains, lead_s, avoided = books.tx.drains(), self._settings.drain_lead_s, books.tx.avoided()
-        return [
-            Node(
-                node_id=node.node_id,
-                slots=node.slots,
-                busy=frozenset(node.busy),
-                draining_until_s=drains[node.node_id] - lead_s if node.node_id in drains else None,
-                avoided={row.slot_index: row.until_at for row in avoided if row.node_id == node.node_id},
-            )
-            for node in self._nodes
-        ]
+    def _notice_ignored(self, ignored: list[str]) -> None:
+        """Say once of each what is not heeded."""
+        for said in ignored:
+            if said not in self._ignored:
+                log.warning(said)
+        self._ignored = ignored
 
-    def _tell_nodes(self, books: Books) -> None:
-        stragglers.take_back(books)
-        known = {node.node_id: node for node in books.scheduler.nodes()}
-        there = {node.node_id: node for node in self._nodes_now(books)}
-        for node_id in known.keys() - there.keys():
-            books.tx.add_event("node_lost", f"node {node_id} is gone")
-            feed(books, ev.NodeLost(node_id))
-            books.tx.forget_drain(node_id)
-        for node_id, node in there.items():
-            before = known.get(node_id)
-            drained = None if before is None else before.draining_until_s
-            if node.draining_until_s != drained:
-                until_s = node.draining_until_s
-                reason = f"node {node_id} stays after all"
-                if until_s is not None:
-                    reason = f"node {node_id} goes away: nothing is planned on it after {when(until_s)}"
-                books.tx.add_event("node_draining", reason)
-            dated = before and replace(before, draining_until_s=node.draining_until_s, avoided=node.avoided)
-            if dated == node:
-                if before != node:
-                    feed(books, ev.NodeJoined(node))
-            elif before != node:
-                holders = next(n.busy for n in self._nodes if n.node_id == node_id)
-                busy = "".join(f"; slot {index} is held by {holder}" for index, holder in sorted(holders.items()))
-                books.tx.add_event("node_changed", f"node {node_id} has {node.slots} slots{busy}")
-                feed(books, ev.NodeJoined(node))
-
-    def _write_states(self, books: Books) -> None:
-        if not books.fed:
-            return
-        rows = {row.job_id: row for row in books.rows if row.introduced and not row.terminal}
-        for state in books.scheduler.states():
-            row = rows.get(state.job.job_id)
-            if row is None:
+    def _write_states(self, books: Books) -> dict[str, JobState]:
+        """Put what the scheduler remembers into the rows, as far as it is news; returns what they have then, by job."""
+        if not books.decided:
+            return self._written
+        written: dict[str, JobState] = {}
+        for row in books.rows:
+            if not row.introduced or row.terminal:
                 continue
-            raw = state_to_json(state)
-            if raw != row.scheduler_state:
-                row.scheduler_state = raw
-            self._project(books, row)
+            with books.on_behalf_of(row.job_id, "writing down what the scheduler remembers of it"):
+                state = books.scheduler.state(row.job_id)
+                if state is None:
+                    continue
+                if self._written.get(row.job_id) != state or row.scheduler_state is None:
+                    row.scheduler_state = state_to_json(state)
+                written[row.job_id] = state
+                self._project(books, row)
+        return written
 
     def _project(self, books: Books, row: IncarnationRow) -> None:
         finish_s = books.scheduler.projected_finish_s(row.job_id)
@@ -333,6 +462,8 @@ class Reconciler:
 
     def _interval(self, books: Books) -> float | None:
         s = self._settings
+        if books.more:
+            return 0.0
         rows = [row for row in books.rows if not row.drained]
         if not rows:
             return None if self._stop.is_set() else s.inventory_interval_s

@@ -8,12 +8,14 @@ pass. Rows in, rows and events out; calls no engine.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, PastRun, expect
+from elasticflow_airflow.service import history
 from elasticflow_airflow.service.books import Books, costs_from
 from elasticflow_airflow.service.codec import curve_from_json
 from elasticflow_airflow.service.deciding import feed, when
@@ -53,14 +55,13 @@ class Almanac:
         expected: dict[str, ExpectedRun] = {}
         self._next_release_at = None
         for task in books.tx.recurring_tasks():
-            _release(books, task)
-            for due_at in task.due:
-                run = _expected(books.settings, books.tx, task, due_at)
-                release_at = _release_at(run, due_at)
+            if task.recurring_key in books.faults:
+                continue
+            with books.on_behalf_of(task.recurring_key, "expecting the runs of this task"):
+                release_at, runs = self._look(books, task)
                 if self._next_release_at is None or release_at < self._next_release_at:
                     self._next_release_at = release_at
-                if run is not None:
-                    expected[run.run_id] = run
+                expected |= {run.run_id: run for run in runs}
         scheduler = books.scheduler
         known = {run.run_id: run for run in scheduler.expected_runs()} if isinstance(scheduler, Scheduler) else {}
         for run_id in known.keys() - expected.keys():
@@ -69,6 +70,14 @@ class Almanac:
             if known.get(run_id) != run:
                 feed(books, ev.RunExpected(run))
         self._told, self._heard, books.learned = True, news, False
+
+    @staticmethod
+    def _look(books: Books, task: RecurringTaskRow) -> tuple[float, list[ExpectedRun]]:
+        """When the first run that is due is given up, and the runs of which enough is known."""
+        _release(books, task)
+        runs = [(due_at, _expected(books.settings, books.tx, task, due_at)) for due_at in task.due]
+        first_s = min((_release_at(run, due_at) for due_at, run in runs), default=math.inf)
+        return first_s, [run for _, run in runs if run is not None]
 
 
 def arrive(books: Books, job: JobRow, row: IncarnationRow) -> str:
@@ -84,6 +93,7 @@ def arrive(books: Books, job: JobRow, row: IncarnationRow) -> str:
     if task is None:
         task = RecurringTaskRow(recurring_key=job.recurring_key, due=[], past=[], facts={}, updated_at=books.now)
         books.tx.add(task)
+    books.tx.rely_on(task, "due")
     if not expected and not dues:
         return ""  # somebody ran it by hand
     due_at = min(expected) if expected else _due_at(row.submission, row.submitted_at)
@@ -169,6 +179,7 @@ def _release(books: Books, task: RecurringTaskRow) -> None:
     for due_at in list(task.due):
         if _release_at(_expected(books.settings, books.tx, task, due_at), due_at) > books.now:
             continue
+        books.tx.rely_on(task, "due")
         task.due = [due for due in task.due if due != due_at]
         _remember(task, {"due_s": due_at, "came": False})
         books.tx.add_event(
@@ -187,8 +198,8 @@ def _release_at(run: ExpectedRun | None, due_at: float) -> float:
 def _expected(settings: ServiceSettings, reader: Reader, task: RecurringTaskRow, due_at: float) -> ExpectedRun | None:
     """A due run as the scheduler knows it; None while its speed or its length is not known."""
     facts = task.facts
-    past = reader.history(task.recurring_key, facts.get("signature", ""))
-    speeds = facts.get("scaling_curve") or (past.speeds if past is not None and past.complete else None)
+    past = history.past_of(reader.history(task.recurring_key, facts.get("signature", "")))
+    speeds = facts.get("scaling_curve") or past.speeds
     if not speeds:
         return None
     limits = [size for size in (facts["max_workers"], facts["logical_workers"]) if size is not None]
@@ -198,7 +209,7 @@ def _expected(settings: ServiceSettings, reader: Reader, task: RecurringTaskRow,
         task=task.recurring_key,
         due_s=due_at,
         curve=curve_from_json(speeds),
-        costs=costs_from(settings, past.costs if past is not None else {}, {}, speeds),
+        costs=costs_from(settings, past.costs, {}, speeds),
         min_workers=int(facts["min_workers"]),
         max_workers=min(limits, default=None),
     )

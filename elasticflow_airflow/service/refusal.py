@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from elasticflow_airflow.wire import Problem
+
+MEANINGS = {
+    400: "It cannot be read: it is no HTTP request, or its body is no JSON",
+    401: "The token is missing or wrong",
+    404: "There is no such thing here",
+    408: "It did not come in time",
+    409: "Not as things stand: a stale claim, say",
+    413: "It is larger than is taken",
+    422: "Something that was given is wrong or out of bounds: which, the limit, and what to give instead",
+    431: "Its address and headers are longer than is taken",
+    500: "A defect of the service",
+    501: "This service does not offer it",
+    503: "Not now: ask again in a moment",
+    507: "There is no room for it on the disk",
+}
+"""What each status of a refusal means."""
+
+
+def declared(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The refusals of a route, as its ``responses``; those that all routes may give need not be named."""
+    return {status: {"model": Problem, "description": MEANINGS[status]} for status in statuses}
+
 
 class Refusal(Exception):  # noqa: N818  (an answer, not a defect)
-    """Becomes an error answer with a ``Problem`` as its body."""
+    """Becomes an error answer with a ``Problem`` as its body.
 
-    def __init__(self, status: int, error: str, message: str, hint: str = "") -> None:
+    ``retry_after_s``: when it is worth asking again (503 only).
+    """
+
+    def __init__(
+        self, status: int, error: str, message: str, hint: str = "", *, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
         self.status, self.error, self.message, self.hint = status, error, message, hint
+        self.retry_after_s = 1.0 if retry_after_s is None and status == 503 else retry_after_s
 
 
 def no_such_job(job_id: str) -> Refusal:

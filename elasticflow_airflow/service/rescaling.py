@@ -16,6 +16,7 @@ What the service orders by itself is told to the scheduler once it runs. Rows in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from elasticflow_airflow.engines.port import GangState, WorkerObservation
 from elasticflow_airflow.runtime.protocol import RescaleMode
@@ -32,23 +33,28 @@ from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 def heal(books: Books) -> None:
     """Answer to workers that have died since the last pass, in gangs that go on without them."""
     for row in books.rows:
-        desired, training = books.desired(row), books.training(row)
-        if desired is None or training is None or row.terminal or row.ending or desired.desired != "run":
-            continue
-        if not training.notes.get("in_place") or training.notes.get("finished"):
-            continue
-        workers = _workers(books, training)
-        codes = {worker.exit_code for worker in workers} - {None}
-        leaving = 0 in codes  # As it is done; or, in a change, because it is not in the new gang.
-        if any(code > 0 for code in codes if code is not None) or (leaving and desired is training):
-            continue  # It ends, by its script's failure or success: that is not answered here.
-        known = books.lost_since(row, training)
-        dead = [w for w in workers if (w.exit_code or 0) < 0 and w.worker_id not in known]
-        if dead:
-            said = _names(dead, [f"died ({_signal(worker)})" for worker in dead])
-            recover(books, row, training, {worker.worker_id for worker in dead}, said)
-        elif desired is not training and not leaving and desired.mode == RescaleMode.IN_PLACE:
-            _look_after_joiners(books, row, training, desired)
+        with books.on_behalf_of(row.job_id, "looking after its workers"):
+            _heal(books, row)
+
+
+def _heal(books: Books, row: IncarnationRow) -> None:
+    desired, training = books.desired(row), books.training(row)
+    if desired is None or training is None or row.terminal or row.ending or desired.desired != "run":
+        return
+    if not training.notes.get("in_place") or training.notes.get("finished"):
+        return
+    workers = _workers(books, training)
+    codes = {worker.exit_code for worker in workers} - {None}
+    leaving = 0 in codes  # As it is done; or, in a change, because it is not in the new gang.
+    if any(code > 0 for code in codes if code is not None) or (leaving and desired is training):
+        return  # It ends, by its script's failure or success: that is not answered here.
+    known = books.lost_since(row, training)
+    dead = [w for w in workers if (w.exit_code or 0) < 0 and w.worker_id not in known]
+    if dead:
+        said = _names(dead, [f"died ({_signal(worker)})" for worker in dead])
+        recover(books, row, training, {worker.worker_id for worker in dead}, said)
+    elif desired is not training and not leaving and desired.mode == RescaleMode.IN_PLACE:
+        _look_after_joiners(books, row, training, desired)
 
 
 def recover(books: Books, row: IncarnationRow, training: GenerationRow, lost: set[str], what: str) -> None:
@@ -142,13 +148,15 @@ def fall_back(books: Books, row: IncarnationRow, generation: GenerationRow, why:
 def break_circles(books: Books) -> None:
     """Of jobs that wait in a circle for each other's slots, have one make room and start again."""
     waiting: dict[str, tuple[IncarnationRow, GenerationRow, set[str]]] = {}
+    on_slots = Holders(books)
     for row in books.rows:
-        due = books.due(row)
-        if due is None or due.state != "ordered" or row.ending or due.notes.get("vacate"):
-            continue
-        holders = {g.job_id for g in holders_of(books, due)}
-        if holders and any(alive(g) for g in books.open_of(row)):
-            waiting[row.job_id] = (row, due, holders)
+        with books.on_behalf_of(row.job_id, "looking for whom it waits"):
+            due = books.due(row)
+            if due is None or due.state != "ordered" or row.ending or due.notes.get("vacate"):
+                continue
+            holders = on_slots.before(due)
+            if holders and any(alive(g) for g in books.open_of(row)):
+                waiting[row.job_id] = (row, due, holders)
     for job_id in sorted(waiting):
         if job_id in waiting and _reaches(waiting, job_id, job_id):
             row, due, holders = waiting.pop(job_id)
@@ -159,14 +167,20 @@ def break_circles(books: Books) -> None:
             books.event("restart_instead", reason, row, mode=due.mode, workers=due.workers)
 
 
-def holders_of(books: Books, wanted: GenerationRow) -> list[GenerationRow]:
-    """Gangs of other jobs that are still on slots of a generation: they were told to leave, and it comes after them."""
-    slots = {tuple(slot) for slot in wanted.placement}
-    return [
-        g
-        for g in books.generations.values()
-        if g.job_id != wanted.job_id and alive(g) and any(tuple(slot) in slots for slot in g.placement)
-    ]
+class Holders:
+    """Who is on which slots. Holds for as long as no generation changes."""
+
+    def __init__(self, books: Books) -> None:
+        self._on: dict[tuple[Any, ...], list[GenerationRow]] = {}
+        for generation in books.generations.values():
+            if alive(generation):
+                for slot in generation.placement:
+                    self._on.setdefault(tuple(slot), []).append(generation)
+
+    def before(self, wanted: GenerationRow) -> set[str]:
+        """Other jobs whose gangs are still on slots of a generation: they were told to leave; it comes after them."""
+        there = (g.job_id for slot in wanted.placement for g in self._on.get(tuple(slot), ()))
+        return {job_id for job_id in there if job_id != wanted.job_id}
 
 
 def go_on_as_planned(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from elasticflow_airflow.runtime.manifest import CandidateInfo
 from elasticflow_airflow.runtime.protocol import candidate_name
 from elasticflow_airflow.service.books import Books
-from elasticflow_airflow.service.candidates import CandidateDesk, Looked
+from elasticflow_airflow.service.candidates import Adopted, CandidateDesk, Looked
 from elasticflow_airflow.service.models import CandidateRow, IncarnationRow
 
 
@@ -38,21 +38,27 @@ def record(books: Books, looked: Sequence[Looked], desk: CandidateDesk) -> None:
     for one in looked:
         if one.adopted is None:
             continue
-        row, info = books.row(one.job_id, one.incarnation), one.adopted.info
-        if row is None or row.introduced or row.terminal or row.ending or row.cancel_reason is not None:
-            if info is not None and (row is None or row.promoted is None):
-                checkpoints = books.checkpoints_of(one.job_id, one.incarnation)
-                desk.ask_delete(one.job_id, one.incarnation, checkpoints, info.name)
-        elif info is not None:
-            _go_on(books, row, info)
-        elif one.adopted.again:
-            reason = f"waits for its checkpoint, and tries again: {one.adopted.problem}"
-            if row.state_reason != reason:
-                books.event("warning", reason, row)
-                row.state_reason = reason
-        else:
-            books.event("warning", f"starts from the beginning: {one.adopted.problem}", row)
-            _add_copy(books, row, candidate_name(0, 0), step=0, digest="", status="invalid")
+        if one.job_id not in books.faults:
+            with books.on_behalf_of(one.job_id, "taking in the checkpoint that it goes on from"):
+                _take_in(books, one, one.adopted, desk)
+
+
+def _take_in(books: Books, one: Looked, adopted: Adopted, desk: CandidateDesk) -> None:
+    row, info = books.row(one.job_id, one.incarnation), adopted.info
+    if row is None or row.introduced or row.terminal or row.ending or row.cancel_reason is not None:
+        if info is not None and (row is None or row.promoted is None):
+            checkpoints = books.checkpoints_of(one.job_id, one.incarnation)
+            desk.ask_delete(one.job_id, one.incarnation, checkpoints, info.name)
+    elif info is not None:
+        _go_on(books, row, info)
+    elif adopted.again:
+        reason = f"waits for its checkpoint, and tries again: {adopted.problem}"
+        if row.state_reason != reason:
+            books.event("warning", reason, row)
+            row.state_reason = reason
+    else:
+        books.event("warning", f"starts from the beginning: {adopted.problem}", row)
+        _add_copy(books, row, candidate_name(0, 0), step=0, digest="", status="invalid")
 
 
 def _origin(books: Books, row: IncarnationRow) -> IncarnationRow | None:
@@ -86,4 +92,3 @@ def _add_copy(books: Books, row: IncarnationRow, path: str, *, step: int, digest
             status=status,
         )
     )
-    books.tx.session.flush()  # ``is_ready`` asks for it in the same pass.

@@ -1,8 +1,8 @@
 """Forgets the details of jobs that ended long ago: their generations, samples, times of workers, and old events.
 
-A few at a time, in the transaction of a pass, and with them what their folders hold: logs, reports, plans. What remains
-is the job with its result and its checkpoints: its id stays taken, its numbers never start again, and the history by
-which its task is planned is kept elsewhere.
+A few at a time, in a transaction of their own, and with them what their folders hold: logs, reports, plans. What
+remains is the job with its result and its checkpoints: its id stays taken, its numbers never start again, and the
+history by which its task is planned is kept elsewhere.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from pathlib import Path
 import structlog
 
 from elasticflow_airflow.runtime.protocol import checkpoint_dir
-from elasticflow_airflow.service.books import Books, incarnation_dir
+from elasticflow_airflow.service.books import incarnation_dir
+from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import remove_tree
+from elasticflow_airflow.service.store import Store
 
 log = structlog.get_logger(__name__)
 
@@ -32,17 +34,18 @@ class Retention:
     def __init__(self) -> None:
         self._next_s = -math.inf
 
-    def trim(self, books: Books, monotonic_s: float) -> None:
+    def trim(self, store: Store, settings: ServiceSettings, now: float, monotonic_s: float) -> None:
         """Forget what is older than the setting ``keep_days``, at most one small batch."""
-        before = books.now - books.settings.keep_days * _DAY_S
+        before = now - settings.keep_days * _DAY_S
         if not math.isfinite(before) or monotonic_s < self._next_s:
             return
-        over = books.tx.incarnations_over_before(before, _INCARNATIONS_AT_ONCE)
-        for job_id, incarnation in over:
-            # Before the commit: what is left behind by a crash is found again.
-            _empty(incarnation_dir(books.settings.state_dir, job_id, incarnation))
-            books.tx.forget_details(job_id, incarnation)
-        events = books.tx.forget_events(before, _EVENTS_AT_ONCE)
+        with store.write() as tx:
+            over = tx.incarnations_over_before(before, _INCARNATIONS_AT_ONCE)
+            for job_id, incarnation in over:
+                # Before the commit: what is left behind by a crash is found again.
+                _empty(incarnation_dir(settings.state_dir, job_id, incarnation))
+                tx.forget_details(job_id, incarnation)
+            events = tx.forget_events(before, _EVENTS_AT_ONCE)
         more = len(over) == _INCARNATIONS_AT_ONCE or events == _EVENTS_AT_ONCE
         self._next_s = monotonic_s + (_BUSY_EVERY_S if more else EVERY_S)
 

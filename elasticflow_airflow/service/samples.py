@@ -5,7 +5,8 @@ samples however long it trains. Rows in, rows out; decides nothing, and nothing 
 
 ``IncarnationRow.sampling`` holds ``number`` and ``at`` of the last sample, its ``workers``, and ``stride``: the numbers
 that are kept are multiples of it. When there are too many, it doubles, and every second sample is deleted. Beside these
-it holds ``noise_scale`` and ``samples_per_s`` as they were reported last.
+it holds ``noise_scale`` and ``samples_per_s`` as they were reported last, and ``refused``, the fields of which the
+owner was told that they are out of bounds.
 """
 
 from __future__ import annotations

@@ -18,21 +18,25 @@ def ensure_schema(engine: sa.Engine) -> None:
     current = current_revision(engine)
     if current == SCHEMA_HEAD:
         return
-    if current is not None and current > SCHEMA_HEAD:
+    if current is not None and current not in _known_revisions():
         raise SchemaTooNewError(
-            f"the database is at schema {current}, and this version of elasticflow-airflow knows up to {SCHEMA_HEAD}:"
-            " install the version that wrote it, or choose another state directory"
+            f"the database is at schema {current[:40]!r}, and this version of elasticflow-airflow knows up to"
+            f" {SCHEMA_HEAD!r}: install the version that wrote it, or choose another state directory"
         )
     from alembic import command
     from alembic.config import Config
 
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
-    # As a write: of services that start together one migrates, the others then find nothing to do.
-    with engine.connect().execution_options(elasticflow_write=True) as connection:
+    # As one write, with the look at where the database is: of services that start together one migrates, the others
+    # then find nothing to do. Alembic by itself would look first, and begin a transaction for each revision on SQLite.
+    with engine.connect().execution_options(elasticflow_write=True) as connection, connection.begin():
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
-        connection.commit()
+
+
+def _known_revisions() -> set[str]:
+    return {path.name.partition("_")[0] for path in (Path(__file__).parent / "migrations/versions").glob("[0-9]*.py")}
 
 
 def current_revision(engine: sa.Engine) -> str | None:

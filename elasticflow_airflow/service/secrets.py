@@ -8,8 +8,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cryptography.fernet import Fernet
 
 REDACTED = "***"
 _SENSITIVE = re.compile(r"apikey|authorization|credentials?|key|pass(?:phrase|wd|word)|pwd|secrets?|token", re.I)
@@ -20,7 +26,7 @@ _PASSWORD_IN_URL = re.compile(r"(?<=://)([^/\s:@]*):[^/\s@]+@")
 
 
 class SecretError(Exception):
-    """Stored secrets cannot be read."""
+    """Secrets cannot be stored, or stored ones not be read."""
 
 
 class SecretBox:
@@ -30,21 +36,19 @@ class SecretBox:
         self._key_file = key_file
 
     def seal(self, secrets: Mapping[str, str]) -> bytes | None:
-        """Encrypt; None for no secrets at all."""
+        """Encrypt; None for no secrets at all. Raises SecretError when the key file holds no key."""
         if not secrets:
             return None
-        from cryptography.fernet import Fernet
-
-        return Fernet(self._key(create=True)).encrypt(json.dumps(dict(secrets)).encode())
+        return self._fernet(create=True).encrypt(json.dumps(dict(secrets)).encode())
 
     def open(self, sealed: bytes | None) -> dict[str, str]:
         """Decrypt. Raises SecretError when the key is not the one that it was sealed with."""
         if sealed is None:
             return {}
-        from cryptography.fernet import Fernet, InvalidToken
+        from cryptography.fernet import InvalidToken
 
         try:
-            opened = json.loads(Fernet(self._key(create=False)).decrypt(sealed))
+            opened = json.loads(self._fernet(create=False).decrypt(sealed))
         except (InvalidToken, FileNotFoundError) as error:
             raise SecretError(
                 f"the stored secrets cannot be decrypted: {self._key_file} is not the key they were encrypted with;"
@@ -52,27 +56,38 @@ class SecretBox:
             ) from error
         return {str(name): str(value) for name, value in opened.items()}
 
-    def _key(self, *, create: bool) -> bytes:
+    def _fernet(self, *, create: bool) -> Fernet:
+        from cryptography.fernet import Fernet
+
         try:
-            return self._key_file.read_bytes()
+            key = self._key_file.read_bytes()
         except FileNotFoundError:
             if not create:
                 raise
+            key = self._make_key()
+        try:
+            return Fernet(key)
+        except ValueError as error:
+            raise SecretError(
+                f"{self._key_file} holds no key: put the file back from a backup, or remove it, and submit the jobs"
+                " with secrets again"
+            ) from error
+
+    def _make_key(self) -> bytes:
+        """Make the key, and return the one that counts: others may be doing the same, in any thread or process."""
         from cryptography.fernet import Fernet
 
-        temporary = self._key_file.with_name(f".{self._key_file.name}.{os.getpid()}")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        # A name that nobody else has, and a link, which fails where there is a key: it is there whole or not at all.
+        descriptor, temporary = tempfile.mkstemp(dir=self._key_file.parent, prefix=f".{self._key_file.name}.")
         try:
-            os.write(descriptor, Fernet.generate_key())
-            os.fsync(descriptor)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(Fernet.generate_key())
+                file.flush()
+                os.fsync(file.fileno())
+            with suppress(FileExistsError):  # Another was faster: then that one counts.
+                os.link(temporary, self._key_file)
         finally:
-            os.close(descriptor)
-        try:
-            os.link(temporary, self._key_file)  # Fails if another was faster: then that one counts.
-        except FileExistsError:
-            pass
-        finally:
-            temporary.unlink()
+            os.unlink(temporary)
         return self._key_file.read_bytes()
 
 

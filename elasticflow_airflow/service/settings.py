@@ -132,7 +132,7 @@ class ServiceSettings(BaseSettings):
 
     snapshot_max_bytes: int = Field(default=64 * 2**20, ge=1)
     snapshot_max_files: int = Field(default=4000, ge=1)
-    verdict_wait_s: float = Field(default=2.0, gt=0)
+    verdict_wait_s: float = Field(default=10.0, gt=0)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @field_validator("state_dir", "token_file", "metrics_token_file", "slot_lock_dir")

@@ -1,4 +1,4 @@
-"""Keeps the code of jobs by its hash: checks an uploaded tar, unpacks it, and makes it read-only.
+"""Keeps the code of jobs by its hash: checks an uploaded tar, and has it unpacked, read-only.
 
 Knows paths and bytes only. A snapshot folder is complete when it is there: it is renamed into place.
 """
@@ -6,14 +6,23 @@ Knows paths and bytes only. A snapshot folder is complete when it is there: it i
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
-import stat
-import tarfile
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
+import structlog
+
+from elasticflow_airflow.service import unpacking
+
+log = structlog.get_logger(__name__)
+
+
+_UPLOAD, _UNPACK = ".upload-", ".unpack-"
 SHA256 = re.compile(r"^[0-9a-f]{64}$")
 
 
@@ -47,7 +56,7 @@ class Snapshots:
     def incoming(self) -> Path:
         """A new empty file to write an upload into, on the same disk."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=self._folder, prefix=".upload-")
+        descriptor, name = tempfile.mkstemp(dir=self._folder, prefix=_UPLOAD)
         os.close(descriptor)
         return Path(name)
 
@@ -64,10 +73,9 @@ class Snapshots:
             raise SnapshotRefusedError(
                 f"the uploaded code has the SHA-256 {digest.hexdigest()}, not {sha256}", "upload it again"
             )
-        unpacked = Path(tempfile.mkdtemp(dir=self._folder, prefix=".unpack-"))
+        unpacked = Path(tempfile.mkdtemp(dir=self._folder, prefix=_UNPACK))
         try:
             self._unpack(tar_file, unpacked)
-            _make_read_only(unpacked)
             os.rename(unpacked, target)
         except OSError:
             if not target.is_dir():  # Else another upload of the same code was faster.
@@ -77,42 +85,46 @@ class Snapshots:
                 remove_tree(unpacked)
 
     def _unpack(self, tar_file: Path, folder: Path) -> None:
+        """In a process of its own: neither its memory, its time nor Python's lock are this one's."""
+        limits = (str(self.max_bytes), str(self._max_files))
         try:
-            with tarfile.open(tar_file, mode="r:") as tar:
-                size = 0
-                for files, member in enumerate(tar, start=1):
-                    size += member.size
-                    if files > self._max_files:
-                        raise SnapshotRefusedError(
-                            f"the code has more than {self._max_files} files",
-                            "put it in a folder of its own, or ignore what it does not need",
-                            too_large=True,
-                        )
-                    if size > self.max_bytes:
-                        raise SnapshotRefusedError(
-                            f"the code unpacks to more than {self.max_bytes} bytes",
-                            "put it in a folder of its own, or ignore what it does not need",
-                            too_large=True,
-                        )
-                    if member.name.startswith("/"):
-                        raise SnapshotRefusedError(
-                            f"{member.name!r} is an absolute path", "send an uncompressed tar of relative paths"
-                        )
-                    if not (member.isfile() or member.isdir()):
-                        raise SnapshotRefusedError(
-                            f"{member.name!r} is neither a file nor a folder", "send files, not links or devices"
-                        )
-                    tar.extract(member, folder, filter="data")
-        except tarfile.TarError as error:
+            done = subprocess.run(
+                [sys.executable, "-I", "-S", "-X", "utf8", unpacking.__file__, tar_file, folder, *limits],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                env={},
+                start_new_session=True,  # A Ctrl-C that ends the service lets uploads end first.
+                timeout=unpacking.WALL_LIMIT_S,
+                check=False,
+            )
+            answer = json.loads(done.stdout)
+        except (subprocess.TimeoutExpired, ValueError) as error:
             raise SnapshotRefusedError(
-                f"the code is no acceptable tar: {error}", "send an uncompressed tar of relative paths"
+                f"the code is no acceptable tar: it was not unpacked with {unpacking.CPU_LIMIT_S} s of processor time"
+                f" and {unpacking.MEMORY_LIMIT_BYTES >> 20} MiB of memory",
+                "send an uncompressed tar of relative paths",
             ) from error
+        if "refused" in answer:
+            raise SnapshotRefusedError(answer["refused"], answer["hint"], too_large=answer["too_large"])
+        if "errno" in answer:
+            raise OSError(answer["errno"], os.strerror(answer["errno"] or 0))
+
+    def remove_leftovers(self) -> None:
+        """Remove what uploads left behind that a killed service had under way. What cannot be removed is said."""
+        for path in sorted(self._folder.glob(f"{_UPLOAD}*")) + sorted(self._folder.glob(f"{_UNPACK}*")):
+            try:
+                if path.is_dir() and not path.is_symlink():
+                    remove_tree(path)
+                else:
+                    path.unlink()
+            except OSError as error:
+                log.warning("what an upload left could not be removed", path=str(path), error=str(error))
 
     def files(self, sha256: str) -> dict[str, str]:
         """Digest of every file of a snapshot, by its relative path; empty when it is not there."""
         root = self.path(sha256)
         return {
-            str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
+            _printable(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
             for path in sorted(root.rglob("*"))
             if path.is_file()
         }
@@ -123,13 +135,9 @@ class Snapshots:
         return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
-def _make_read_only(folder: Path) -> None:
-    for root, _, files in os.walk(folder, topdown=False):
-        for name in files:
-            path = Path(root, name)
-            path.chmod(0o500 if path.stat().st_mode & stat.S_IXUSR else 0o400)
-        if Path(root) != folder:
-            os.chmod(root, 0o500)
+def _printable(path: Path) -> str:
+    """A path as text that can be stored and shown, whatever its bytes are."""
+    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def remove_tree(folder: Path) -> None:

@@ -13,6 +13,7 @@ from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core.values import Reservation
 from elasticflow_airflow.service.models import GenerationRow, JobRow
 from elasticflow_airflow.service.store import Holding
+from elasticflow_airflow.wire import JobIdentity
 
 JOIN = "join"
 """Purpose of a span in which new workers get ready to join a training that goes on elsewhere."""
@@ -96,14 +97,14 @@ def planned_spans(
 
 def names_of(job: JobRow) -> dict[str, object]:
     """How a job is called on a span."""
-    identity = job.identity
+    identity = JobIdentity.as_stored(job.identity)
     return {
         "job_id": job.job_id,
         "dag_id": job.dag_id,
-        "task_id": str(identity.get("task_id", "")),
-        "run_id": str(identity.get("run_id", "")),
-        "map_index": int(identity.get("map_index", -1)),
-        "namespace": str(identity.get("namespace", "default")),
+        "task_id": identity.task_id,
+        "run_id": identity.run_id,
+        "map_index": identity.map_index,
+        "namespace": identity.namespace,
     }
 
 

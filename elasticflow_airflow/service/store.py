@@ -11,13 +11,14 @@ import itertools
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Session, defer, load_only, sessionmaker
 
+from elasticflow_airflow.engines.port import STANDING
 from elasticflow_airflow.insight import DagAsked
 from elasticflow_airflow.service import crashpoints
 from elasticflow_airflow.service.models import (
@@ -35,7 +36,7 @@ from elasticflow_airflow.service.models import (
     WorkerTimesRow,
 )
 from elasticflow_airflow.service.schema import ensure_schema
-from elasticflow_airflow.wire import JobIdentity
+from elasticflow_airflow.wire import JobIdentity, State
 
 DATABASE_AWAY = (sa.exc.OperationalError, sa.exc.InterfaceError, sa.exc.InternalError, sa.exc.TimeoutError)
 """What is raised when the database cannot be used now: it is away, locked, has no room, or takes no writes."""
@@ -48,9 +49,20 @@ _POSTGRES = {
     "tcp_user_timeout": 30_000,
 }
 """So that a server whose machine is gone, and which refuses nothing, counts as away long before a lease ends."""
+_I = TypeVar("_I", str, int)
 _IDS_AT_ONCE = 500
 _ROWS_AT_ONCE = 1000
 _MEASURED = (GenerationRow.window, GenerationRow.folded, GenerationRow.log_names, GenerationRow.lost)
+_SHOWN = (
+    GenerationRow.job_id,
+    GenerationRow.incarnation,
+    GenerationRow.generation,
+    GenerationRow.state,
+    GenerationRow.handled,
+    GenerationRow.mode,
+    GenerationRow.placement,
+    GenerationRow.log_names,
+)
 _OUTLINE = (
     IncarnationRow.submitted_at,
     IncarnationRow.introduced,
@@ -60,7 +72,22 @@ _OUTLINE = (
     IncarnationRow.finished_at,
     IncarnationRow.result,
 )
+_WRITES, _NO_TRANSACTION = "elasticflow_write", "elasticflow_no_transaction"
 _WRITE_LOCK_KEY = 0x456C4673  # any constant that everybody who writes agrees on
+
+
+def in_parts(ids: Sequence[_I]) -> Iterator[Sequence[_I]]:
+    """Ids, so many at once as one statement may name."""
+    for start in range(0, len(ids), _IDS_AT_ONCE):
+        yield ids[start : start + _IDS_AT_ONCE]
+
+
+class Current(NamedTuple):
+    """A job, its current incarnation, and all generations of that, oldest first."""
+
+    job: JobRow
+    row: IncarnationRow
+    generations: list[GenerationRow]
 
 
 class Holding(NamedTuple):
@@ -99,6 +126,54 @@ class Reader:
         row = job and self.incarnation(job_id, job.incarnation)
         return (job, row) if job and row else None
 
+    def current_of(self, job_ids: Collection[str]) -> dict[str, Current]:
+        """By id, those of these jobs that are there, with their current incarnations and the generations of these.
+
+        Of the generations only what a status shows of them.
+        """
+        found: dict[str, Current] = {}
+        current = sa.and_(IncarnationRow.job_id == JobRow.job_id, IncarnationRow.incarnation == JobRow.incarnation)
+        ids = sorted(job_ids)
+        for some in in_parts(ids):
+            query = sa.select(JobRow, IncarnationRow).join(IncarnationRow, current).where(JobRow.job_id.in_(some))
+            found |= {job.job_id: Current(job, row, []) for job, row in self.session.execute(query)}
+        self._add_generations(found)
+        return found
+
+    def with_generations(self, jobs: Iterable[tuple[JobRow, IncarnationRow]]) -> list[Current]:
+        """Jobs with the generations of their current incarnations, in the same order; of these what a status shows."""
+        found = {job.job_id: Current(job, row, []) for job, row in jobs}
+        self._add_generations(found)
+        return list(found.values())
+
+    def _add_generations(self, found: Mapping[str, Current]) -> None:
+        ids = sorted(found)
+        its = sa.and_(GenerationRow.job_id == JobRow.job_id, GenerationRow.incarnation == JobRow.incarnation)
+        for some in in_parts(ids):
+            rows = (
+                sa.select(GenerationRow)
+                .options(load_only(*_SHOWN, raiseload=True))
+                .join(JobRow, its)
+                .where(JobRow.job_id.in_(some))
+                .order_by(GenerationRow.job_id, GenerationRow.generation)
+            )
+            for row in self.session.scalars(rows):
+                found[row.job_id].generations.append(row)
+
+    def decided(self, wanted: Collection[tuple[str, int]]) -> set[tuple[str, int]]:
+        """Those incarnations of jobs of which the loop has said something, or that are over."""
+        said = sa.or_(
+            IncarnationRow.terminal, sa.and_(IncarnationRow.introduced, IncarnationRow.state != State.SUBMITTED)
+        )
+        found: set[tuple[str, int]] = set()
+        ids = sorted({job_id for job_id, _ in wanted})
+        for some in in_parts(ids):
+            query = sa.select(IncarnationRow.job_id, IncarnationRow.incarnation).where(
+                IncarnationRow.job_id.in_(some), said
+            )
+            found |= {(job_id, incarnation) for job_id, incarnation in self.session.execute(query)}
+        return found & set(wanted)
+
     def list_current(
         self,
         *,
@@ -107,10 +182,12 @@ class Reader:
         live: bool | None,
         limit: int,
         identity: Mapping[str, str | int] | None = None,
+        after: tuple[float, str] | None = None,
     ) -> list[tuple[JobRow, IncarnationRow]]:
         """Jobs with their current incarnations, newest first; of one DAG or of several.
 
-        ``identity``: what else they share, of namespace, run_id, task_id and map_index.
+        ``identity``: what else they share, of namespace, run_id, task_id and map_index. ``after``: only those that come
+        after a job that was submitted then (UTC seconds), with this id.
         """
         query = (
             sa.select(JobRow, IncarnationRow)
@@ -121,6 +198,10 @@ class Reader:
             .order_by(IncarnationRow.submitted_at.desc(), JobRow.job_id)
             .limit(limit)
         )
+        if after is not None:
+            at, job_id = after
+            same = sa.and_(IncarnationRow.submitted_at == at, JobRow.job_id > job_id)
+            query = query.where(IncarnationRow.submitted_at <= at, sa.or_(IncarnationRow.submitted_at < at, same))
         if state is not None:
             query = query.where(IncarnationRow.state == state)
         dag_ids = [dag_id] if isinstance(dag_id, str) else dag_id
@@ -130,7 +211,7 @@ class Reader:
             query = query.where(IncarnationRow.terminal.is_(not live))
         shared = dict(identity or {})
         if dag_ids is not None and len(dag_ids) == 1 and shared.keys() >= {"namespace", "task_id", "map_index"}:
-            whole = JobIdentity.model_validate({"run_id": "any", **shared, "dag_id": dag_ids[0]})
+            whole = JobIdentity.as_stored({"run_id": "any", **shared, "dag_id": dag_ids[0]})
             query = query.where(JobRow.recurring_key == whole.recurring_key)  # by its index: a DAG may map thousands
             shared = {part: value for part, value in shared.items() if part == "run_id"}
         for part, value in shared.items():
@@ -147,6 +228,13 @@ class Reader:
             .order_by(IncarnationRow.submitted_at, IncarnationRow.job_id, IncarnationRow.incarnation)
         )
         return [(job, row) for job, row in self.session.execute(query)]
+
+    def not_introduced(self) -> set[tuple[str, int]]:
+        """Incarnations that are not over and that the scheduler was not asked about yet."""
+        query = sa.select(IncarnationRow.job_id, IncarnationRow.incarnation).where(
+            IncarnationRow.terminal.is_(False), IncarnationRow.introduced.is_(False)
+        )
+        return {(job_id, incarnation) for job_id, incarnation in self.session.execute(query)}
 
     def over_since(self, submitted_after: float) -> list[IncarnationRow]:
         """Incarnations with a deadline that were submitted after a moment and are over, in order of submission."""
@@ -170,6 +258,13 @@ class Reader:
             .order_by(GenerationRow.job_id, GenerationRow.generation)
         )
         return list(self.session.scalars(query))
+
+    def slots_held(self) -> list[tuple[str, list[Any]]]:
+        """The jobs whose gangs may have processes, each with a gang's slots."""
+        query = sa.select(GenerationRow.job_id, GenerationRow.placement).where(
+            GenerationRow.handled.is_(False), GenerationRow.state.in_(STANDING)
+        )
+        return [(job_id, placement) for job_id, placement in self.session.execute(query)]
 
     def generation(self, job_id: str, generation: int) -> GenerationRow | None:
         """One generation."""
@@ -251,7 +346,7 @@ class Reader:
         )
         asked = (
             sa.select(
-                JobRow.identity["namespace"].as_string().label("namespace"),
+                sa.func.coalesce(JobRow.identity["namespace"].as_string(), "").label("namespace"),
                 JobRow.dag_id,
                 IncarnationRow.verdict["decision"].as_string().label("decision"),
                 IncarnationRow.result["met"].as_boolean().label("met"),
@@ -343,8 +438,7 @@ class Reader:
     def event_times(self, event_ids: Sequence[int]) -> dict[int, float]:
         """When some events were."""
         found: dict[int, float] = {}
-        for start in range(0, len(event_ids), _IDS_AT_ONCE):
-            some = event_ids[start : start + _IDS_AT_ONCE]
+        for some in in_parts(event_ids):
             query = sa.select(EventRow.event_id, EventRow.at).where(EventRow.event_id.in_(some))
             found.update((event_id, at) for event_id, at in self.session.execute(query))
         return found
@@ -398,9 +492,10 @@ class Reader:
         query = sa.select(AmendmentRow).where(AmendmentRow.answer.is_(None)).order_by(AmendmentRow.amendment_id)
         return list(self.session.scalars(query))
 
-    def amendment(self, amendment_id: int) -> AmendmentRow | None:
-        """One amendment."""
-        return self.session.get(AmendmentRow, amendment_id)
+    def answered(self, amendment_ids: Collection[int]) -> dict[int, dict[str, Any]]:
+        """By id, what the loop has said to these amendments, as far as it has."""
+        query = sa.select(AmendmentRow).where(AmendmentRow.amendment_id.in_(sorted(amendment_ids)))
+        return {row.amendment_id: row.answer for row in self.session.scalars(query) if row.answer is not None}
 
     def events(self, after: int, job_id: str | None, limit: int) -> list[EventRow]:
         """Events with a larger id, oldest first."""
@@ -473,18 +568,6 @@ class Writer(Reader):
         """Add a row."""
         self.session.add(row)
 
-    def add_samples(self, columns: Sequence[dict[str, Any]]) -> None:
-        """Add samples, all at once."""
-        self.session.execute(sa.insert(SampleRow), columns)
-
-    def thin_samples(self, job_id: str, incarnation: int, stride: int) -> None:
-        """Delete the samples of an incarnation whose number is no multiple of ``stride``."""
-        self.session.execute(
-            sa.delete(SampleRow).where(
-                SampleRow.job_id == job_id, SampleRow.incarnation == incarnation, SampleRow.number % stride != 0
-            )
-        )
-
     def forget_details(self, job_id: str, incarnation: int) -> None:
         """Delete generations, samples and times of workers of an incarnation."""
         for table in (SampleRow, WorkerTimesRow, GenerationRow):
@@ -497,14 +580,6 @@ class Writer(Reader):
         if old:
             self.session.execute(sa.delete(EventRow).where(EventRow.event_id <= old[-1].event_id))
         return len(old)
-
-    def forget_drain(self, node_id: str) -> None:
-        """A node that was to go away has gone: if it comes back, it is there to stay."""
-        self.session.execute(sa.delete(DrainRow).where(DrainRow.node_id == node_id))
-
-    def forget_avoided(self, row: AvoidedSlotRow) -> None:
-        """A slot is used again."""
-        self.session.delete(row)
 
     def add_event(
         self, kind: str, reason: str, row: IncarnationRow | None = None, data: dict[str, Any] | None = None
@@ -528,15 +603,26 @@ class Writer(Reader):
 class Store:
     """Opens sessions on one database. Thread-safe."""
 
-    def __init__(self, url: str, *, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        url: str,
+        *,
+        clock: Callable[[], float] = time.time,
+        check: Callable[[sa.Connection], None] = lambda _: None,
+    ) -> None:
+        """``check`` is called in each write transaction, and raises when this process may not write any more."""
+        self.clock, self._check = clock, check
         self._writing = threading.RLock()
         self.engine = _open_engine(url)
         ensure_schema(self.engine)
-        self._sessions = sessionmaker(self.engine, expire_on_commit=False, autoflush=True)
+        self.sessions = sessionmaker(self.engine, expire_on_commit=False, autoflush=True)
         # SQLite's read transactions see one state of the database anyway.
         postgresql = self.engine.dialect.name == "postgresql"
-        self._read_options = {"isolation_level": "REPEATABLE READ"} if postgresql else {}
+        self.read_options = {"isolation_level": "REPEATABLE READ"} if postgresql else {}
+        alone = {"isolation_level": "AUTOCOMMIT"} if postgresql else {_NO_TRANSACTION: True}
+        self.engine_without_transactions = self.engine.execution_options(**alone)
+        """Each statement stands alone."""
+        self._engine_for_writing = self.engine.execution_options(**{_WRITES: True})
 
     def close(self) -> None:
         """Close all connections."""
@@ -545,32 +631,55 @@ class Store:
     @contextmanager
     def read(self) -> Iterator[Reader]:
         """A consistent view of the database."""
-        with self._sessions() as session:
-            session.connection(execution_options=self._read_options)
+        with self.sessions() as session:
+            session.connection(execution_options=self.read_options)
             yield Reader(session)
 
     @contextmanager
     def write(self) -> Iterator[Writer]:
         """A write transaction: committed at the end of the block, rolled back when it raises."""
-        with self._writing, self._sessions() as session:
-            connection = session.connection(execution_options={"elasticflow_write": True})
-            if connection.dialect.name == "postgresql":
-                connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _WRITE_LOCK_KEY})
-            yield Writer(session, self._clock)
+        with self.sessions() as session, self.alone_in_writing(session):
+            yield Writer(session, self.clock)
             session.flush()
             crashpoints.point("before commit")
             session.commit()
         crashpoints.point("after commit")
 
+    @contextmanager
+    def alone_in_writing(self, session: Session) -> Iterator[None]:
+        """Begin the transaction in which a session writes; nobody else's is under way meanwhile."""
+        with self._writing:
+            session.bind = self._engine_for_writing
+            connection = session.connection()
+            if connection.dialect.name == "postgresql":
+                connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _WRITE_LOCK_KEY})
+            self._check(connection)
+            yield
+
+
+def connect_options(url: str) -> dict[str, Any]:
+    """How to connect to PostgreSQL, where the URL does not say otherwise."""
+    parsed = sa.make_url(url)
+    understood = _POSTGRES if parsed.get_driver_name().startswith("psycopg") else {}
+    return {name: value for name, value in understood.items() if name not in parsed.query}
+
 
 def _open_engine(url: str) -> sa.Engine:
     if not url.startswith("sqlite"):
-        parsed = sa.make_url(url)
-        understood = _POSTGRES if parsed.get_driver_name().startswith("psycopg") else {}
-        options = {name: value for name, value in understood.items() if name not in parsed.query}
-        return sa.create_engine(url, connect_args=options, pool_size=5, max_overflow=10, pool_pre_ping=True)
-    engine = sa.create_engine(
-        url, connect_args={"timeout": _BUSY_TIMEOUT_S, "check_same_thread": False}, pool_size=5, max_overflow=10
+        return sa.create_engine(
+            url,
+            connect_args=connect_options(url),
+            pool_size=25,
+            max_overflow=0,
+            pool_pre_ping=True,
+            hide_parameters=True,
+        )
+    engine = sa.create_engine(  # all are kept: what overflows would be opened and closed for each question
+        url,
+        connect_args={"timeout": _BUSY_TIMEOUT_S, "check_same_thread": False},
+        pool_size=25,
+        max_overflow=0,
+        hide_parameters=True,  # They may be secrets, and errors are logged.
     )
 
     @sa.event.listens_for(engine, "connect")
@@ -585,8 +694,9 @@ def _open_engine(url: str) -> sa.Engine:
 
     @sa.event.listens_for(engine, "begin")
     def _begin(connection: sa.Connection) -> None:
-        write = connection.get_execution_options().get("elasticflow_write", False)
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+        options = connection.get_execution_options()
+        if not options.get(_NO_TRANSACTION):
+            connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get(_WRITES) else "BEGIN")
 
     return engine
 

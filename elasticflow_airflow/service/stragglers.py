@@ -24,7 +24,7 @@ from elasticflow_airflow.scheduler_core.values import JobState
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.deciding import feed, when
 from elasticflow_airflow.service.generations import can_continue
-from elasticflow_airflow.service.models import AvoidedSlotRow, GenerationRow, IncarnationRow
+from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 
 _ASK_AGAIN_S = 30.0
 """A worker that was left where it is: other slots may be free by now."""
@@ -66,17 +66,22 @@ def note(books: Books, generation: GenerationRow, report: Report) -> None:
 def watch(books: Books) -> None:
     """Answer to workers that are slow for good, one a gang in a pass."""
     for row in books.rows:
-        training = books.training(row)
-        if training is None or row.terminal or row.ending or training is not books.desired(row):
-            continue
-        usual = training.state == GangState.RUNNING and training.running_at is not None
-        if not usual or training.purpose != Purpose.TRAIN or training.notes.get("finished"):
-            continue
-        slow = _find(books, row, training)
-        if slow is not None:
-            known = training.notes.get("slow", {})
-            training.notes = {**training.notes, "slow": {**known, slow.worker.worker_id: books.now}}
-            _answer(books, row, training, slow, again=slow.worker.worker_id in known)
+        with books.on_behalf_of(row.job_id, "comparing the speeds of its workers"):
+            _watch(books, row)
+
+
+def _watch(books: Books, row: IncarnationRow) -> None:
+    training = books.training(row)
+    if training is None or row.terminal or row.ending or training is not books.desired(row):
+        return
+    usual = training.state == GangState.RUNNING and training.running_at is not None
+    if not usual or training.purpose != Purpose.TRAIN or training.notes.get("finished"):
+        return
+    slow = _find(books, row, training)
+    if slow is not None:
+        known = training.notes.get("slow", {})
+        training.notes = {**training.notes, "slow": {**known, slow.worker.worker_id: books.now}}
+        _answer(books, row, training, slow, again=slow.worker.worker_id in known)
 
 
 def take_back(books: Books) -> None:
@@ -86,7 +91,6 @@ def take_back(books: Books) -> None:
             books.tx.forget_avoided(row)
             reason = f"slot {row.node_id}:{row.slot_index} is used again: {row.reason}"
             books.tx.add_event("slot_back", reason, None, {"node_id": row.node_id, "slot": row.slot_index})
-    books.tx.session.flush()
 
 
 def _find(books: Books, row: IncarnationRow, training: GenerationRow) -> _Slow | None:
@@ -119,15 +123,7 @@ def _answer(books: Books, row: IncarnationRow, training: GenerationRow, slow: _S
     done = "its gang moves to other slots" if action == "moved" else f"its gang goes on with {workers} of its workers"
     reason = f"{slow.seen}: {done}, and the slot is avoided until {when(until_s)}"
     books.event("slow_worker", reason, row, action=action, until_at=until_s, **data)
-    books.tx.add(
-        AvoidedSlotRow(
-            node_id=slot.node_id,
-            slot_index=slot.index,
-            until_at=until_s,
-            reason=f"worker {slow.worker.worker_id} of {row.job_id} was slow there",
-        )
-    )
-    books.tx.session.flush()
+    books.tx.avoid(slot.node_id, slot.index, until_s, f"worker {slow.worker.worker_id} of {row.job_id} was slow there")
     feed(books, event)
 
 

@@ -9,10 +9,12 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from elasticflow_airflow.service.models import EventRow
 from elasticflow_airflow.service.store import Reader
+from elasticflow_airflow.service.view import UNREADABLE
 
 _PIECE = 2000
 ENDS = ("succeeded", "failed", "cancelled", "rejected")
@@ -83,7 +85,8 @@ class Tallies:
             self.cursor = reader.last_event_id()
         while events := reader.events(self.cursor, None, _PIECE):
             for event in events:
-                self._count(event)
+                with suppress(*UNREADABLE):
+                    self._count(event)
                 self.cursor = event.event_id
             reader.session.expunge_all()
 

@@ -19,7 +19,7 @@ from elasticflow_airflow import __version__
 from elasticflow_airflow.service.models import EventRow, GenerationRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.store import Reader
 from elasticflow_airflow.service.tallies import ENDS
-from elasticflow_airflow.wire import TRACEPARENT
+from elasticflow_airflow.wire import TRACEPARENT, JobIdentity
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -165,7 +165,7 @@ def job_traces(exporter: SpanExporter, service_name: str = "elasticflow", *, at_
             about: Mapping[str, Any],
             failure: str | None = None,
         ) -> None:
-            identity = job.identity
+            identity = JobIdentity.as_stored(job.identity)
             trace_id, parent_id, flags = _place_of(row)
             job_span = _number(8, row.job_id, row.incarnation, "job")
             above = parent_id if name == "job" else job_span
@@ -178,9 +178,9 @@ def job_traces(exporter: SpanExporter, service_name: str = "elasticflow", *, at_
             attributes = {
                 "elasticflow.job_id": row.job_id,
                 "elasticflow.incarnation": row.incarnation,
-                "airflow.dag_id": identity["dag_id"],
-                "airflow.task_id": identity["task_id"],
-                "airflow.dag_run.run_id": identity["run_id"],
+                "airflow.dag_id": identity.dag_id,
+                "airflow.task_id": identity.task_id,
+                "airflow.dag_run.run_id": identity.run_id,
                 **about,
             }
             span = self._tracer.start_span(

@@ -26,19 +26,24 @@ _SILENT_FRACTION = 0.25
 def watch_deadlines(books: Books) -> None:
     """Do what the author wants when a deadline passes before the end."""
     for row in books.rows:
-        if row.terminal or row.ending or row.deadline_passed or row.deadline_at is None or not row.introduced:
-            continue
-        if books.now <= row.deadline_at or row.verdict.get("decision") not in ("admitted", "renegotiated"):
-            continue
-        row.deadline_passed = True
-        on_miss = row.submission["on_miss"]
-        reason = f"missed its deadline {when(row.deadline_at)} at step {row.step} of {row.total_steps or '?'}"
-        books.event("deadline_missed", f'{reason}; on_miss="{on_miss}"', row)
-        if on_miss == "fail":
-            books.end(row, State.FAILED, reason, failure=reason)
-        elif on_miss == "use_last_checkpoint":
-            step = (row.promoted or {}).get("step")
-            books.end(row, State.SUCCEEDED, f"{reason}; its last checkpoint is used (step {step})", use_checkpoint=True)
+        with books.on_behalf_of(row.job_id, "watching its deadline"):
+            _watch_deadline(books, row)
+
+
+def _watch_deadline(books: Books, row: IncarnationRow) -> None:
+    if row.terminal or row.ending or row.deadline_passed or row.deadline_at is None or not row.introduced:
+        return
+    if books.now <= row.deadline_at or row.verdict.get("decision") not in ("admitted", "renegotiated"):
+        return
+    row.deadline_passed = True
+    on_miss = row.submission["on_miss"]
+    reason = f"missed its deadline {when(row.deadline_at)} at step {row.step} of {row.total_steps or '?'}"
+    books.event("deadline_missed", f'{reason}; on_miss="{on_miss}"', row)
+    if on_miss == "fail":
+        books.end(row, State.FAILED, reason, failure=reason)
+    elif on_miss == "use_last_checkpoint":
+        step = (row.promoted or {}).get("step")
+        books.end(row, State.SUCCEEDED, f"{reason}; its last checkpoint is used (step {step})", use_checkpoint=True)
 
 
 @dataclass(slots=True)
@@ -60,14 +65,18 @@ class Patience:
         for key in self._signs.keys() - books.generations.keys():
             del self._signs[key]
         for row in books.rows:
-            desired, training = books.desired(row), books.training(row)
-            if desired is None or row.terminal or row.ending or desired.desired == "stop":
-                continue
-            self._watch(books, row, desired, monotonic_s)
-            due = books.due(row)
-            waits = due is not None and bool(due.lost)  # Those that live wait until they are together again.
-            if training is not None and training is not desired and books.desired(row) is desired and not waits:
-                self._watch(books, row, training, monotonic_s)  # It trains on until the change has come about.
+            with books.on_behalf_of(row.job_id, "watching whether its workers hang"):
+                self._watch_gang(books, row, monotonic_s)
+
+    def _watch_gang(self, books: Books, row: IncarnationRow, monotonic_s: float) -> None:
+        desired, training = books.desired(row), books.training(row)
+        if desired is None or row.terminal or row.ending or desired.desired == "stop":
+            return
+        self._watch(books, row, desired, monotonic_s)
+        due = books.due(row)
+        waits = due is not None and bool(due.lost)  # Those that live wait until they are together again.
+        if training is not None and training is not desired and books.desired(row) is desired and not waits:
+            self._watch(books, row, training, monotonic_s)  # It trains on until the change has come about.
 
     def _watch(self, books: Books, row: IncarnationRow, generation: GenerationRow, monotonic_s: float) -> None:
         key = (generation.job_id, generation.generation)

@@ -1,13 +1,13 @@
 """What if: the outlook with other deadlines, or with more or fewer nodes, beside the outlook as things are.
 
-Runs in the threads of HTTP handlers, one question at a time, on copies of the scheduler: nothing is changed.
+Runs in the threads of HTTP handlers, on copies of the scheduler: nothing is changed.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from elasticflow_airflow.insight import DeadlineChange, WhatIf, WhatIfRequest, WhatIfVerdict
 from elasticflow_airflow.scheduler_core import events as ev
@@ -18,7 +18,6 @@ from elasticflow_airflow.scheduler_core.values import Node, Phase
 from elasticflow_airflow.service.codec import plan_to_json
 from elasticflow_airflow.service.forecasting import ForecastDesk
 from elasticflow_airflow.service.refusal import Refusal, no_such_job
-from elasticflow_airflow.service.turns import Turns
 from elasticflow_airflow.wire import ForecastAnswer, Verdict
 
 
@@ -27,14 +26,9 @@ class WhatIfDesk:
     """The service's side."""
 
     forecasts: ForecastDesk
-    _turns: Turns = field(default_factory=lambda: Turns("other questions of this kind are being answered"))
 
     def ask(self, request: WhatIfRequest) -> WhatIf:
         """Answer. Raises Refusal 404, 409, 422, 503."""
-        with self._turns.one():
-            return self._ask(request)
-
-    def _ask(self, request: WhatIfRequest) -> WhatIf:
         as_is, now = self.forecasts.present(), self.forecasts.clock()
         self._check(request, as_is)
         would_be = copy.deepcopy(as_is)

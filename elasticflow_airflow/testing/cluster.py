@@ -298,7 +298,7 @@ class SimulatedCluster:
 
     def _job_id(self, identity: JobIdentity) -> str | None:
         for job_id, (job, _) in self._all_news(identity.dag_id).items():
-            found = JobIdentity.model_validate(job.identity)
+            found = JobIdentity.as_stored(job.identity)
             if found.model_copy(update={"namespace": identity.namespace}) == identity:
                 return job_id
         return None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+from _pytest._code.code import ExceptionRepr
 
 from elasticflow_airflow.client import Endpoint
 from elasticflow_airflow.testing.cluster import SimulatedCluster
@@ -15,6 +17,7 @@ from elasticflow_airflow.testing.local import start_service, stop_service
 from elasticflow_airflow.testing.running import RunDag
 
 _home: Home | None = None
+_RUNS = pytest.StashKey[RunDag]()
 
 
 def pytest_plugin_registered() -> None:
@@ -25,6 +28,20 @@ def pytest_plugin_registered() -> None:
             _home = Home()
         except HomeError as error:
             raise pytest.UsageError(str(error)) from error
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
+    """Show below a test that failed what became of its DAG runs: pytest cuts ``assert result.succeeded, result``."""
+    report = yield
+    if call.when == "call" and report.failed and _RUNS in item.stash:
+        shown = report.longrepr
+        for result in item.stash[_RUNS].results:
+            if isinstance(shown, ExceptionRepr):  # its own sections are shown whatever --show-capture says
+                shown.addsection(f"run of DAG {result.dag_id}", repr(result), "-")
+            else:  # a plugin has put something of its own there
+                report.sections.append((f"run of DAG {result.dag_id}", repr(result)))
+    return report
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +84,8 @@ def run_dag(_local_service: Callable[[int], Endpoint], request: pytest.FixtureRe
         return clusters[0]
 
     with ExitStack() as stack:
-        yield RunDag(prepare, cluster, _local_service)
+        request.node.stash[_RUNS] = runner = RunDag(prepare, cluster, _local_service)
+        yield runner
 
 
 def _the_home() -> Home:

@@ -130,6 +130,8 @@ class RunDag:
         local: Callable[[int], Endpoint],
     ) -> None:
         self._prepare, self._cluster, self._local = prepare, cluster, local
+        self.results: list[DagResult] = []
+        """What the runs of this test came to, oldest first."""
 
     @property
     def cluster(self) -> SimulatedCluster:
@@ -206,7 +208,8 @@ class RunDag:
             run = shadow.test(run_conf=conf, **given, **options)
             if engine == "simulated":
                 self.cluster.settle()
-            return _result(found, run, endpoint, errors)
+            self.results.append(_result(found, run, endpoint, errors))
+            return self.results[-1]
 
 
 def _simulated_moments(

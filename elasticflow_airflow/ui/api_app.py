@@ -15,12 +15,13 @@ from airflow.api_fastapi.app import get_auth_manager
 from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessEntity, DagDetails
 from airflow.api_fastapi.core_api.security import GetUserDep, requires_access_dag
 from airflow.models.dag import DagModel
-from airflow.sdk.exceptions import AirflowNotFoundException
+from airflow.sdk.exceptions import AirflowException, AirflowNotFoundException
 from airflow.utils.session import create_session
 from fastapi import Body, Depends, FastAPI, HTTPException, Path, Query, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel
 from sqlalchemy import select
+from starlette.types import Lifespan
 
 from elasticflow_airflow.client import ElasticFlowError, calls
 from elasticflow_airflow.client import insight_calls as questions
@@ -32,6 +33,7 @@ from elasticflow_airflow.client.errors import (
     StaleClaim,
     Unauthorized,
 )
+from elasticflow_airflow.exceptions import UnusableConnection
 from elasticflow_airflow.insight import StackDump, WhatIf, WhatIfRequest
 from elasticflow_airflow.ui.assets import CHART_LIBRARY, asset, chart_library_version
 from elasticflow_airflow.ui.guard import HeadersGuard, refuse_foreign_pages
@@ -79,9 +81,9 @@ class JobList(BaseModel):
     may_edit: list[str]
 
 
-def build_app(source: Source) -> FastAPI:
-    """The application; ``source`` asks the service."""
-    app = FastAPI(title="ElasticFlow", docs_url=None, redoc_url=None, openapi_url=None)
+def build_app(source: Source, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
+    """The application; ``source`` asks the service. Airflow runs ``lifespan`` with its own."""
+    app = FastAPI(title="ElasticFlow", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.add_middleware(HeadersGuard)
     _add_errors(app)
     _add_files(app)
@@ -147,8 +149,9 @@ def _add_errors(app: FastAPI) -> None:
         kind = "token" if isinstance(error, Unauthorized) else error.error or "service"
         return JSONResponse({"error": kind, "message": error.message, "hint": error.hint}, status_code=code)
 
+    @app.exception_handler(UnusableConnection)
     @app.exception_handler(AirflowNotFoundException)
-    def no_connection(_request: Request, error: AirflowNotFoundException) -> JSONResponse:
+    def no_connection(_request: Request, error: AirflowException) -> JSONResponse:
         hint = "an administrator adds it under Admin, Connections"
         return JSONResponse({"error": "no_connection", "message": str(error), "hint": hint}, status_code=503)
 

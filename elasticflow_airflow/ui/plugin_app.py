@@ -1,4 +1,4 @@
-"""Makes the page's application of Airflow's connection and configuration. Imported in the api-server only."""
+"""Makes the plugin's application of Airflow's connection and configuration. Imported in the api-server only."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from fastapi import FastAPI
 
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.ui.api_app import build_app
+from elasticflow_airflow.ui.owner_watch import watching
 from elasticflow_airflow.ui.source import Address, Source
 
 
 def airflow_app() -> FastAPI:
-    """The page, asking the service of the connection ``[elasticflow] page_conn_id``."""
-    return build_app(Source(_look_up))
+    """The page, asking the service of the connection ``[elasticflow] page_conn_id``; it reports owners as it lives."""
+    return build_app(Source(_look_up), lifespan=watching)
 
 
 def _look_up() -> Address:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, Self
+
 from pydantic import BaseModel, ConfigDict
 
 API_VERSION = "v1"
@@ -16,6 +19,11 @@ class Wire(BaseModel):
     """Base of all messages: unknown fields are an error on the way in, so that a typing mistake is found at once."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @classmethod
+    def as_stored(cls, raw: Mapping[str, Any]) -> Self:
+        """What was taken in before, as it is, of plain values: what an older version allowed can still be read."""
+        return super().model_construct(**raw)
 
 
 class Problem(Wire):

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from elasticflow_airflow.wire.base import Wire
+from elasticflow_airflow.wire.fields import HorizonH, UtcSeconds
 from elasticflow_airflow.wire.submission import JobSubmission
 
 
@@ -14,7 +15,7 @@ class PlannedRun(Wire):
     """A run that the calendar does not know of yet, or not as it will be: of a DAG that is about to change, say."""
 
     submission: JobSubmission
-    due_at: float = Field(allow_inf_nan=False)
+    due_at: UtcSeconds
 
     @model_validator(mode="after")
     def _has_deadline(self) -> PlannedRun:
@@ -29,7 +30,7 @@ class ForecastRequest(Wire):
     ``planned`` runs are taken as if they were due too, instead of what the calendar expects of the same tasks.
     """
 
-    hours: float = Field(default=24.0, gt=0, le=24 * 14, allow_inf_nan=False)
+    hours: HorizonH = 24.0
     planned: list[PlannedRun] = Field(default_factory=list, max_length=500)
 
 

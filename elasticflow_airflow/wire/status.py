@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from elasticflow_airflow.wire.base import API_VERSION, Wire
+from elasticflow_airflow.wire.fields import Counter, DurationS, Sentence, Switch, UtcSeconds, Value
 from elasticflow_airflow.wire.submission import JobIdentity
+
+StoredIdentity = Annotated[
+    JobIdentity, BeforeValidator(lambda raw: JobIdentity.as_stored(raw) if isinstance(raw, dict) else raw)
+]
+"""In an answer: it was taken in once, and is not looked at again."""
 
 
 class State(StrEnum):
@@ -62,11 +68,13 @@ class JobStatus(Wire):
     """Everything about a job that its watcher wants to know."""
 
     job_id: str
-    identity: JobIdentity
+    identity: StoredIdentity
     incarnation: int
     generation: int
     state: State
     state_reason: str = ""
+    set_aside: str | None = None
+    """Why nothing is done for the job but to keep its workers: the service failed on it. None: it is not set aside."""
     verdict: Verdict
     claim: int
     submitted_at: float
@@ -116,23 +124,23 @@ class Attachment(Wire):
 class AttachRequest(Wire):
     """A task attempt that only wants to go on with a job that it knows to exist."""
 
-    lease_s: float | None = None
+    lease_s: DurationS | None = None
 
 
 class ClaimRequest(Wire):
     """Cancel, acknowledge or renew with a claim; a stale claim changes nothing (409)."""
 
-    claim: int
-    reason: str = ""
+    claim: Counter
+    reason: Sentence = ""
 
 
 class AmendRequest(Wire):
     """Change the deadline, the value, or give the deadline up."""
 
-    claim: int
-    deadline_at: float | None = Field(default=None, allow_inf_nan=False)
-    value: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    best_effort: bool = False
+    claim: Counter
+    deadline_at: UtcSeconds | None = None
+    value: Value | None = None
+    best_effort: Switch = False
 
 
 class AmendAnswer(Wire):
@@ -198,7 +206,7 @@ class Drain(Wire):
 class DrainRequest(Wire):
     """Say when a node goes away, or with None that it stays."""
 
-    until_at: float | None = Field(allow_inf_nan=False)
+    until_at: UtcSeconds | None
 
 
 class Health(Wire):

@@ -6,21 +6,55 @@ import hashlib
 import json
 import math
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Literal, Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, model_validator
 
+from elasticflow_airflow import bounds
 from elasticflow_airflow.wire.base import Wire
+from elasticflow_airflow.wire.fields import (
+    Argument,
+    CurveSize,
+    DurationS,
+    LongText,
+    Loss,
+    MapIndex,
+    Name,
+    PathText,
+    SampleCount,
+    SecretValue,
+    Speed,
+    StepCount,
+    Switch,
+    UtcSeconds,
+    Value,
+    WorkerCount,
+    refuse,
+)
 
 
 class JobIdentity(Wire):
     """Which Airflow task instance a job belongs to. The namespace keeps two Airflows apart."""
 
-    namespace: str = "default"
-    dag_id: str
-    run_id: str
-    task_id: str
-    map_index: int = -1
+    namespace: Name = "default"
+    dag_id: Name
+    run_id: Name
+    task_id: Name
+    map_index: MapIndex = -1
+
+    @model_validator(mode="after")
+    def _short_enough(self) -> JobIdentity:
+        refuse(bounds.key_problem(self.namespace, self.dag_id, self.task_id))
+        return self
+
+    @classmethod
+    def as_stored(cls, raw: object) -> Self:
+        """What was taken in before. Of a row that cannot be read, what can be: it hides nobody else's."""
+        parts = {"namespace": "default", **raw} if isinstance(raw, Mapping) else {}
+        names = {name: str(parts.get(name, "")) for name in ("namespace", "dag_id", "run_id", "task_id")}
+        map_index = parts.get("map_index")
+        return super().as_stored({**names, "map_index": map_index if isinstance(map_index, int) else -1})
 
     @property
     def job_id(self) -> str:
@@ -40,14 +74,14 @@ class Command(Wire):
     """What a worker runs. ``script`` is a path inside the snapshot; or ``module`` is imported from it."""
 
     snapshot: str = Field(pattern=r"^[0-9a-f]{64}$")
-    script: str | None = None
-    module: str | None = None
-    args: tuple[str, ...] = ()
-    args_shown: tuple[str, ...] | None = None
+    script: PathText | None = None
+    module: PathText | None = None
+    args: tuple[Argument, ...] = Field(default=(), max_length=bounds.MOST_ARGUMENTS)
+    args_shown: tuple[Argument, ...] | None = Field(default=None, max_length=bounds.MOST_ARGUMENTS)
     """The same for people, with ``***`` for what is secret in them; None: the submitter knows of no secret there."""
-    python: str | None = None
-    working_dir: str | None = None
-    env: dict[str, str] = Field(default_factory=dict)
+    python: PathText | None = None
+    working_dir: PathText | None = None
+    env: dict[Argument, Argument] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _one_entry(self) -> Command:
@@ -61,9 +95,9 @@ class Command(Wire):
 class Length(Wire):
     """How much to train: ``steps``, or ``epochs`` (of ``samples`` each, if the submitter knows)."""
 
-    steps: int | None = Field(default=None, ge=1)
-    epochs: int | None = Field(default=None, ge=1)
-    samples: int | None = Field(default=None, ge=1)
+    steps: StepCount | None = None
+    epochs: StepCount | None = None
+    samples: SampleCount | None = None
 
     @model_validator(mode="after")
     def _not_both(self) -> Length:
@@ -82,46 +116,54 @@ class Length(Wire):
         return None
 
 
-PowerOfTwo = Annotated[int, Field(ge=1)]
-
-
 class JobSubmission(Wire):
     """Everything that a submitter says of a job. ``secret_env`` is never echoed, stored in plain text or logged."""
 
     identity: JobIdentity
     command: Command
     length: Length
-    global_batch_size: int = Field(ge=1)
-    deadline_at: float | None = Field(default=None, allow_inf_nan=False)
-    best_effort: bool = False
-    value: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    global_batch_size: StepCount
+    deadline_at: UtcSeconds | None = None
+    best_effort: Switch = False
+    value: Value = 1.0
     on_reject: Literal["fail", "best_effort", "wait", "renegotiate", "late"] = "fail"
-    latest_deadline_at: float | None = Field(default=None, allow_inf_nan=False)
+    latest_deadline_at: UtcSeconds | None = None
     on_miss: Literal["finish", "fail", "use_last_checkpoint"] = "finish"
     on_past_deadline: Literal["on_miss", "fail", "best_effort"] = "on_miss"
     """When the deadline has passed before it is taken up: "on_miss" refuses it, unless it goes on from an incarnation
     that was taken on, and missed it."""
-    init_from: str | None = None
-    min_workers: PowerOfTwo = 1
-    max_workers: PowerOfTwo | None = None
+    init_from: PathText | None = None
+    min_workers: WorkerCount = 1
+    max_workers: WorkerCount | None = None
     consistency: Literal["consistent", "fast"] = "consistent"
-    logical_workers: PowerOfTwo | None = None
+    logical_workers: WorkerCount | None = None
     """Into how many shares each step is cut for good, whatever the number of workers; None: the service chooses."""
-    scaling_curve: dict[int, float] | None = None
-    progress_regex: str | None = None
-    progress_file: str | None = None
-    target_loss: float | None = Field(default=None, allow_inf_nan=False)
+    scaling_curve: dict[CurveSize, Speed] | None = None
+    progress_regex: LongText | None = None
+    progress_file: PathText | None = None
+    target_loss: Loss | None = None
     """Training ends when its smoothed loss is there, and at its length at the latest."""
-    secret_env: dict[str, SecretStr] = Field(default_factory=dict)
-    lease_s: float = Field(default=600.0, gt=0)
-    orphan_s: float = Field(default=3600.0, gt=0)
-    due_at: float | None = Field(default=None, allow_inf_nan=False)
+    secret_env: dict[Argument, SecretValue] = Field(default_factory=dict)
+    lease_s: DurationS = 600.0
+    orphan_s: DurationS = 3600.0
+    due_at: UtcSeconds | None = None
     """When this run was due by its timetable; without it, what the run before said, or the time of the submission."""
-    next_run_at: float | None = Field(default=None, allow_inf_nan=False)
+    next_run_at: UtcSeconds | None = None
     """When the next run of the same task is due: slots are kept free for it by what its runs were like so far."""
-    next_runs_at: tuple[Annotated[float, Field(allow_inf_nan=False)], ...] = Field(default=(), max_length=200)
+    next_runs_at: tuple[UtcSeconds, ...] = Field(default=(), max_length=200)
     """More due times, as far as the timetable tells them; those of the next two days are enough."""
-    labels: dict[str, str] = Field(default_factory=dict)
+    labels: dict[Name, LongText] = Field(default_factory=dict, max_length=bounds.MOST_LABELS)
+
+    @model_validator(mode="after")
+    def _within_bounds(self) -> JobSubmission:
+        """What no field says by itself: the steps that epochs are, and all that the script's process is given."""
+        if self.length.epochs is not None and self.length.samples is not None:
+            refuse(bounds.total_steps_problem(self.length.epochs, self.length.samples, self.global_batch_size))
+        secrets = {name: value.get_secret_value() for name, value in self.secret_env.items()}
+        refuse(bounds.environment_problem("env", self.command.env))
+        refuse(bounds.environment_problem("secret_env", secrets))
+        refuse(bounds.command_problem(self.command.args, {**self.command.env, **secrets}))
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> JobSubmission:

@@ -106,6 +106,13 @@ class BookingPolicy(GangPolicy):
             job.course = self._courses.get(job.job_id)
         return super().states()
 
+    def state(self, job_id: str) -> JobState | None:
+        """Everything remembered of one job, its bookings included; None when it is not live."""
+        job = self.jobs.get(job_id)
+        if job is not None:
+            job.course = self._courses.get(job_id)
+        return super().state(job_id)
+
     def plan_of(self, job_id: str) -> Plan | None:
         """What is booked for the job; None while nothing is.
 

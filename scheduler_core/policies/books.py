@@ -53,6 +53,11 @@ class Books:
         """Everything remembered of every live job, in order of arrival; input of :meth:`restore`."""
         return tuple(job.state(self.layout) for job in self.jobs.values())
 
+    def state(self, job_id: str) -> JobState | None:
+        """Everything remembered of one job; None when it is not live."""
+        job = self.jobs.get(job_id)
+        return None if job is None else job.state(self.layout)
+
     def projected_finish_s(self, job_id: str) -> float | None:
         """When the last step is made if the job keeps what it holds now; None when that is not known.
 

@@ -48,6 +48,11 @@ class ByType:
         """Everything remembered of every live job, type by type."""
         return tuple(state for inner in self._inner.values() for state in inner.states())
 
+    def state(self, job_id: str) -> JobState | None:
+        """Everything remembered of one job; None when it is not live."""
+        found = (inner.state(job_id) for inner in self._inner.values())
+        return next((state for state in found if state is not None), None)
+
     def restore(self, states: Iterable[JobState], now: float) -> list[Decision]:
         """Take over live jobs after a crash: each by the type on which it stands, or whose curve it was told."""
         shares: dict[str, list[JobState]] = {name: [] for name in self._inner}

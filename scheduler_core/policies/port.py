@@ -32,6 +32,10 @@ class ServicePolicy(Policy, Protocol):
         """Everything remembered of every live job, in order of arrival."""
         ...
 
+    def state(self, job_id: str) -> JobState | None:
+        """Everything remembered of one job; None when it is not live."""
+        ...
+
     def restore(self, states: Iterable[JobState], now: float) -> list[Decision]:
         """Take over live jobs after a crash."""
         ...

@@ -77,6 +77,7 @@ class ScriptedService:
         self.known: Any = None
         """What a GET finds before anything was submitted; None: no such job."""
         self.calls: list[tuple[str, str, dict[str, Any]]] = []
+        self.paths: list[str] = []
         self.on_call: Any = None
 
     def did(self, verb: str) -> list[dict[str, Any]]:
@@ -98,6 +99,7 @@ class ScriptedService:
         verb = {"PUT": "submit", "GET": "status"}.get(request.method, last)
         verb = last if last == "events" else "snapshot" if "/snapshots/" in request.url.path else verb
         self.calls.append((request.method, verb, body))
+        self.paths.append(request.url.path)
         if self.on_call is not None:
             self.on_call(verb)
         if verb == "snapshot":

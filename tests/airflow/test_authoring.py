@@ -168,11 +168,12 @@ def test_what_happens_when_it_cannot_be_promised_is_the_authors_choice(run_dag, 
 
 def test_waiting_for_capacity(run_dag, new_dag, client):
     """Alone each of them fits, together they do not: the second waits until the first has ended."""
+    lasting = {"ELASTICFLOW_FAKE": json.dumps({"steps_per_s": {1: 3, 2: 6, 4: 12}})}  # the second comes meanwhile
     with new_dag() as dag:
         for name in ("one", "two"):
             ElasticTrainOperator(
                 task_id=name,
-                **{**COMMON, "scaling_curve": SLOW_CURVE, "deadline": timedelta(seconds=420)},
+                **{**COMMON, "scaling_curve": SLOW_CURVE, "deadline": timedelta(seconds=420), "env": lasting},
                 on_reject="wait",
             )
     assert set(states(run_dag(dag)).values()) == {"success"}
@@ -206,6 +207,7 @@ def test_a_training_that_may_miss_its_deadline_is_told_while_it_runs(run_dag, ne
     assert jobs(client, dag)["train", -1].state is State.CANCELLED
 
 
+@pytest.mark.slow
 def test_a_model_goes_from_dag_to_dag_as_an_asset(run_dag, new_dag, client):
     model = Asset("bert-nightly")
     promoted = []
@@ -276,6 +278,7 @@ def test_a_sensor_fails_with_what_it_waits_for(run_dag, new_dag, capsys):
     assert "KeyError: 3" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_same_failure_twice_ends_the_retries(run_dag, new_dag, client):
     broken = {"ELASTICFLOW_FAKE": json.dumps({"steps_per_s": CURVE, "fail_at_step": 5, "failure": "KeyError: 3"})}
     with new_dag() as dag:

@@ -160,7 +160,7 @@ TABLE = {
     an_address_that_is_none: ["elasticflow_conn_id='gpu'", "ftp://gpu-host", "http://host:port"],
     a_wrong_token: ["elasticflow_conn_id='gpu'", "the token is wrong", "the password of the Airflow connection"],
     a_service_of_another_version: ["elasticflow_conn_id='gpu'", "9.1", "install the same version"],
-    something_else_on_that_port: ["elasticflow_conn_id='gpu'", "install the same version"],
+    something_else_on_that_port: ["elasticflow_conn_id='gpu'", "'<html>a wiki", "does the address name"],
     a_job_id_of_another_dag: ["'mine-train-", "not 'other-train-", "send it to the id"],
     a_dry_run_for_a_job_id_of_another_dag: ["'mine-train-", "not 'other-train-", "send it to the id"],
     a_checkpoint_folder_that_cannot_be_written: ["ELASTICFLOW_CHECKPOINT_DIR='", "Choose another folder"],

@@ -302,6 +302,7 @@ def test_the_command_tells_and_prints(store, monkeypatch, capsys):
     assert "1 tasks told; nothing can be kept free yet for feed_command.train" in said
 
 
+@pytest.mark.slow
 def test_a_service_that_is_away_ends_the_command_with_a_status(store, monkeypatch, capsys, tmp_path):
     with DAG("feed_away", schedule="@daily", start_date=START) as dag:
         train()

@@ -15,7 +15,7 @@ from airflow.sdk.bases.operator import ExecutorSafeguard
 from airflow.sdk.exceptions import AirflowException, AirflowFailException, TaskDeferred
 from support.elastic_tasks import Store, context_of, success
 
-from elasticflow_airflow.exceptions import JobCancelled, JobFailed, JobRejected, ServiceAway, ServiceRefused
+from elasticflow_airflow.exceptions import JobCancelled, JobFailed, JobRejected, ServiceAway
 from elasticflow_airflow.leases import keeper
 from elasticflow_airflow.links import ElasticFlowJobLink
 from elasticflow_airflow.notifications import ElasticFlowNotifier
@@ -277,7 +277,6 @@ def test_assets_carry_the_checkpoint(service, make_status, make_task):
     ("error", "action", "delay_s"),
     [
         (ServiceAway("away"), RetryAction.RETRY, 30),
-        (ServiceRefused("token"), RetryAction.FAIL, None),
         (JobFailed("x", step=3), RetryAction.RETRY, None),
         (ValueError("what"), RetryAction.DEFAULT, None),
     ],

@@ -85,6 +85,7 @@ def test_a_hopeless_deadline_fails_at_once_and_says_what_would_do(run_dag, new_d
     assert jobs(client, dag)["train"].state is State.REJECTED
 
 
+@pytest.mark.slow
 def test_clearing_a_success_trains_again_with_its_own_incarnation(run_dag, new_dag, client):
     with new_dag() as dag:
         train()
@@ -222,6 +223,7 @@ WHEN_INTERRUPTED = {
     "when",
     [pytest.param(when, marks=[] if when == "while it waits" else pytest.mark.slow) for when in WHEN_INTERRUPTED],
 )
+@pytest.mark.slow
 def test_ctrl_c_cancels(airflow_db, airflow_home, client, tmp_path, when):
     (tmp_path / "train.py").write_text("")
     name = f"interrupted_{list(WHEN_INTERRUPTED).index(when)}"

@@ -8,6 +8,7 @@ import pytest
 from airflow.sdk import Connection
 from airflow.sdk.exceptions import AirflowNotFoundException
 
+from elasticflow_airflow.exceptions import UnusableConnection
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.settings import embedded_state_dir
 
@@ -51,6 +52,16 @@ def test_missing_default_means_embedded():
     endpoint = hook.endpoint(start=False)
     assert endpoint.embedded_state_dir == embedded_state_dir()
     assert hook.namespace == "default"
+
+
+@pytest.mark.parametrize("extra", [{"namespace": "n" * 251}, {}])
+def test_a_namespace_that_no_service_takes_is_refused_in_a_sentence(define, monkeypatch, extra):
+    monkeypatch.setenv("AIRFLOW__ELASTICFLOW__NAMESPACE", "n" * 251)
+    hook = define(host="gpu-host", extra=extra)
+    with pytest.raises(UnusableConnection) as refused:
+        hook.namespace  # noqa: B018  (it is asked for in every task)
+    setting = "namespace in the extra of elasticflow_conn_id='gpu'" if extra else "[elasticflow] namespace"
+    assert str(refused.value) == f"{setting} has 251 characters, and may have 250: shorten it"
 
 
 def test_empty_host_means_embedded_with_its_own_folder(define, tmp_path):

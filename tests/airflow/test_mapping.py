@@ -42,6 +42,37 @@ def test_refused_in_a_list_of_dicts():
         ElasticTrainOperator.partial(**GOOD, best_effort=True).expand_kwargs([{"steps": 3}, {"steps": 10, "epochs": 3}])
 
 
+@pytest.mark.parametrize(
+    ("kind", "partial", "tasks", "words"),
+    [
+        (ElasticTrainOperator, {}, [{"steps": 3}, {"step": 10}], "^mapped task 1: .* no argument 'step': did you mean"),
+        (ElasticTrainOperator, {}, [{"frobnicate": 1}], "^mapped task 0: ElasticTrainOperator has no argument 'frob"),
+        (ElasticTrainOperator, {}, [{3: 1}], "^mapped task 0: ElasticTrainOperator has no argument 3"),
+        (ElasticTrainOperator, {"steps": 3}, [{"steps": 4}], "^mapped task 0: 'steps' is given twice, to partial"),
+        (ElasticTrainOperator, {}, [{"steps": 4, "task_id": "a"}], "^mapped task 0: 'task_id' is given twice"),
+        (ElasticTrainOperator, {}, [{"steps": 4, "retries": 3}], "^mapped task 0: 'retries' is the same for all"),
+        (ElasticTrainSensor, {}, [{"job": "x"}], "^mapped task 0: .* 'job': did you mean 'job_id'"),
+        (ElasticTrainSensor, {"until": "ended"}, [{"job_id": "x", "until": "ended"}], "'until' is given twice"),
+    ],
+)
+def test_names_that_airflow_refuses_only_when_they_run_are_refused_when_the_dag_is_read(kind, partial, tasks, words):
+    common = {**GOOD, "best_effort": True} if kind is ElasticTrainOperator else {"task_id": "wait"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with DAG("d", schedule=None), pytest.raises(ArgumentError, match=words):
+            kind.partial(**common, **partial).expand_kwargs(tasks)
+
+
+def test_each_task_may_have_what_airflow_takes():
+    with DAG("d", schedule=None, default_args={"epochs": 3, "retries": 1}):
+        begun = ElasticTrainOperator.partial(**GOOD, best_effort=True, value=2.0)
+        mapped = begun.expand_kwargs([{"epochs": 2, "params": {"a": 1}}, {"deferrable": False}])
+        twice = ElasticTrainOperator.partial(**{**GOOD, "task_id": "twice"}, best_effort=True, epochs=1)
+        wins = twice.expand_kwargs([{"epochs": 2, "retries": 5}], strict=False)
+    assert mapped.unmap({"epochs": 2}).epochs == 2
+    assert (wins.unmap({"epochs": 2, "retries": 5}).epochs, wins.unmap({"retries": 5}).retries) == (2, 5)
+
+
 def test_what_others_return_and_default_args_are_taken_for_good():
     with DAG("d", schedule=None, default_args={"best_effort": True}):
         upstream = EmptyOperator(task_id="extract")

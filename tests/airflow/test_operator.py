@@ -204,7 +204,7 @@ def test_cancelled_from_outside_fails_for_good(service, make_status, make_task):
         ("scheduled", 0, "fail", "on_miss"),
         ("backfill", 0, "fail", "fail"),
         ("scheduled", 1, "fail", "fail"),
-        ("manual", 0, "auto", "on_miss"),  # by hand, for a time long past
+        ("manual", 0, "auto", "on_miss"),  # it began in time, and its task comes late
         ("manual", 0, "best_effort", "best_effort"),
     ],
 )
@@ -215,6 +215,29 @@ def test_what_is_asked_for_a_deadline_that_has_passed(service, make_task, run_ty
         task.execute(context_of(task, run_after=due, run_type=run_type, max_tries=max_tries))
     assert service.did("submit")[0].get("on_past_deadline", "on_miss") == asked
     assert service.did("submit")[0]["deadline_at"] == due.add(hours=1).timestamp()
+
+
+@pytest.mark.parametrize(
+    ("began_after_s", "policy", "changes", "asked"),
+    [
+        (3 * 86400, "auto", {}, "best_effort"),  # the DAG was unpaused long after the run was due, or catches up
+        (3601, "auto", {}, "best_effort"),
+        (3599, "auto", {}, "on_miss"),  # what came before it in the run took too long: somebody waits for it
+        (3 * 86400, "fail", {}, "on_miss"),
+        (3601, "auto", {"on_reject": "late", "latest_deadline": timedelta(hours=2)}, "on_miss"),  # not over yet then
+        (7201, "auto", {"on_reject": "late", "latest_deadline": timedelta(hours=2)}, "best_effort"),
+        (3 * 86400, "auto", {"deadline": pendulum.datetime(2026, 1, 1)}, "on_miss"),  # past before the run was due
+    ],
+)
+def test_a_run_that_began_after_its_deadline_trains_as_best_effort(
+    service, make_task, capsys, began_after_s, policy, changes, asked
+):
+    due = pendulum.now("UTC").subtract(days=3)
+    task = make_task(on_past_deadline=policy, **changes)
+    with pytest.raises(TaskDeferred):
+        task.execute(context_of(task, run_after=due, began=due.add(seconds=began_after_s)))
+    assert service.did("submit")[0].get("on_past_deadline", "on_miss") == asked
+    assert ("on_past_deadline='fail' refuses such a run" in capsys.readouterr().out) == (asked == "best_effort")
 
 
 def test_a_late_job_that_trains_as_best_effort_says_so(service, make_status, make_task, capsys):

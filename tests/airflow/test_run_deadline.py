@@ -105,6 +105,11 @@ def test_a_scheduled_run_tells_when_the_next_are_due():
     assert [utc(due) for due in said["next_runs_at"]] == ["2026-11-21 04:00", "2026-11-22 04:00"]
 
 
+def test_a_run_that_began_too_late_tells_only_what_comes_next():
+    said = due_times(the_run(), replays=False, now=at("2026-11-20T05:01"), began_too_late=True)
+    assert set(said) == {"next_run_at", "next_runs_at"}  # the calendar is not taught that it comes late
+
+
 def test_a_weekly_run_tells_the_next_one_though_it_is_far():
     weekly = DAG("weekly", schedule="@weekly", start_date=at("2026-01-01")).timetable
     monday = replace(the_run(due="2026-11-16T05:00"), timetable=weekly)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 
 import httpx
 import pytest
+from tenacity import RetryCallState, Retrying
 
 from elasticflow_airflow.client import (
     AsyncElasticFlowClient,
@@ -21,6 +24,7 @@ from elasticflow_airflow.client import (
     Unauthorized,
     snapshot_folder,
 )
+from elasticflow_airflow.client.exchange import pause_between
 from elasticflow_airflow.insight import (
     CalendarAnswer,
     CalendarRequest,
@@ -34,6 +38,7 @@ from elasticflow_airflow.insight import (
     WhatIfRequest,
 )
 from elasticflow_airflow.wire import AmendRequest, Event, ForecastAnswer, LogPiece, Problem
+from elasticflow_airflow.wire.owners import OwnedJobs, OwnersAnswer, OwnerSeen, OwnersReport, UnownedJob
 
 ENDPOINT = Endpoint(base_url="http://service:8765", token="s3cret")
 
@@ -50,7 +55,8 @@ class Service:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
-        return httpx.Response(answer.status_code, content=answer.content)
+        kind = {name: value for name, value in answer.headers.items() if name in ("content-type", "retry-after")}
+        return httpx.Response(answer.status_code, content=answer.content, headers=kind)
 
 
 def ok(value) -> httpx.Response:
@@ -156,6 +162,20 @@ async def test_both_clients_ask_alike_for_what_the_pages_show(make_status):
         first, second = service.requests
         assert first.url.raw_path == second.url.raw_path == target
         assert first.content == second.content
+    report = OwnersReport(namespace="n", airflow="a", owners=[OwnerSeen(job_id="j", claim=1, owner="ended")])
+    unowned = UnownedJob(job=status, since_at=1.0, why="nobody asks")
+    cases = [
+        (OwnedJobs(at=1.0, jobs=[]), "owned_jobs", ("n", "j"), b"/v1/owners?namespace=n&after=j"),
+        (OwnersAnswer(cancelled=["j"]), "report_owners", (report,), b"/v1/owners"),
+    ]
+    for answer, name, arguments, target in cases:
+        service = Service(ok(answer))
+        assert getattr(client(service), name)(*arguments) == answer
+        assert await getattr(async_client(service), name)(*arguments) == answer
+        assert [request.url.raw_path for request in service.requests] == [target, target]
+    service = Service(httpx.Response(200, json=[unowned.model_dump(mode="json")]))
+    assert client(service).unowned_jobs(5.0) == await async_client(service).unowned_jobs(5.0) == [unowned]
+    assert service.requests[1].url.raw_path == b"/v1/unowned?silent_s=5.0"
     service = Service(httpx.Response(200, json=[]))
     assert client(service).runs("j", 3) == await async_client(service).runs("j", 3) == []
     assert service.requests[1].url.raw_path == b"/v1/jobs/j/runs?limit=3"
@@ -191,6 +211,18 @@ async def test_errors_say_what_to_do(answer, error, words):
         client(Service(answer)).status("j")
     with pytest.raises(error, match=words):
         await async_client(Service(answer)).status("j")
+
+
+@pytest.mark.parametrize("status", [200, 302, 500, 502, 503, 504, 520])
+async def test_a_page_of_a_proxy_is_tried_again(make_status, status):
+    html = {"content-type": "text/html; charset=utf-8"}
+    page = httpx.Response(status, content=b"<html><title>\n Please wait </title><p>maintenance", headers=html)
+    assert client(Service(page, page, ok(make_status()))).status("j").job_id == make_status().job_id
+    assert (await async_client(Service(page, page, ok(make_status()))).status("j")).job_id == make_status().job_id
+    with pytest.raises(ServiceUnavailable, match=rf"GET /v1/jobs/j with a web page \(status {status}\).*'Please wait'"):
+        client(Service(page), retry_for_s=0).status("j")
+    with pytest.raises(ServiceUnavailable):  # though any answer of success would do here
+        client(Service(page), retry_for_s=0).has_snapshot("0" * 64)
 
 
 async def test_calls_go_on_while_the_service_is_away(make_status):
@@ -284,3 +316,32 @@ def test_own_addresses_never_go_through_a_proxy():
     assert not Endpoint.from_url("http://127.0.0.1:1").trust_env
     assert not Endpoint.from_url("unix:///x").trust_env
     assert Endpoint.from_url("http://gpu:1").trust_env
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [("7", 7.0), ("0", 0.0), ("9" * 30, 60.0), ("soon", 0.0), ("-5", 0.0), ("", 0.0), (None, 0.0)],
+)
+def test_a_busy_service_is_asked_again_when_it_says(said, expected):
+    headers = {} if said is None else {"Retry-After": said}
+    body = {"error": "busy", "message": "the service is busy", "hint": "ask again"}
+    service = Service(httpx.Response(503, json=body, headers=headers))
+    with pytest.raises(ServiceUnavailable) as caught:
+        client(service, retry_for_s=0).status("j")
+    assert caught.value.retry_after_s == expected
+    pause_s = pause_between()(_state_of(caught.value))
+    assert expected <= pause_s <= expected + 3.3
+
+
+def test_a_busy_service_may_say_a_date():
+    at = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
+    service = Service(httpx.Response(503, headers={"Retry-After": at}))
+    with pytest.raises(ServiceUnavailable) as caught:
+        client(service, retry_for_s=0).status("j")
+    assert 25.0 < caught.value.retry_after_s <= 30.0
+
+
+def _state_of(error: Exception) -> RetryCallState:
+    state = RetryCallState(Retrying(), None, (), {})
+    state.set_exception((type(error), error, None))
+    return state

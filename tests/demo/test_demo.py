@@ -99,7 +99,7 @@ def test_nothing_but_the_dag_is_parsed_as_one() -> None:
     assert done.stdout.strip().splitlines()[-1] == "['daily_bert_finetune'] 1"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_fine_tuning_alone_beats_the_majority_class(docstrings: ModuleType, tmp_path: Path) -> None:
     extract = docstrings.extract(date(2026, 3, 1), train_rows=384, test_rows=120)

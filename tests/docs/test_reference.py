@@ -130,8 +130,13 @@ def test_every_route_is_described_and_asks_for_the_token() -> None:
     ids = [operation["operationId"] for operation in operations.values()]
     assert len(ids) == len(set(ids))
     problem = {"$ref": "#/components/schemas/Problem"}
-    for operation in operations.values():
-        assert operation["responses"]["default"]["content"]["application/json"]["schema"] == problem
+    for name, operation in operations.items():
+        refusals = {status: answer for status, answer in operation["responses"].items() if status >= "400"}
+        assert name == "get /healthz" or {"401", "500", "503"} <= refusals.keys()
+        assert {"400", "408", "431"} <= refusals.keys(), "what a connection may cost holds for all"
+        for refusal in refusals.values():
+            said = made["components"]["responses"][refusal["$ref"].rpartition("/")[2]]
+            assert said["content"]["application/json"]["schema"] == problem
     references = set(re.findall(r"'#/components/schemas/(\w+)'", str(made)))
     assert references <= set(made["components"]["schemas"])
     nothing_else = [c for c in ("HTTPValidationError", "ValidationError") if c in references]

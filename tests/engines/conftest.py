@@ -136,13 +136,13 @@ class Bench:
         self, condition: Callable[[dict[int, GangObservation]], Any], what: str, job_id: str = "job"
     ) -> dict[int, GangObservation]:
         """Observe until a condition holds."""
-        end_s = time.monotonic() + 90.0
+        end_s = time.monotonic() + 150.0
         while time.monotonic() < end_s:
             gangs = self.look(job_id)
             if condition(gangs):
                 return gangs
             self.pass_time()
-        raise AssertionError(f"waited in vain: {what}; last seen: {gangs}")
+        raise AssertionError(f"waited in vain: {what}; last seen: {gangs}\n{self.story()}")
 
     def wait_state(self, generation: int, state: GangState, job_id: str = "job") -> GangObservation:
         gangs = self.wait(
@@ -173,6 +173,10 @@ class Bench:
     def left_behind(self) -> list[str]:
         """Processes that should be gone by now; waits a moment for those on their last lines."""
         return []
+
+    def story(self) -> str:
+        """What was done, for whoever looks for the reason of a failure."""
+        return ""
 
 
 @dataclass(kw_only=True)
@@ -220,11 +224,11 @@ class LocalBench(Bench):
         incarnation_dir = self.base / "state" / "jobs" / job_id / "i000001"
         return SupervisorFolder.of(incarnation_dir, generation, self.nodes[node])
 
-    def worker_process(self, rank: int, what: str = "trainer") -> ProcessId:
+    def worker_process(self, rank: int, what: str = "trainer", job_id: str = "job") -> ProcessId:
         """A worker's process; its own reports may come before the supervisor has written down who it is."""
 
         def known() -> ProcessId | None:
-            status = self.folder().read_status()
+            status = self.folder(job_id=job_id).read_status()
             worker = None if status is None else status.workers.get(f"g000001-r{rank:03d}")
             process = None if worker is None else getattr(worker, what)
             return process if isinstance(process, ProcessId) else None
@@ -251,10 +255,16 @@ class LocalBench(Bench):
         wait_until(lambda: other.observe()[0].workers[0].slot and self.engine.inventory()[0].busy, "slot held")
 
     def left_behind(self) -> list[str]:
-        end_s = time.monotonic() + 5.0
+        end_s = time.monotonic() + 90.0
         while (found := self.processes()) and time.monotonic() < end_s:
             time.sleep(0.05)
         return found
+
+    def story(self) -> str:
+        """The ends of all logs, and the processes that are there."""
+        logs = sorted({*self.base.rglob("*.log"), *self.base.rglob("status.json")})
+        ends = [f"-- {log.relative_to(self.base)}\n{log.read_text(errors='replace')[-1500:]}" for log in logs]
+        return "\n".join([*ends, *self.processes()])
 
     def processes(self) -> list[str]:
         """All processes that belong to this bench, as of now."""
@@ -266,7 +276,8 @@ class LocalBench(Bench):
             for job_id in ("job", "other", *{gang.job_id for gang in engine.observe()}):
                 engine.stop(job_id, 0.1, "the test is over")
             engine.close()
-        wait_until(lambda: not self.left_behind(), f"processes left behind: {self.left_behind()}", 30)
+        if left := self.left_behind():
+            raise AssertionError(f"processes left behind: {left}\n{self.story()}")
 
 
 @pytest.fixture

@@ -118,6 +118,62 @@ def test_the_world_outlives_the_process(tmp_path: Path, fake_bench: FakeBench) -
     assert len(again.reports) > len(seen)
 
 
+def test_what_happens_to_a_gang_costs_one_line_and_a_torn_one_did_not_happen(
+    tmp_path: Path, fake_bench: FakeBench
+) -> None:
+    file = tmp_path / "world.json"
+
+    def start() -> FakeEngine:
+        return FakeEngine(fake_nodes(1, 8), clock=lambda: fake_bench.now_s[0], state_file=file)
+
+    first = start()
+    fake_bench.nodes = ("node0",)
+    specs = [replace(fake_bench.spec(1), job_id=f"job{n}", placement=(Slot("node0", n),)) for n in range(4)]
+    for spec in specs:
+        first.apply(spec)
+    before = file.read_text()
+    first.stop("job1", 10.0)
+    first.forget("job1")
+    said = file.read_text()
+    assert said.startswith(before)
+    assert {json.loads(line)["job_id"] for line in said[len(before) :].splitlines()} == {"job1"}
+    with file.open("a") as torn:
+        torn.write('{"job_id": "job2", "gang": nu')
+    again = start()
+    assert list(again.world.gangs) == list(first.world.gangs)
+    fake_bench.now_s[0] += 5.0
+    assert {gang.job_id for gang in again.observe()} == {"job0", "job2", "job3"}
+    assert {gang.job_id for gang in start().observe()} == {"job0", "job2", "job3"}
+
+
+def test_the_file_of_a_world_is_made_short_again(tmp_path: Path, fake_bench: FakeBench) -> None:
+    file = tmp_path / "world.json"
+    behaviour = FakeBehaviour(report_interval_s=1.0, steps_per_s={1: 0.001})
+    engine = FakeEngine(fake_nodes(1, 1), clock=lambda: fake_bench.now_s[0], state_file=file, behaviour=behaviour)
+    fake_bench.nodes = ("node0",)
+    engine.apply(replace(fake_bench.spec(1), placement=(Slot("node0", 0),)))
+    for _ in range(1500):
+        fake_bench.now_s[0] += 5.0
+        engine.renew("job")
+        engine.observe()
+    assert len(file.read_text().splitlines()) < 1200
+    (gang,) = FakeEngine(fake_nodes(1, 1), state_file=file).world.gangs.values()
+    assert [report.to_line() for report in gang.reports] == [
+        report.to_line() for report in engine.world.gangs["job", 1].reports
+    ]
+
+
+def test_a_file_of_an_older_service_is_read(tmp_path: Path, fake_bench: FakeBench) -> None:
+    file, new = tmp_path / "world.json", tmp_path / "new.json"
+    fake_bench.nodes = ("node0",)
+    engine = FakeEngine(fake_nodes(1, 1), clock=lambda: fake_bench.now_s[0], state_file=new)
+    engine.apply(replace(fake_bench.spec(1), placement=(Slot("node0", 0),)))
+    gang = json.loads(new.read_text())["gang"]
+    file.write_text(json.dumps({"gangs": [json.dumps({**gang, "reports": []})]}, indent=1))
+    read = FakeEngine(fake_nodes(1, 1), clock=lambda: fake_bench.now_s[0], state_file=file)
+    assert read.observe()[0].state is engine.observe()[0].state
+
+
 def test_every_call_can_crash_before_and_after(fake_bench: FakeBench) -> None:
     class Killed(Exception):
         pass
@@ -423,7 +479,7 @@ def test_a_change_in_place_outlives_the_service_in_every_phase(fake_bench: FakeB
     again = make()
     told = [replace(gang, reports=()) for gang in again.observe()]
     assert told == [replace(gang, reports=()) for gang in seen]
-    first.world.state_file = None
+    first.world.journal = None
     again.renew("job")
     first.renew("job")
     bench.now_s[0] = begin_s + 10.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from elasticflow_airflow.engines.local import detect_nodes
+from elasticflow_airflow.engines.local import detect_nodes, engine
 from elasticflow_airflow.engines.local.folder import SupervisorFolder, SupervisorSpec
 from elasticflow_airflow.engines.local.processes import ProcessId, children_of
 from elasticflow_airflow.engines.port import EngineError, GangObservation, GangOutcome, GangState
@@ -280,12 +280,40 @@ def test_the_old_generation_trains_on_until_the_new_one_is_warm(local_bench: Loc
             assert plan is not None
             assert plan.generation == 1
         bench.engine.apply(second)
+    assert supervisor.warming.exists(), "it said that the imports got on"
     gangs = bench.wait(lambda gangs: gangs[1].state is GangState.ENDED, "the old one leaves")
     assert gangs[1].outcome is GangOutcome.STOPPED
     assert gangs[2].state is GangState.PENDING
     bench.engine.stop("job", 1.0)
     assert bench.wait_state(2, GangState.ENDED).outcome is GangOutcome.STOPPED
     assert bench.left_behind() == []
+
+
+def test_imports_that_get_on_are_waited_for_and_those_that_hang_are_not(
+    local_bench: LocalBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine imports take minutes; what counts is whether they get on."""
+    bench = local_bench
+    monkeypatch.setattr(engine, "WARM_LIMIT_S", 0.2)
+    bench.engine.apply(bench.spec(1))
+    bench.wait_state(1, GangState.RUNNING)
+    (bench.base / "hangs").mkdir()
+    (bench.base / "hangs" / "sitecustomize.py").write_text("import time\ntime.sleep(600)\n")
+    second = bench.spec(2, workers=2, env={"PYTHONPATH": str(bench.base / "hangs")})
+    bench.engine.apply(second)
+    folder = bench.folder(2)
+    for stamp in range(1, 11):  # In the name of its supervisor: the imports got on since the last look.
+        folder.warming.touch()
+        os.utime(folder.warming, (stamp, stamp))
+        bench.engine.apply(second)
+        time.sleep(0.1)
+        plan = Membership.read(second.incarnation_dir)
+        assert plan is not None
+        assert plan.generation == 1
+    bench.wait(lambda gangs: gangs[1].state is GangState.ENDED, "the old one leaves")
+    assert not folder.warm.exists()
+    bench.engine.stop("job", 1.0)
+    assert bench.wait_state(2, GangState.ENDED).outcome is GangOutcome.STOPPED
 
 
 @pytest.mark.parametrize("victim", ["fork server", "supervisor"])
@@ -308,8 +336,15 @@ def test_a_warm_up_that_is_killed_is_made_up_for(local_bench: LocalBench, victim
         bench.engine.apply(second)  # As the service does in every pass.
         return gangs[1].state is GangState.ENDED
 
+    def taken(_: dict[int, GangObservation]) -> bool:
+        try:
+            bench.engine.apply(replace(second, cleared_generation=1))
+        except EngineError:  # The old one has ended, and its supervisor is about to give the slot back.
+            return False
+        return True
+
     bench.wait(left, "the old one leaves")
-    bench.engine.apply(replace(second, cleared_generation=1))
+    bench.wait(taken, "its slot")
     bench.engine.apply(replace(second, cleared_generation=1))
     ended = bench.wait_state(2, GangState.ENDED)
     if victim == "supervisor":

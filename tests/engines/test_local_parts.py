@@ -15,12 +15,16 @@ from hypothesis import strategies as st
 from elasticflow_airflow.engines.local import LocalEngine, detect_nodes, logs, slots
 from elasticflow_airflow.engines.local.bridge import prepare_bridge
 from elasticflow_airflow.engines.local.environment import worker_environment
+from elasticflow_airflow.engines.local.folder import Status, WorkerStatus
 from elasticflow_airflow.engines.local.interpreter import InterpreterCheck
+from elasticflow_airflow.engines.local.judge import Heard, judge_ended
 from elasticflow_airflow.engines.local.layout import parse_virtual_nodes
 from elasticflow_airflow.engines.local.processes import ProcessId
 from elasticflow_airflow.engines.local.progress import PlainProgress
-from elasticflow_airflow.engines.port import EngineError
+from elasticflow_airflow.engines.local.records import GangRecord
+from elasticflow_airflow.engines.port import EngineError, GangOutcome
 from elasticflow_airflow.runtime.protocol import read_reports
+from elasticflow_airflow.scheduler_core.values import Slot
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -199,6 +203,38 @@ def test_a_state_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EngineError, match=f"cannot write {tmp_path}/file"):
         LocalEngine(tmp_path / "file", detect_nodes(environ=NO_GPU), tmp_path / "locks")
+
+
+@pytest.mark.parametrize(
+    ("plain", "ends", "outcome"),
+    [
+        (True, [(0, False), (0, False)], GangOutcome.FINISHED),
+        (True, [(0, False), (0, True)], GangOutcome.STOPPED),
+        (True, [(0, False), (143, False)], GangOutcome.STOPPED),
+        (True, [(0, False)], GangOutcome.STOPPED),
+        (True, [], GangOutcome.STOPPED),
+        (False, [(0, False), (0, False)], GangOutcome.STOPPED),
+    ],
+)
+def test_a_plain_script_that_ends_before_anybody_signals_it_has_finished(plain, ends, outcome) -> None:
+    """It was told to leave in its last second: one second is what it gets to end by itself."""
+    slots_of_two = (Slot("node0", 0), Slot("node0", 1))
+    gang = GangRecord(
+        generation=1,
+        incarnation=1,
+        incarnation_dir="/nowhere",
+        placement=slots_of_two,
+        plain=plain,
+        grace_s=10.0,
+        started=True,
+        told=True,
+    )
+    workers = {
+        f"g000001-r{rank:03d}": WorkerStatus(rank=rank, exit_code=code, ended=True, signalled=signalled)
+        for rank, (code, signalled) in enumerate(ends)
+    }
+    status = Status(workers=workers, told=True, ended=True)
+    assert judge_ended(gang, {"node0": status}, [], Heard()).outcome is outcome
 
 
 def test_progress_is_read_from_output_in_pieces(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def gpu_gang(tmp_path: Path) -> Iterator[Callable[..., Gang]]:
     ) -> Gang:
         options = {"epochs": EPOCHS, "global_batch_size": 16, "logical_workers": 8, **config}
         settings = {"TEST_MODEL": model, "TEST_STEP_S": str(step_s), "GLOO_SOCKET_IFNAME": "lo"}
-        made.append(Gang(tmp_path / f"gang{len(made)}", SCRIPT, settings, **options))
+        made.append(Gang(tmp_path / f"gang{len(made)}", SCRIPT, settings, imports=None, **options))
         return made[-1]
 
     yield make

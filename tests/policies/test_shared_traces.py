@@ -5,6 +5,7 @@ Our own scheduler as it is by default stands in ``tests/simulator/test_schedule_
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -47,6 +48,7 @@ CHOICES = (
     "elasticflow:late",
 )
 PROMISING = ("chronus", "chronus:wait", "chronus+size", "chronus+size:wait", "edf+admission", "edf+admission:wait")
+LONGEST = ("chronus+size:wait", Case("cluster10", 2, 8))
 GREEDY = ("edf", "edf+elastic", "edf+admission", "gang-fifo", "gandiva", "tiresias", "themis", "optimus")
 MIXED = (("a100", 8, 8), ("t4", 8, 4))
 TYPES = "+types"
@@ -107,8 +109,15 @@ def test_our_choices_are_free_of_faults_where_not_everybody_fits(label: str, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [Case("195job", 8, 8), Case("cluster10", 2, 8)], ids=title)
-@pytest.mark.parametrize("label", PROMISING)
+@pytest.mark.parametrize(
+    ("label", "case"),
+    [
+        # Two minutes for what the other trace shows as well.
+        pytest.param(label, case, id=f"{label}-{title(case)}", marks=[pytest.mark.soak] * (two == LONGEST))
+        for two in itertools.product(PROMISING, (Case("195job", 8, 8), Case("cluster10", 2, 8)))
+        for label, case in [two]
+    ],
+)
 def test_others_who_promise_keep_it_where_not_everybody_fits(label: str, case: Case, tmp_path: Path) -> None:
     sound(label, case, tmp_path)
 

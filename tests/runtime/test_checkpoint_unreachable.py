@@ -9,6 +9,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 import torch
@@ -230,14 +231,14 @@ def test_a_disk_that_fails_for_good(tmp_path, monkeypatch, code):
 
 def test_a_promotion_on_a_disk_that_fails(tmp_path, monkeypatch):
     save(str(tmp_path), 1, 2)
-    real = Path.read_text
+    real = Path.open
 
-    def read(path: Path, *arguments: str) -> str:
+    def opened(path: Path, *arguments: str) -> IO[Any]:
         if path.name == "promoted.json":
             raise OSError(errno.EIO, "Input/output error")
         return real(path, *arguments)
 
-    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(Path, "open", opened)
     with pytest.raises(CheckpointUnreachable, match=r"promoted\.json cannot be read now"):
         manifest.promoted(tmp_path, pytest.fail)
 

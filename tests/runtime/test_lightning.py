@@ -29,11 +29,12 @@ SCRIPT = ROOT / "tests/support/train_lightning.py"
 EPOCHS, STEPS_PER_EPOCH, SAMPLES = 10, 6, 90
 
 
-def make_gang(root: Path, step_s: float = 1.0, **env: str) -> Gang:
+def make_gang(root: Path, step_s: float = 1.0, name: str = "lightning.pytorch", **env: str) -> Gang:
     """Steps are slow, so that a joiner comes in time, until somebody hurries."""
-    env = {"TEST_STEP_S": str(step_s), "TEST_ROOT": str(root / "lightning"), **env}
+    env = {"TEST_STEP_S": str(step_s), "TEST_ROOT": str(root / "lightning"), "TEST_LIGHTNING": name, **env}
     (root / "lightning").mkdir(parents=True)
-    return Gang(root, SCRIPT, env, epochs=EPOCHS, global_batch_size=16, logical_workers=8)
+    config = {"epochs": EPOCHS, "global_batch_size": 16, "logical_workers": 8}
+    return Gang(root, SCRIPT, env, imports=(name,), **config)
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_one_two_one_while_it_trains(gang, expected):
     run = gang()
     run.plan("a")
-    run.wait(lambda: run.step() > 2, "progress")
+    run.wait(lambda: run.step() > STEPS_PER_EPOCH, "progress")  # the first epoch's checkpoint is there
     run.plan("a", "b")
     run.wait_until_begun()
     began = max(report.step for report in run.reports(ReportKind.STARTED, 2))
@@ -143,7 +144,7 @@ def test_mixed_precision_and_the_other_name(gang):
     """bfloat16, and the package called pytorch_lightning."""
     results = []
     for workers in (["a"], ["b", "c"]):
-        run = gang(step_s=0, TEST_PRECISION="bf16-mixed", TEST_LIGHTNING="pytorch_lightning")
+        run = gang(step_s=0, TEST_PRECISION="bf16-mixed", name="pytorch_lightning")
         run.plan(*workers)
         assert set(run.finish().values()) == {0}, run.story()
         results.append(outcome(run))
@@ -435,6 +436,7 @@ def test_the_page_is_true(session_globals, monkeypatch, capsys):
         assert f"`{name}`" in page
 
 
+@pytest.mark.slow
 def test_the_example_learns_alone(tmp_path):
     command = [sys.executable, str(ROOT / "docs/examples/train_lightning.py")]
     options: dict[str, Any] = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 240}

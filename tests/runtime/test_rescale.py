@@ -206,6 +206,7 @@ def rescale(stages: Stages, service, schedule: list[tuple[int, int]], *, start) 
         assert service.reports(generation, "w0")[-1].kind is (ReportKind.FINISHED if last else ReportKind.STOPPED)
 
 
+@pytest.mark.slow
 def test_one_two_one_workers_train_as_one(stages, service, undisturbed):
     """The middle stage is a real torchrun and has the short batch: one of its two workers gets no sample of it."""
     rescale(

@@ -33,7 +33,7 @@ def test_the_example_runs_alone(session_globals, tmp_path, capsys):
     """As a person runs it, in a folder of its own; a second start finds that all is done."""
     script = str(DOCS / "examples/train_digits.py")
     done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=True
     )
     assert "elasticflow: started step=0 micro_batch_size=4 logical_workers=8" in done.stdout
     accuracy = re.search(r"elasticflow: finished step=114 metrics={'accuracy': ([\d.]+)}", done.stdout)

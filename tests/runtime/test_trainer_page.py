@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.forking import TRANSFORMERS
 from support.gang import Gang
 from torch import nn
 
@@ -398,6 +399,7 @@ def run_example(folder: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
     return (folder / "best/model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_the_example_learns_and_resumes_after_a_kill(session_globals, tmp_path, monkeypatch, capsys):
     expected = run_example(tmp_path / "undisturbed", monkeypatch)
     output = capsys.readouterr().out
@@ -427,7 +429,7 @@ def test_two_workers_train_the_examples_bits(tmp_path):
         folder = tmp_path / str(len(members))
         folder.mkdir()
         config = {"epochs": 3, "global_batch_size": 16, "logical_workers": 8, "working_dir": str(folder)}
-        with Gang(folder / "gang", EXAMPLE, {"HF_HUB_OFFLINE": "1"}, **config) as gang:
+        with Gang(folder / "gang", EXAMPLE, {"HF_HUB_OFFLINE": "1"}, imports=TRANSFORMERS, **config) as gang:
             gang.plan(*members)
             assert set(gang.finish().values()) == {0}, gang.story()
         found.append((folder / "best/model.safetensors").read_bytes())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forking import TRANSFORMERS
 from support.gang import Gang, random_life
 
 from elasticflow_airflow.runtime.manifest import promote, verify_candidate
@@ -38,7 +39,8 @@ def make_gang(root: Path, arguments: dict[str, Any] | None = None, step_s: float
     env = {"TEST_STEP_S": str(step_s), "TEST_ROOT": str(root / "trainer"), "HF_HUB_OFFLINE": "1"}
     env["TEST_ARGUMENTS"] = json.dumps(arguments or {})
     env |= {name: options.pop(name) for name in list(options) if name.startswith("TEST_")}
-    return Gang(root, SCRIPT, env, **{"epochs": EPOCHS, "global_batch_size": 16, "logical_workers": 8, **options})
+    options = {"epochs": EPOCHS, "global_batch_size": 16, "logical_workers": 8, **options}
+    return Gang(root, SCRIPT, env, imports=TRANSFORMERS, **options)
 
 
 @pytest.fixture
@@ -88,6 +90,7 @@ def progressed(run: Gang, by: int = 1) -> None:
     run.wait(lambda: run.step() >= step + by, "progress")
 
 
+@pytest.mark.slow
 def test_the_same_for_one_worker_and_while_a_second_comes_and_the_first_goes(gang):
     expected = undisturbed(gang(EVALUATE), "alone")
     run = gang(EVALUATE)

@@ -8,12 +8,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elasticflow_airflow.scheduler_core.allocation import while_free
+from elasticflow_airflow.scheduler_core.draft import Draft
 from elasticflow_airflow.scheduler_core.filling import Share
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.rolling import NoPlaceError, place
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.values import Node, Placement, Slot
-from elasticflow_airflow.scheduler_core.work import Work
+from elasticflow_airflow.scheduler_core.work import Course, Holding, Work
 
 
 def layout_of(*sizes: int) -> Layout:
@@ -172,3 +174,14 @@ def test_what_is_kept_up_to_date_is_what_counting_anew_would_say(sizes, reservat
     sizes_asked = tuple(size for size in (1, 2, 4, 8) if size <= top)
     assert limited.placeable(sizes_asked, 0.0, 50.0) == free.placeable(sizes_asked, 0.0, 50.0)
     assert free.copy(top).placeable(sizes_asked, 0.0, 50.0) == free.placeable(sizes_asked, 0.0, 50.0)
+
+
+def test_a_gang_keeps_slots_that_are_no_block_whoever_looked_for_one_before() -> None:
+    layout = layout_of(4)
+    draft = Draft(layout, 0.0, {"promised": Course((Holding(0.0, 100.0, 0b1001),), 100.0, 100.0)})
+    waits, goes_on = work_of("waits"), work_of("goes on", 0b0110)
+    later, kept = while_free(draft, waits, 2), while_free(draft, goes_on, 2)
+    assert later is not None
+    assert later.holdings[0].start_s == 100.0
+    assert kept is not None
+    assert kept.holdings[0][:1] + kept.holdings[0][2:] == (0.0, 0b0110)

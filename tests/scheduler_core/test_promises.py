@@ -24,32 +24,46 @@ clusters = st.one_of(
     st.sampled_from([[8, 8], [2, 2, 2], [4, 4, 4, 4], [3, 3], [6]]),
 )
 
+# What is drawn a hundred times for each story is made once: making and checking it takes longer than drawing.
+SPEED, GAIN, LENGTH_S = st.floats(0.2, 5.0), st.floats(0.9, 2.05), st.floats(1.0, 400.0)
+WINDOW, LATEST, WHEN_S = st.floats(0.3, 4.0), st.floats(1.0, 3.0), st.floats(1000.0, 1600.0)
+STARTUP_S, SWITCH_S = st.sampled_from([0.0, 5.0, 30.0]), st.sampled_from([0.0, 1.0, 13.0, 30.0])
+TAIL_S = st.sampled_from([0.0, 2.0, 20.0])
+SIZES, YES = st.sets(st.sampled_from([1, 2, 4, 8, 16]), min_size=1), st.booleans()
+ONE_IN_FIVE, UP_TO_8, UP_TO_3 = st.integers(0, 4), st.integers(1, 8), st.integers(0, 3)
+LEAST, MOST = st.sampled_from([1, 1, 1, 2]), st.sampled_from([None, None, 2, 4])
+CHOICE = st.sampled_from([OnReject.FAIL, OnReject.WAIT, OnReject.BEST_EFFORT, OnReject.LATE])
+PAUSE_S = st.one_of(st.just(0.0), st.floats(0.0, 150.0))
+
 
 @st.composite
 def curves(draw: st.DrawFn) -> ScalingCurve:
-    speed = draw(st.floats(0.2, 5.0))
+    speed = draw(SPEED)
     table = {1: speed}
     for size in (2, 4, 8, 16):
-        speed *= draw(st.floats(0.9, 2.05))
+        speed *= draw(GAIN)
         table[size] = speed
-    sizes = draw(st.sets(st.sampled_from([1, 2, 4, 8, 16]), min_size=1))
-    if draw(st.booleans()):
+    sizes = draw(SIZES)
+    if draw(YES):
         sizes = {1, 2, 4, 8, 16}
     return ScalingCurve({n: table[n] for n in sizes})
 
 
+CURVES = curves()
+
+
 @st.composite
 def jobs(draw: st.DrawFn, number: int, *, arrival: float) -> Job:
-    curve = draw(curves())
+    curve = draw(CURVES)
     slowest = min(curve.steps_per_s.values())
-    length_s = draw(st.floats(1.0, 400.0))
+    length_s = draw(LENGTH_S)
     costs = RescaleCosts(
-        startup_s=draw(st.sampled_from([0.0, 5.0, 30.0])),
-        pause_s=draw(st.sampled_from([0.0, 1.0, 13.0, 30.0])),
-        tail_s=draw(st.sampled_from([0.0, 2.0, 20.0])),
+        startup_s=draw(STARTUP_S),
+        pause_s=draw(SWITCH_S),
+        tail_s=draw(TAIL_S),
     )
-    best_effort = draw(st.integers(0, 4)) == 0
-    window = length_s * draw(st.floats(0.3, 4.0)) + costs.startup_s + costs.tail_s
+    best_effort = draw(ONE_IN_FIVE) == 0
+    window = length_s * draw(WINDOW) + costs.startup_s + costs.tail_s
     return Job(
         job_id=f"j{number}",
         submitted_s=arrival,
@@ -57,24 +71,24 @@ def jobs(draw: st.DrawFn, number: int, *, arrival: float) -> Job:
         total_steps=length_s * slowest,
         curve=curve,
         costs=costs,
-        min_workers=draw(st.sampled_from([1, 1, 1, 2])),
-        max_workers=draw(st.sampled_from([None, None, 2, 4])),
-        on_reject=draw(st.sampled_from([OnReject.FAIL, OnReject.WAIT, OnReject.BEST_EFFORT, OnReject.LATE])),
-        latest_deadline_s=arrival + draw(st.floats(1.0, 3.0)) * window,
+        min_workers=draw(LEAST),
+        max_workers=draw(MOST),
+        on_reject=draw(CHOICE),
+        latest_deadline_s=arrival + draw(LATEST) * window,
     )
 
 
 @st.composite
 def stories(draw: st.DrawFn) -> tuple[list[int], list[Job], list[tuple[float, object]], bool, bool]:
     nodes = draw(clusters)
-    count = draw(st.integers(1, 8))
+    count = draw(UP_TO_8)
     arrival, arrivals = 1000.0, []
     for number in range(count):
-        arrival += draw(st.one_of(st.just(0.0), st.floats(0.0, 150.0)))
+        arrival += draw(PAUSE_S)
         arrivals.append(draw(jobs(number, arrival=arrival)))
     others: list[tuple[float, object]] = []
-    for _ in range(draw(st.integers(0, 3))):
-        when = draw(st.floats(1000.0, 1600.0))
+    for _ in range(draw(UP_TO_3)):
+        when = draw(WHEN_S)
         job_id = f"j{draw(st.integers(0, count - 1))}"
         others.append(
             (
@@ -92,7 +106,7 @@ def stories(draw: st.DrawFn) -> tuple[list[int], list[Job], list[tuple[float, ob
                 ),
             )
         )
-    return nodes, arrivals, others, draw(st.booleans()), draw(st.booleans())
+    return nodes, arrivals, others, draw(YES), draw(YES)
 
 
 def _nodes(sizes: list[int]) -> list[Node]:
@@ -286,3 +300,86 @@ def test_a_stated_error_of_the_curves_covers_slower_jobs(world: ModuleType, stor
         play.submit(job.submitted_s, job, {n: speed * factor for n, speed in job.curve.steps_per_s.items()})
     play.run()
     assert not play.late()
+
+
+def _crowds(arrivals: list[Job], apart_s: float) -> list[list[Job]]:
+    """The same jobs, but those that come soon after another one come with it."""
+    found: list[list[Job]] = []
+    for job in arrivals:
+        if found and job.submitted_s - found[-1][0].submitted_s <= apart_s:
+            later_s = found[-1][0].submitted_s - job.submitted_s
+            deadline_s = None if job.deadline_s is None else job.deadline_s + later_s
+            found[-1].append(replace(job, submitted_s=job.submitted_s + later_s, deadline_s=deadline_s))
+        else:
+            found.append([job])
+    return found
+
+
+class _WatchingCrowds(_Watching):
+    def submitted(self, jobs, now):
+        jobs, before = list(jobs), self.states()
+        decisions = super().submitted(jobs, now)
+        verdicts = [d.job_id for d in decisions if isinstance(d, de.Admit | de.Reject | de.Wait)]
+        assert [job.job_id for job in jobs if job.job_id in verdicts] == [job.job_id for job in jobs]
+        if all(isinstance(d, de.Reject | de.WakeMeAt) for d in decisions):
+            assert self.states() == before, "rejected arrivals changed something"
+        self._plans(now)
+        return decisions
+
+
+@QUICK
+@given(story=stories(), apart_s=st.sampled_from([30.0, 200.0, math.inf]))
+def test_promises_hold_for_those_who_come_together(world: ModuleType, plan_checker: ModuleType, story, apart_s) -> None:
+    sizes, arrivals, others, reports, started = story
+    others = [(when, event) for when, event in others if not isinstance(event, ev.NodeJoined)]
+    scheduler = _WatchingCrowds(None, _nodes(sizes))
+    scheduler.checker, scheduler.sizes = plan_checker, sizes
+    play = world.World(scheduler, reports=reports, gang_started=started, joint=True)
+    for crowd in _crowds(arrivals, apart_s):
+        play.submit_together(crowd[0].submitted_s, crowd)
+    for when, event in others:
+        play.at(when, event)
+    play.run()
+    assert not play.late()
+    assert not [d for _, d in play.log if isinstance(d, de.AtRisk)]
+
+
+@QUICK
+@given(story=stories())
+def test_whoever_comes_alone_is_decided_on_as_ever(world: ModuleType, story) -> None:
+    sizes, arrivals, others, reports, started = story
+    alone = _tell(world, story)
+    play = world.World(Scheduler(None, _nodes(sizes)), reports=reports, gang_started=started)
+    for job in arrivals:
+        play.submit_together(job.submitted_s, [job])
+    for when, event in others:
+        play.at(when, event)
+    play.run()
+    assert play.log == alone.log
+
+
+def test_the_first_of_a_crowd_that_takes_the_last_slots_is_promised_and_the_others_hear_why(world: ModuleType) -> None:
+    play = world.World(Scheduler(None, _nodes([2])))
+    job = replace(_best_effort(0, 100.0), deadline_s=1150.0)
+    play.submit_together(1000.0, [replace(job, job_id=f"j{number}") for number in range(4)])
+    play.run(until=1000.0)
+    verdicts = [play.verdict(f"j{number}") for number in range(4)]
+    assert [type(verdict) for verdict in verdicts] == [de.Admit, de.Admit, de.Reject, de.Reject]
+    assert all(verdict.plan.segments for verdict in verdicts[:2])
+    assert "beside the 2 promised jobs" in verdicts[3].reason
+    play.run()
+    assert not play.late()
+
+
+def test_a_crowd_does_not_take_the_turn_of_best_effort_that_waited_long(world: ModuleType) -> None:
+    """Its course has no end, and the first of the crowd is booked after the turn: the second may not come before."""
+    play = world.World(Scheduler(SchedulerConfig(ageing_s=100.0), _nodes([1])))
+    one = replace(_best_effort(0), costs=RescaleCosts())
+    play.submit(1000.0, replace(one, job_id="first", deadline_s=1150.0, total_steps=120.0))
+    play.submit(1000.0, replace(one, job_id="aged", total_steps=5000.0))
+    fits = replace(one, job_id="after", deadline_s=1330.0, total_steps=50.0)
+    play.submit_together(1130.0, [fits, replace(fits, job_id="at once", deadline_s=1190.0)])
+    play.run(until=1131.0)
+    assert isinstance(play.verdict("after"), de.Admit)
+    assert isinstance(play.verdict("at once"), de.Reject)
+    assert play.runs["aged"].slots, "it goes on"

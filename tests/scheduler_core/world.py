@@ -6,6 +6,8 @@ Plays both shell and engine; written apart from the scheduler and keeps its own 
 from __future__ import annotations
 
 import heapq
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from elasticflow_airflow.scheduler_core import Scheduler
@@ -57,7 +59,13 @@ class World:
     """Drives a real Scheduler and checks every decision as it is made."""
 
     def __init__(
-        self, scheduler: Scheduler, *, reports: bool = False, gang_started: bool = False, lag_s: float = 0.0
+        self,
+        scheduler: Scheduler,
+        *,
+        reports: bool = False,
+        gang_started: bool = False,
+        lag_s: float = 0.0,
+        joint: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.nodes: dict[str, Node] = {node.node_id: node for node in scheduler.nodes()}
@@ -70,6 +78,8 @@ class World:
         self.gang_started = gang_started
         self.reports = reports
         self.lag_s = lag_s
+        self.joint = joint
+        self.reported: list[ev.GangStarted | ev.JobProgressed] = []
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
@@ -81,6 +91,9 @@ class World:
         curve = truth or (dict(job.curve.steps_per_s) if job.curve else {1: 1.0})
         self.at(when, ("submit", job, curve))
 
+    def submit_together(self, when: float, jobs: Sequence[Job]) -> None:
+        self.at(when, ("crowd", jobs))
+
     def run(self, until: float = 1e9, steps: int = 20_000) -> None:
         while self.queue and steps:
             steps -= 1
@@ -90,6 +103,7 @@ class World:
             heapq.heappop(self.queue)
             self.now = max(self.now, when)
             self._happen(event)
+            self._tell_reports()
         assert steps, "the world does not come to rest"
 
     def _happen(self, event: object) -> None:
@@ -97,6 +111,10 @@ class World:
             case ("submit", job, truth):
                 self.runs[job.job_id] = Run(job, truth, job.total_steps or 0.0, as_of_s=self.now)
                 self.tell(ev.JobSubmitted(job))
+            case ("crowd", jobs):
+                for job in jobs:
+                    self.runs[job.job_id] = Run(job, dict(job.curve.steps_per_s), job.total_steps, as_of_s=self.now)
+                self.obey(self.scheduler.submitted(jobs, self.now))
             case ("end", job_id, version):
                 run = self.runs[job_id]
                 if run.version == version and run.ended_s is None:
@@ -106,12 +124,12 @@ class World:
             case ("started", job_id, version):
                 run = self.runs[job_id]
                 if run.version == version and run.ended_s is None:
-                    self.tell(ev.GangStarted(job_id, Placement(run.slots)))
+                    self._report(ev.GangStarted(job_id, Placement(run.slots)))
             case ("report", job_id, version):
                 run = self.runs[job_id]
                 if run.version == version and run.ended_s is None:
                     run.advance(self.now)
-                    self.tell(ev.JobProgressed(job_id, run.left))
+                    self._report(ev.JobProgressed(job_id, run.left))
             case ("measured", job_id, version):
                 run = self.runs[job_id]
                 if run.version == version and run.ended_s is None:
@@ -157,6 +175,19 @@ class World:
                 self.tell(event)
             case _:
                 self.tell(event)
+
+    def _report(self, event: ev.GangStarted | ev.JobProgressed) -> None:
+        """Tell it at once, or with all others that are reported at this moment."""
+        if self.joint:
+            self.reported.append(event)
+        else:
+            self.tell(event)
+
+    def _tell_reports(self) -> None:
+        following = self.queue[0] if self.queue else (math.inf, 0, 0, None)
+        if self.reported and following[0] > self.now:
+            reports, self.reported = self.reported, []
+            self.obey(self.scheduler.reported(reports, self.now))
 
     def tell(self, event: object) -> list[de.Decision]:
         decisions = self.scheduler.handle(event, self.now)  # type: ignore[arg-type]  # made of real events

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,10 +24,10 @@ import httpx
 import pytest
 from support.postgres import Postgres, postgres
 
-from elasticflow_airflow.client import ElasticFlowClient, Endpoint, ensure_service, snapshot_folder
+from elasticflow_airflow.client import ElasticFlowClient, Endpoint, Snapshot, ensure_service, snapshot_folder
 from elasticflow_airflow.engines.fake import BEHAVIOUR_ENV, FakeEngine, fake_nodes
 from elasticflow_airflow.service.candidates import CandidateDesk, verify_by_manifest
-from elasticflow_airflow.service.jobs import JobDesk
+from elasticflow_airflow.service.jobs import JobDesk, Submitted
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.reconcile import Reconciler
@@ -34,7 +35,17 @@ from elasticflow_airflow.service.secrets import SecretBox
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import Snapshots
 from elasticflow_airflow.service.store import Store
-from elasticflow_airflow.wire import Attachment, Command, Event, JobIdentity, JobStatus, JobSubmission, Length
+from elasticflow_airflow.wire import (
+    AmendAnswer,
+    AmendRequest,
+    Attachment,
+    Command,
+    Event,
+    JobIdentity,
+    JobStatus,
+    JobSubmission,
+    Length,
+)
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 """What the fake engine really does with 1, 2 and 4 workers, in steps/s."""
@@ -54,6 +65,20 @@ def make_submission(snapshot: str, **given: Any) -> JobSubmission:
     if not given.get("deadline_at"):
         values["best_effort"] = True
     return JobSubmission(**{**values, **given})
+
+
+_CODE = tempfile.TemporaryDirectory(prefix="ef-code-")
+
+
+def _unpacked(snapshot: Snapshot) -> Path:
+    """Code that a service has accepted: each once, as that takes a process."""
+    kept = Snapshots(Path(_CODE.name), max_bytes=1 << 20, max_files=100)
+    if not kept.has(snapshot.sha256):
+        incoming = kept.incoming()
+        incoming.write_bytes(snapshot.tar)
+        kept.accept(snapshot.sha256, incoming)
+        incoming.unlink()
+    return kept.path(snapshot.sha256)
 
 
 class _Stepping(Notifier):
@@ -87,6 +112,9 @@ class World:
     candidates: CandidateDesk | None = None
     waits_for_candidates: bool = True
     """Whether what the loop asked about checkpoints is known before its next pass."""
+    troubles: list[str] = field(default_factory=list)
+    """Whose or what trouble the passes have met."""
+    _pace_s: float = 0.5
 
     def __post_init__(self) -> None:
         self.settings = ServiceSettings(state_dir=self.base / "state", **{"verdict_wait_s": 0.01, **self.options})
@@ -124,6 +152,7 @@ class World:
             self.settings,
             slots=lambda: sum(node.slots for node in self.reconciler.nodes),
             clock=self.clock,
+            renewals=self.reconciler.renewals,
         )
 
     def stop(self) -> None:
@@ -146,23 +175,26 @@ class World:
         """Let time pass, then one pass of the loop; checkpoints that it asked about are judged before the next."""
         self.now_s += seconds
         self.elapsed_s += seconds
-        self.reconciler.try_once()
+        interval_s = self.reconciler.try_once()
+        self.troubles += [problem for problem in self.reconciler.problems if problem not in self.troubles]
+        self._pace_s = 0.5 if interval_s is None else min(1.0, max(0.5, interval_s))
         assert self.candidates is not None
         if self.waits_for_candidates:
             wait_for_futures(self.candidates._under_way.values())
 
-    def run(self, seconds: float, every: float = 0.5) -> None:
+    def run(self, seconds: float, every: float | None = None) -> None:
+        """Pass after pass, as often as the loop itself asks for, within a second: each half while something changes."""
         end = self.elapsed_s + seconds
         while self.elapsed_s < end:
-            self.step(min(every, end - self.elapsed_s))
+            self.step(min(every or self._pace_s, end - self.elapsed_s))
 
-    def until(self, condition: Callable[[], Any], what: str, limit_s: float = 400.0, every: float = 0.5) -> Any:
-        """Pass after pass until something is true; ``limit_s`` is modelled time."""
+    def until(self, condition: Callable[[], Any], what: str, limit_s: float = 400.0, every: float | None = None) -> Any:
+        """As :meth:`run`, until something is true; ``limit_s`` is modelled time."""
         end = self.elapsed_s + limit_s
         while self.elapsed_s < end:
             if value := condition():
                 return value
-            self.step(every)
+            self.step(every or self._pace_s)
         raise AssertionError(f"waited {limit_s} s in vain: {what}\n" + "\n".join(self.story()))
 
     # -- asking --------------------------------------------------------------------------------------------------
@@ -175,7 +207,16 @@ class World:
 
     def submit(self, **given: Any) -> Attachment:
         submission = self.submission(**given)
-        return self.desk.submit(submission.identity.job_id, submission)
+        return self.attached(self.desk.submit(submission.identity.job_id, submission))
+
+    def attached(self, submitted: Submitted) -> Attachment:
+        wanted = submitted.amendment_id
+        answer = None if wanted is None else self.desk.answered([wanted]).get(wanted)
+        return submitted.attachment(self.desk.status(submitted.job_id), answer)
+
+    def amend(self, job_id: str, request: AmendRequest) -> AmendAnswer:
+        amendment_id = self.desk.amend(job_id, request)
+        return AmendAnswer(**self.desk.answered([amendment_id])[amendment_id], job=self.desk.status(job_id))
 
     def status(self, job: Attachment | str) -> JobStatus:
         return self.desk.status(job if isinstance(job, str) else job.job.job_id)
@@ -215,25 +256,40 @@ class World:
             for name, text in files.items():
                 (Path(folder) / name).write_text(text)
             snapshot = snapshot_folder(Path(folder))
-        incoming = self.snapshots.incoming()
-        incoming.write_bytes(snapshot.tar)
-        self.snapshots.accept(snapshot.sha256, incoming)
-        incoming.unlink()
+        target = self.snapshots.path(snapshot.sha256)
+        if not target.is_dir():
+            shutil.copytree(_unpacked(snapshot), target)
         return snapshot.sha256
 
     def incarnation_dir(self, job: Attachment, incarnation: int = 1) -> Path:
         return self.settings.state_dir / "jobs" / job.job.job_id / f"i{incarnation:06d}"
 
 
+@pytest.fixture(scope="session")
+def migrated_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty database with its tables, to be copied: the migrations take longer than most tests."""
+    path = tmp_path_factory.mktemp("migrated") / "empty.db"
+    Store(f"sqlite:///{path}").close()
+    assert not path.with_name("empty.db-wal").exists(), "a copy of the file is the whole database"
+    return path
+
+
 @pytest.fixture
-def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
-    """Make services in this process: ``make_world(nodes=1, slots=4, url=..., **settings)``."""
+def make_world(
+    tmp_path: Path, migrated_database: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., World]]:
+    """Make services in this process: ``make_world(nodes=1, slots=4, url=..., **settings)``.
+
+    No pass of their loop may fail, and no job may be set aside, unless the test is marked ``trouble``.
+    """
     worlds: list[World] = []
 
     def make(nodes: int = 1, slots: int = 4, url: str | None = None, **options: Any) -> World:
         base = tmp_path / f"world{len(worlds)}"
         base.mkdir()
         world: list[World] = []
+        if url is None:
+            shutil.copyfile(migrated_database, base / "test.db")
         # The workers' clock is the monotonic one: on their machine nothing jumps.
         engine = FakeEngine(fake_nodes(nodes, slots), clock=lambda: START_S + (world[0].elapsed_s if world else 0.0))
         world.append(World(base, options, url or f"sqlite:///{base / 'test.db'}", engine))
@@ -243,6 +299,8 @@ def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
     yield make
     for world in worlds:
         world.stop()
+    if request.node.get_closest_marker("trouble") is None:
+        assert not (found := [trouble for world in worlds for trouble in world.troubles]), found
 
 
 @pytest.fixture
@@ -268,6 +326,12 @@ def wait_until(condition: Callable[[], Any], what: str, limit_s: float = 30.0) -
             return value
         time.sleep(0.02)
     raise AssertionError(f"waited {limit_s} s in vain: {what}")
+
+
+@pytest.fixture
+def wait() -> Callable[..., Any]:
+    """:func:`wait_until`."""
+    return wait_until
 
 
 def pids_of(state_dir: Path) -> list[int]:
@@ -305,14 +369,16 @@ class Daemons:
         """The embedded service of a state directory, started if it is not there."""
         return ensure_service(self.state_dir(name), self.environment(**settings))
 
-    def popen(self, name: str = "state", *arguments: str, **settings: object) -> subprocess.Popen[bytes]:
+    def popen(
+        self, name: str = "state", *arguments: str, stderr: int = subprocess.PIPE, **settings: object
+    ) -> subprocess.Popen[bytes]:
         """A service as a child of this process."""
         process = subprocess.Popen(
             [sys.executable, "-m", "elasticflow_airflow.service", "--state-dir", str(self.state_dir(name)), *arguments],
             env={**os.environ, **self.environment(**settings)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
         )
         self.processes.append(process)
         return process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 import json
@@ -12,7 +13,7 @@ import httpx
 import pytest
 from support.service_parts import parts_of
 
-from elasticflow_airflow.client import ElasticFlowClient, Unauthorized, snapshot_folder
+from elasticflow_airflow.client import ElasticFlowClient, Unauthorized, calls, snapshot_folder
 from elasticflow_airflow.insight import ClusterHistory, ClusterNow, JobStory, StackDump, WhatIf
 from elasticflow_airflow.service.api import build_app
 from elasticflow_airflow.service.autoscaling import CapacityDesk
@@ -179,11 +180,16 @@ async def test_every_error_is_a_problem(http, method, path, status):
     assert problem.message
 
 
+async def test_a_method_that_is_not_there_is_told_those_that_are(http):
+    answer = await http.request("DELETE", "/v1/jobs/some-job")
+    assert (answer.status_code, answer.headers["Allow"]) == (405, "GET, PATCH, PUT")
+
+
 async def test_a_defect_is_a_problem_too_and_tells_nothing(world, http, monkeypatch):
     def broken(self, *arguments):
         raise RuntimeError(f"inside: {SECRET}")
 
-    monkeypatch.setattr(type(world.desk), "status", broken)
+    monkeypatch.setattr(type(world.store), "read", broken)
     answer = await http.get("/v1/jobs/some-job")
     assert answer.status_code == 500
     problem = Problem.model_validate_json(answer.content)
@@ -197,6 +203,62 @@ async def test_a_stale_claim_is_a_conflict(world, http):
     answer = await http.post(f"/v1/jobs/{job.job.job_id}/cancel", json={"claim": job.claim})
     assert answer.status_code == 409
     assert Problem.model_validate_json(answer.content).error == "stale_claim"
+
+
+# -- lists -------------------------------------------------------------------------------------------------------
+
+
+async def test_the_pages_of_a_list_are_linked_to_the_last(world, http):
+    made = [world.submit(task=f"t{n}", within=900, scaling_curve=CURVE).job.job_id for n in range(5)]
+    found, path = [], "/v1/jobs?limit=2&live=true"
+    while path:
+        answer = await http.get(path)
+        found.append([job["job_id"] for job in answer.json()])
+        path = answer.links.get("next", {}).get("url")
+    assert [len(page) for page in found] == [2, 2, 1]
+    assert sorted(job for page in found for job in page) == sorted(made)
+
+
+@pytest.mark.parametrize("cursor", ["", "x", "1.0", "nan,a", "1,a b", "1,a;drop", "9" * 20 + ",a", "1,\x00"])
+async def test_a_cursor_of_somebody_else_is_refused(http, cursor):
+    answer = await http.get("/v1/jobs", params={"cursor": cursor})
+    assert answer.status_code == 422
+    assert "cursor" in Problem.model_validate_json(answer.content).message
+
+
+# -- when it is too much -----------------------------------------------------------------------------------------
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+async def test_when_nobody_can_write_everybody_else_is_answered_and_too_many_are_sent_away(world, http, monkeypatch):
+    job = world.submit(task="runs", within=900, scaling_curve=CURVE)
+    world.run(5)
+    monkeypatch.setattr(world.desk.notifier, "wake", lambda: None)
+    submissions = [world.submission(task=f"t{n}", within=900, scaling_curve=CURVE) for n in range(520)]
+    with world.store.sessions() as session, world.store.alone_in_writing(session):
+        waiting = [
+            asyncio.create_task(
+                http.put(f"/v1/jobs/{one.identity.job_id}", content=calls.submit(one).body, headers=JSON)
+            )
+            for one in submissions
+        ]
+        await asyncio.sleep(0)
+        for _ in range(20):
+            assert (await http.get("/healthz")).text == "ok"
+            assert (await http.get(f"/v1/jobs/{job.job.job_id}")).status_code == 200
+            assert (await http.get("/v1/health")).status_code == 200
+        async with asyncio.timeout(60):
+            while sum(one.done() for one in waiting) < 18:
+                await asyncio.sleep(0.01)
+        busy = [one.result() for one in waiting if one.done()]
+        assert {answer.status_code for answer in busy} == {503}, busy[0].text
+        assert {answer.headers["Retry-After"] for answer in busy} == {"2"}
+        assert Problem.model_validate_json(busy[0].content).error == "busy"
+    for one in waiting:
+        one.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
 
 
 # -- uploads -----------------------------------------------------------------------------------------------------
@@ -293,6 +355,7 @@ async def test_kept_code_is_read_only_and_uploading_it_again_changes_nothing(wor
 # -- asking ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.trouble
 async def test_health_shows_who_holds_each_slot(world, http):
     world.engine.set_busy("node0", 3, "job other of the service in /elsewhere")
     job = world.submit(scaling_curve=CURVE, max_workers=2)

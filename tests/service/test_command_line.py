@@ -24,7 +24,7 @@ from elasticflow_airflow.wire import LogPiece, State, Verdict
 @pytest.fixture
 def command(shared_daemons, monkeypatch):
     """Run a command against one embedded service on the fake engine, which the first submit starts."""
-    for name, value in shared_daemons.environment().items():
+    for name, value in shared_daemons.environment(profile_s=1.0).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("ELASTICFLOW_STATE_DIR", str(shared_daemons.state_dir("cli")))
     monkeypatch.delenv("ELASTICFLOW_URL", raising=False)
@@ -142,7 +142,9 @@ def test_a_job_that_ends_before_its_verdict_is_told_of(submit):
 def test_who_chose_to_wait_for_capacity_is_not_kept(world, monkeypatch, on_reject, asked):
     """A job that may be rejected waits for slots to be measured on, and is asked about until it has a verdict."""
     submission = world.submission(within=600.0, on_reject=on_reject)
-    waits = world.desk.submit(submission.identity.job_id, submission).job.model_copy(update={"state": State.WAITING})
+    waits = world.attached(world.desk.submit(submission.identity.job_id, submission)).job.model_copy(
+        update={"state": State.WAITING}
+    )
     answers = [waits, waits.model_copy(update={"verdict": Verdict(decision="admitted")})]
     monkeypatch.setattr(submitting.time, "sleep", lambda _: None)
     service = SimpleNamespace(status=lambda _: answers.pop(0))
@@ -179,7 +181,7 @@ def test_bad_input_is_named(command, script, tmp_path):
         (("--steps", 1, "--on-reject", "late"), 'on_reject="late" needs latest_deadline'),
         (("--steps", 1, "--on-reject", "shrug"), "--on-reject='shrug': Input should be 'fail', "),
         (("--steps", 1, "--consistency", "slow"), "--consistency='slow': Input should be 'consistent' or 'fast'"),
-        (("--steps", 1, "--value", "inf"), "--value=inf: Input should be a finite number"),
+        (("--steps", 1, "--value", "inf"), "--value=inf: must be a finite number: give at least 1e-09"),
         (("--steps", 1, "--min-workers", 4, "--max-workers", 2), "max_workers=2 is less than min_workers=4"),
         (("--steps", 1, "--deadline", "+9999999999d"), "--deadline='+9999999999d' is too far away"),
         (("--steps", 1, "--deadline", "9999999d"), "--deadline='9999999d' is too far away"),
@@ -373,3 +375,36 @@ def test_no_moment(text):
 
     with pytest.raises(typer.BadParameter, match="--deadline"):
         moment_of(text, 1_800_000_000.0)
+
+
+def test_what_nobody_wants_is_listed_and_cancelled_after_a_question(command, script, shared_daemons):
+    """A task whose Airflow is gone asks no more, and its lease is minutes away."""
+    from elasticflow_airflow.client import ElasticFlowClient
+    from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
+
+    done = command("submit", script, "--steps", 100000, "--batch", 8, "--best-effort", "--name", "at home")
+    wanted = job_of(done.output)
+    identity = JobIdentity(dag_id="daily", run_id="run1", task_id="train", map_index=3)
+    with ElasticFlowClient(shared_daemons.embedded("cli")) as service:
+        sent = service.story(wanted).submission["command"]
+        code = Command(snapshot=sent["snapshot"], script=sent["script"])
+        length = Length(steps=100000)
+        service.submit(
+            JobSubmission(identity=identity, command=code, length=length, global_batch_size=8, best_effort=True)
+        )
+    time.sleep(1.1)  # the shortest silence that can be asked for
+    silent = ("--unowned", "--silent", "1")
+    listed = command("jobs", *silent).output
+    row = rf"^{identity.job_id}\s+daily\.train\[3\], run run1\s.*nobody has asked for it for \d+ s"
+    assert re.search(row, listed, re.MULTILINE), listed
+    assert wanted not in listed
+    assert "no such jobs" in command("jobs", *silent, "--dag", "other").output
+    assert command("cancel").exit_code == command("cancel", wanted, "--unowned").exit_code == 2
+    asked = command("cancel", *silent)
+    assert asked.exit_code == 1
+    assert "give --yes" in asked.output
+    done = command("cancel", *silent, "--yes")
+    assert done.exit_code == 0, done.output
+    assert f"{identity.job_id} is " in done.output
+    assert wanted not in done.output
+    command("cancel", wanted, "--yes")

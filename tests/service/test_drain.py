@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import sqlalchemy as sa
+
+from elasticflow_airflow.service.models import AvoidedSlotRow, DrainRow
+from elasticflow_airflow.service.view import slot_statuses
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 
@@ -56,3 +60,30 @@ def test_a_node_that_stays_after_all_is_used_again(world):
     world.desk.drain("node0", None)
     world.until(lambda: nodes_of(world, job) == {"node0", "node1"}, "it grows onto the node")
     assert world.events(kind="node_draining")[-1].reason == "node node0 stays after all"
+
+
+@pytest.mark.trouble
+@pytest.mark.parametrize(
+    ("until_at", "words"), [(1.8e12, "these look like milliseconds"), ("soon", "is no number: give UTC seconds")]
+)
+def test_a_drain_that_is_stored_out_of_bounds_is_told(world, until_at, words, capsys):
+    world.step()
+    with world.store.engine.begin() as connection:
+        connection.execute(sa.insert(DrainRow).values(node_id="node1", until_at=0.0))
+        connection.execute(sa.text("UPDATE drain SET until_at = :at"), {"at": until_at})
+        connection.execute(
+            sa.insert(AvoidedSlotRow).values(node_id="node0", slot_index=1, until_at=1e30, reason="it was slow")
+        )
+    world.run(5)
+    drain, slot = world.reconciler.problems
+    assert drain.startswith("the drain of node 'node1' is stored with a time that cannot be, and is not heeded: until")
+    assert words in drain
+    assert slot.startswith("slot node0:1 to avoid is stored with a time that cannot be")
+    assert capsys.readouterr().out.count("the drain of node 'node1'") == 1
+    with world.store.read() as reader:
+        assert {s.draining_until for s in slot_statuses(world.reconciler.nodes, reader)} == {None}
+    job = world.submit(steps=200, scaling_curve=CURVE)
+    world.until(lambda: nodes_of(world, job) == {"node0", "node1"}, "all slots are used")
+    world.desk.drain("node1", None)
+    world.step()
+    assert world.reconciler.problems == [slot]

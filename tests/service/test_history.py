@@ -1,14 +1,15 @@
-"""How long a run is taken to be before it says so itself."""
+"""What past runs tell the next one: its length, and of costs and speeds only what can be."""
 
 from __future__ import annotations
 
 import pytest
 
-from elasticflow_airflow.service.history import length_of
+from elasticflow_airflow.runtime.protocol import Report, ReportKind
+from elasticflow_airflow.service.history import Past, length_of, past_of
 from elasticflow_airflow.service.models import HistoryRow
 from elasticflow_airflow.wire import Length
 
-PAST = HistoryRow(total_steps=760, epochs=20)
+PAST = Past(total_steps=760, epochs=20)
 
 
 @pytest.mark.parametrize(
@@ -18,10 +19,60 @@ PAST = HistoryRow(total_steps=760, epochs=20)
         (Length(epochs=2, samples=33), PAST, 4),
         (Length(epochs=20), PAST, 760),
         (Length(epochs=200_000), PAST, 7_600_000),
-        (Length(epochs=3), HistoryRow(total_steps=100, epochs=7), 43),
-        (Length(epochs=3), HistoryRow(total_steps=None, epochs=None), None),
-        (Length(epochs=3), None, None),
+        (Length(epochs=3), Past(total_steps=100, epochs=7), 43),
+        (Length(epochs=3), Past(), None),
+        (Length(epochs=200_000_000), PAST, 2**31 - 1),
     ],
 )
 def test_a_run_that_does_not_say_is_as_long_an_epoch_as_the_one_before(length, past, steps):
     assert length_of(length, 32, past) == steps
+
+
+def test_nothing_is_learned_of_a_task_without_past_runs():
+    assert past_of(None) == Past()
+
+
+@pytest.mark.parametrize("rubbish", [-1.0, 1e30, "1", None, [], True])
+def test_what_is_stored_out_of_bounds_is_as_if_it_were_not_there(rubbish):
+    row = HistoryRow(
+        speeds={"1": 10.0, "2": 18.0},
+        complete=True,
+        costs={"startup_s": 3.0, "tail_s": rubbish},
+        total_steps=rubbish,
+        epochs=2,
+        loss_curve={"width": rubbish, "losses": [1.0]},
+    )
+    assert past_of(row) == Past(speeds={"1": 10.0, "2": 18.0}, costs={"startup_s": 3.0}, epochs=2)
+    row.speeds, row.costs = {"1": 10.0, "2": rubbish}, rubbish
+    assert past_of(row) == Past(epochs=2)
+    row.speeds = rubbish
+    assert past_of(row) == Past(epochs=2)
+
+
+def test_a_run_that_reports_rubbish_does_not_spoil_the_next_ones(world):
+    """Ten years of a pause and of a window, steps of the years 2096 and 1970: the next run is promised all the same."""
+    first = world.submit(run="run0", within=900, steps=60, max_workers=2)
+    world.reach(first, "running")
+    generation = world.generations(first)[-1]
+    waiting = world.reconciler._inbox._waiting
+    for number, at_s in enumerate([4_000_000_000.0, 1.0, 4_000_000_000.0, 1.0]):
+        step = world.status(first).step
+        report = Report(
+            kind=ReportKind.PROGRESS,
+            generation=generation.generation,
+            worker_id="another",
+            rank=0,
+            step=step,
+            at_s=at_s,
+            data={"window_s": 3e8, "window_steps": 3, "pause_s": 3e8} if number < 2 else {},
+        )
+        waiting.setdefault((first.job.job_id, generation.generation), []).append((number, report))
+        world.step(0.5)
+    assert world.ended(first).state == "succeeded"
+    with world.store.read() as reader:
+        learned = past_of(reader.history(reader.job(first.job.job_id).recurring_key, world.row(first).signature))
+    assert learned.costs
+    assert max(learned.costs.values()) < 60
+    assert min(world.row(first).speeds.values()) > 1.0
+    after = world.submit(run="run1", within=300, steps=60, max_workers=2)
+    assert world.ended(after).result.met

@@ -328,12 +328,13 @@ def test_a_size_that_nobody_can_join_for_is_not_measured(world):
 def test_of_jobs_that_wait_for_each_other_in_a_circle_one_makes_room(make_world):
     from elasticflow_airflow.service import generations
     from elasticflow_airflow.service.books import Books
+    from elasticflow_airflow.service.unit_of_work import unit_of_work
 
     world = make_world(slots=2, checkpoint_interval_s=10.0)
     jobs = [submit(world, task=name, max_workers=1, steps=300) for name in ("a", "b")]
     world.until(lambda: all(world.status(job).step > 20 for job in jobs), "both train")
     homes = [world.status(job).slots for job in jobs]
-    with world.store.write() as tx:  # What no plan has made so far: they change places.
+    with unit_of_work(world.store) as tx:  # What no plan has made so far: they change places.
         books = Books.open(tx, world.now_s, world.settings, world.reconciler._scheduler, None)
         for job, slots in zip(jobs, reversed(homes), strict=True):
             row = books.live(job.job.job_id)
@@ -348,6 +349,7 @@ def test_of_jobs_that_wait_for_each_other_in_a_circle_one_makes_room(make_world)
             )
         assert {books.due(books.live(job.job.job_id)).mode for job in jobs} == {"in_place"}
         break_circles(books)
+        tx.commit()
         modes = [books.due(books.live(job.job.job_id)).mode for job in jobs]
     assert sorted(modes) == ["in_place", "restart"]
     for job in jobs:

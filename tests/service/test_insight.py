@@ -187,7 +187,7 @@ def test_why_says_whose_the_tasks_are_that_it_names(world):
     curve = {"scaling_curve": CURVE, "within": 600.0}
     nightly = world.submission(task="nightly", run="r1", steps=32 * 300, next_run_at=due, **curve)
     of_others = nightly.identity.model_copy(update={"namespace": "elsewhere", "dag_id": "secretteam_eu"})
-    first = world.desk.submit(of_others.job_id, nightly.model_copy(update={"identity": of_others}))
+    first = world.attached(world.desk.submit(of_others.job_id, nightly.model_copy(update={"identity": of_others})))
     assert world.ended(first, every=10.0).state == "succeeded"
     world.step(due - 900.0 - world.now_s)
     job = running(world, task="adhoc", within=7200.0, min_workers=4, steps=32 * 3000)
@@ -224,7 +224,7 @@ def test_a_story_has_everything_and_no_secret(world):
     submission = submission.model_copy(
         update={"command": submission.command.model_copy(update={"env": {"PASSWORD": "hunter2"}})}
     )
-    job = world.desk.submit(submission.identity.job_id, submission)
+    job = world.attached(world.desk.submit(submission.identity.job_id, submission))
     world.reach(job, "running")
     world.run(40.0, every=1.0)
     story = desk_of(world).story(job.job.job_id, None)
@@ -256,7 +256,7 @@ def test_a_story_shows_of_the_arguments_what_their_submitter_would(world):
     submission = world.submission(args=("/data", "hunter22", "x=hunter22;y"), fake=fake, **LONG)
     command = {**submission.command.model_dump(), "args_shown": ("/data", "***", "x=***;y")}
     submission = submission.model_copy(update={"command": Command.model_validate(command)})
-    job = world.desk.submit(submission.identity.job_id, submission)
+    job = world.attached(world.desk.submit(submission.identity.job_id, submission))
     assert world.ended(job).state == "failed"
     story = desk_of(world).story(job.job.job_id, None)
     assert story.submission["command"]["args"] == ["/data", "***", "x=***;y"]

@@ -423,9 +423,9 @@ def test_a_deadline_that_cannot_be_promised_leaves_the_one_before(world):
 
 def test_an_amendment_is_answered_with_what_would_hold(world):
     job = world.submit(within=600, scaling_curve=CURVE)
-    answer = world.desk.amend(job.job.job_id, AmendRequest(claim=job.claim, deadline_at=world.now_s + 3))
+    answer = world.amend(job.job.job_id, AmendRequest(claim=job.claim, deadline_at=world.now_s + 3))
     assert not answer.accepted
-    better = world.desk.amend(
+    better = world.amend(
         job.job.job_id, AmendRequest(claim=job.claim, deadline_at=answer.earliest_deadline_at, value=3.0)
     )
     assert better.accepted
@@ -435,7 +435,7 @@ def test_an_amendment_is_answered_with_what_would_hold(world):
 
 def test_giving_the_deadline_up(world):
     job = world.submit(within=600, scaling_curve=CURVE)
-    answer = world.desk.amend(job.job.job_id, AmendRequest(claim=job.claim, best_effort=True))
+    answer = world.amend(job.job.job_id, AmendRequest(claim=job.claim, best_effort=True))
     assert answer.accepted
     assert (answer.job.best_effort, answer.job.deadline_at) == (True, None)
     assert answer.job.verdict.decision == "best_effort"
@@ -446,10 +446,10 @@ def test_who_waits_may_give_its_deadline_up_and_take_another(world):
     full = world.submit(task="full", within=270, steps=3200, min_workers=4, scaling_curve={4: 16.0})
     job = world.submit(task="waits", within=260, steps=640, scaling_curve={4: 32.0}, min_workers=4, on_reject="wait")
     assert (job.job.state, job.job.verdict.decision) == ("waiting", "undecided")
-    answer = world.desk.amend(job.job.job_id, AmendRequest(claim=job.claim, best_effort=True))
+    answer = world.amend(job.job.job_id, AmendRequest(claim=job.claim, best_effort=True))
     assert (answer.job.verdict.decision, answer.job.state) == ("best_effort", "admitted")
     assert answer.job.state_reason == "amended: best effort, value 1"
-    answer = world.desk.amend(job.job.job_id, AmendRequest(claim=job.claim, deadline_at=world.now_s + 900))
+    answer = world.amend(job.job.job_id, AmendRequest(claim=job.claim, deadline_at=world.now_s + 900))
     assert (answer.accepted, answer.job.verdict.decision) == (True, "admitted")
     assert world.ended(job).result.met
     assert world.ended(full).result.met
@@ -459,12 +459,12 @@ def test_who_waits_is_told_why_for_its_new_deadline_and_keeps_the_old_one_if_tha
     world.submit(task="full", within=270, steps=3200, min_workers=4, scaling_curve={4: 16.0})
     job = world.submit(task="waits", within=240, steps=640, scaling_curve={4: 32.0}, min_workers=4, on_reject="wait")
     before = job.job.verdict.reason
-    answer = world.desk.amend(job.job.job_id, AmendRequest(claim=job.claim, deadline_at=world.now_s + 250))
+    answer = world.amend(job.job.job_id, AmendRequest(claim=job.claim, deadline_at=world.now_s + 250))
     assert answer.accepted
     assert answer.job.verdict.reason.startswith("waits for capacity until ")
     assert answer.job.verdict.reason != before
     assert answer.job.state_reason == answer.job.verdict.reason
-    answer = world.desk.amend(job.job.job_id, AmendRequest(claim=job.claim, deadline_at=world.now_s + 20))
+    answer = world.amend(job.job.job_id, AmendRequest(claim=job.claim, deadline_at=world.now_s + 20))
     assert (answer.accepted, answer.job.state) == (False, "waiting")
     assert answer.job.deadline_at == job.job.deadline_at + 10
 
@@ -473,7 +473,7 @@ def test_who_is_measured_may_give_its_deadline_up_and_trains_on(world):
     job = world.submit(within=900, steps=2000)
     world.until(lambda: world.events(job, "measured"), "a first measurement")
     assert world.status(job).state == "profiling"
-    answer = world.desk.amend(job.job.job_id, AmendRequest(claim=job.claim, best_effort=True))
+    answer = world.amend(job.job.job_id, AmendRequest(claim=job.claim, best_effort=True))
     assert answer.job.verdict.decision == "best_effort"
     assert world.reach(job, "running").best_effort
     assert {g.purpose for g in world.generations(job)[-1:]} == {"train"}
@@ -483,7 +483,7 @@ def test_who_is_measured_may_give_its_deadline_up_and_trains_on(world):
 def test_an_amendment_of_a_job_that_is_over_is_refused(world):
     job = world.submit(within=600, scaling_curve=CURVE)
     world.ended(job)
-    answer = world.desk.amend(job.job.job_id, AmendRequest(claim=job.claim, value=2.0))
+    answer = world.amend(job.job.job_id, AmendRequest(claim=job.claim, value=2.0))
     assert (answer.accepted, answer.reason) == (False, "the job is over")
 
 

@@ -16,8 +16,8 @@ from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
 
 COMMAND = "import sys; from elasticflow_airflow.cli.main import main; sys.argv[0] = 'elasticflow'; main()"
 TOKEN = "a-token-for-this-test"
-UNHURRIED = ("aonline", "oasis")
-"""They decide once a minute."""
+SERVED = (DEFAULT_POLICY, "gang-fifo", "tiresias")
+"""Of each kind one; under every name the service trains in test_policies.py, in modelled time."""
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def small_job(client, folder, task: str, **given) -> JobSubmission:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.soak if name in UNHURRIED else pytest.mark.slow) for name in POLICY_NAMES],
+    [pytest.param(name, marks=pytest.mark.slow if name in SERVED else pytest.mark.soak) for name in POLICY_NAMES],
 )
 def test_small_jobs_train_to_their_end_under_every_policy(name, serve, open_client, tmp_path):
     try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,7 @@ from elasticflow_airflow.service.models import (
 )
 from elasticflow_airflow.service.schema import SchemaTooNewError, current_revision, ensure_schema
 from elasticflow_airflow.service.store import Store, Writer, _open_engine
+from elasticflow_airflow.service.unit_of_work import UnstorableError, unit_of_work
 from elasticflow_airflow.wire import JobIdentity
 
 
@@ -77,9 +80,8 @@ def add_job(tx: Writer, job_id: str = "daily-train-1", dag_id: str = "daily", **
 
 def generation_row(number: int, **given) -> GenerationRow:
     values = {"placement": [["node0", 0]], "workers": 1, "purpose": "train", "reason": "", "created_at": 1000.0}
-    return GenerationRow(
-        job_id="daily-train-1", generation=number, incarnation=1, fresh_start=True, **{**values, **given}
-    )
+    values |= {"job_id": "daily-train-1", "incarnation": 1, "fresh_start": True}
+    return GenerationRow(generation=number, **{**values, **given})
 
 
 def claims(store: Store, job_id: str = "daily-train-1") -> int:
@@ -153,6 +155,29 @@ def test_services_that_start_together_migrate_once(database_url):
     store = Store(database_url)
     assert current_revision(store.engine) == SCHEMA_HEAD
     store.close()
+
+
+def test_who_migrates_looks_and_migrates_in_one_transaction(tmp_path, monkeypatch):
+    """Another one that looks before the first has migrated would migrate again, and fail.
+
+    On SQLite: for PostgreSQL ``env.py`` takes a lock, within what Alembic keeps once a process.
+    """
+    from alembic.runtime.migration import MigrationContext
+
+    looked, read = threading.Barrier(2), MigrationContext.get_current_heads
+
+    def held_up(context):
+        heads = read(context)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            looked.wait(0.5)
+        return heads
+
+    monkeypatch.setattr(MigrationContext, "get_current_heads", held_up)
+    with ThreadPoolExecutor(2) as threads:
+        opened = [threads.submit(Store, f"sqlite:///{tmp_path}/new.db") for _ in range(2)]
+        for store in [one.result(60) for one in opened]:
+            assert current_revision(store.engine) == SCHEMA_HEAD
+            store.close()
 
 
 def test_a_database_of_a_newer_version_is_refused(store, database_url):
@@ -285,6 +310,25 @@ def test_jobs_are_listed_newest_first_and_by_what_was_asked(store):
     with store.read() as reader:
         assert [row.job_id for _, row in reader.undrained()] == ["b-1", "c-1"]
         assert reader.live_count() == 2
+
+
+def test_pages_of_a_list_have_every_job_once_also_those_of_the_same_moment(store):
+    with store.write() as tx:
+        for number in range(23):
+            add_job(tx, f"job-{number:02}", submitted_at=float(number // 5))
+
+    def page(limit, after) -> list[tuple[float, str]]:
+        with store.read() as reader:
+            found = reader.list_current(state=None, dag_id=None, live=None, limit=limit, after=after)
+            return [(row.submitted_at, row.job_id) for _, row in found]
+
+    whole = page(100, None)
+    assert len(whole) == 23
+    for limit in (1, 4, 7):
+        found, after = [], None
+        while some := page(limit, after):
+            found, after = found + some, some[-1]
+        assert found == whole
 
 
 def test_the_limit_counts_only_jobs_of_the_identity_that_was_asked_for(store):
@@ -427,10 +471,38 @@ def test_samples_are_thinned_to_multiples(store):
         for number in range(8):
             for job_id in ("daily-train-1", "b-1"):
                 tx.add(SampleRow(job_id=job_id, incarnation=1, number=number, at=1.0, step=number, workers=1))
-        tx.thin_samples("daily-train-1", 1, 4)
+    with unit_of_work(store) as work:
+        work.thin_samples("daily-train-1", 1, 4)
+        work.commit()
     with store.read() as reader:
         assert [row.step for row in reader.samples("daily-train-1", 1)] == [0, 4]
         assert len(reader.samples("b-1", 1)) == 8
+
+
+def test_whose_row_is_there_already_is_said_and_nothing_is_written(store):
+    sample = {"incarnation": 1, "number": 3, "at": 1.0, "step": 3, "loss": None, "steps_per_s": None, "workers": 1}
+    with store.write() as tx:
+        add_job(tx)
+        add_job(tx, "b-1")
+        tx.add(SampleRow(job_id="b-1", **sample))
+        tx.add(generation_row(1, job_id="b-1"))
+    with unit_of_work(store) as work:
+        work.add_samples([{"job_id": job_id, **sample} for job_id in ("daily-train-1", "b-1")])
+        work.add(generation_row(1))
+        with pytest.raises(UnstorableError, match=r"sample .*b-1.*stored already") as said:
+            work.commit()
+    assert said.value.job_id == "b-1"
+    with unit_of_work(store) as work:
+        work.current_generations.clear()  # as if what is there had not been read
+        work.session.expunge_all()
+        for job_id in ("daily-train-1", "b-1"):
+            work.add(generation_row(1, job_id=job_id))
+        with pytest.raises(UnstorableError, match=r"generation .*stored already") as said:
+            work.commit()
+    assert said.value.job_id == "b-1"
+    with store.read() as reader:
+        assert not reader.samples("daily-train-1", 1)
+        assert reader.generation("daily-train-1", 1) is None
 
 
 def test_what_was_held_between_two_moments_is_found_with_its_job(store):

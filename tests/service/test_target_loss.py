@@ -128,7 +128,7 @@ def test_a_script_may_evaluate_after_its_target_for_longer_than_a_step_may_take(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"target_loss": float("nan")}, "finite number"),
+        ({"target_loss": float("nan")}, "must be a finite number: give at least -1e"),
         ({"target_loss": 0.5, "length": {"steps": None}}, "needs steps= or epochs= as well"),
         ({"target_loss": 0.5, "progress_regex": "step (\\d+)"}, "only a script that uses the session"),
     ],

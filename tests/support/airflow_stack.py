@@ -31,6 +31,8 @@ from support.postgres import Postgres
 
 COMPONENTS = ("api-server", "scheduler", "triggerer", "dag-processor")
 LEASE_S, ORPHAN_S = 20.0, 70.0
+UNSAID = "unsaid"
+"""A connection to the usual service for a namespace of its own, of which Airflow's owner watch does not know."""
 _LOOK_EVERY_S = 0.7
 
 
@@ -201,7 +203,8 @@ class Stack:
 
     def tails(self) -> str:
         ends = [f"--- {p.name}\n{p.read_text()[-1500:]}" for p in sorted(self.home.glob("*.out"))]
-        return "\n".join([*ends, *(service.log_tail() for service in self.services.values())])
+        states = [f"{'.'.join(key)}: {task['state']}, try {task['try_number']}" for key, task in self.tasks.items()]
+        return "\n".join([*ends, *(service.log_tail() for service in self.services.values()), "--- tasks", *states])
 
     # -- the process table -------------------------------------------------------------------------------------------
 
@@ -274,10 +277,7 @@ class Run:
             task = self.task(task_id)
             now = task.get("state")
             if now in ("failed", "success") and now != state:
-                task = self.task_now(task_id)  # not as it was before a clear
-                if task["state"] in ("failed", "success"):
-                    log = self.log(task["try_number"], task_id)
-                    raise AssertionError(f"{self.dag_id}.{task_id} is {now}, not {state}:\n{log}\n{self.job(task_id)}")
+                self._ended_otherwise(state, task_id)
             return bool(now == state)
 
         self.stack.wait(f"{self.dag_id}.{task_id} is {state}", there, limit_s)
@@ -287,6 +287,8 @@ class Run:
 
         def far() -> JobStatus | None:
             job = self.job(task_id)
+            if job is None and self.task(task_id).get("state") in ("failed", "success"):
+                self._ended_otherwise("running", task_id)
             return job if job is not None and job.state is State.RUNNING and job.step > beyond else None
 
         found: JobStatus = self.stack.wait(f"{self.dag_id}.{task_id} trains", far)
@@ -314,6 +316,13 @@ class Run:
         job: JobStatus = self.stack.wait(f"the job of {self.dag_id}.{task_id} is {state}", over, limit_s)
         assert job.state is state, f"{job.state}, not {state}: {job.state_reason} {job.failure}"
         return job
+
+    def _ended_otherwise(self, state: str, task_id: str) -> None:
+        """Fail, with its log, if the task has ended, and not only before a clear."""
+        task = self.task_now(task_id)
+        if (now := task["state"]) in ("failed", "success"):
+            log = self.log(task["try_number"], task_id)
+            raise AssertionError(f"{self.dag_id}.{task_id} is {now}, not {state}:\n{log}\n{self.job(task_id)}")
 
     def acknowledged(self, task_id: str = "train") -> JobStatus:
         """Wait until Airflow's success was told to the service."""
@@ -423,6 +432,7 @@ def open_stack(dag_file: str, dags: int, *, database: str | None = None, service
         else {"extra": {"state_dir": str(service.state_dir)}}
         for name, service in services.items()
     }
+    connections[UNSAID] = connections["elasticflow_default"] | {"extra": {"namespace": UNSAID}}
     database = database or f"sqlite:///{home}/airflow.db?timeout=60"  # many write at once
     environment = {
         **clean_environment(),

@@ -151,14 +151,24 @@ def history_without_dates(stack: Stack, dag_id: str) -> None:
         run.over()
 
 
-@PATHS.add("train(20, deadline_of='dag_run')", dag=DAILY + ", is_paused_upon_creation=True")
+@PATHS.add(
+    "train(20, deadline_of='dag_run')",
+    "train(20, task_id='unpaused', deadline=timedelta(seconds=1))",
+    dag=DAILY + ", is_paused_upon_creation=True",
+)
 def scheduled(stack: Stack, dag_id: str) -> None:
-    """A run that the scheduler makes: its deadline is the next run, which the service's calendar learns of, too."""
+    """A run that the scheduler makes: its deadline is the next run, which the service's calendar learns of, too.
+
+    The first run after unpausing began long after it was due: what had to end before then trains as best effort.
+    """
     stack.do("PATCH", f"/api/v2/dags/{dag_id}", json={"is_paused": False})
     run = run_of_type(stack, dag_id, "scheduled")
     run.reach("success")
     run.acknowledged()
     assert "the next run of the DAG is due then" in run.log(1)
+    run.reach("success", "unpaused")
+    assert run.acknowledged("unpaused").deadline_at is None
+    assert "it trains as best effort (on_past_deadline='fail' refuses such a run)" in run.log(1, "unpaused")
     now = datetime.now(UTC)
     next_at = now.replace(hour=5, minute=0, second=0, microsecond=0)
     next_at += timedelta(days=1) if next_at <= now else timedelta(0)
@@ -171,7 +181,7 @@ def scheduled(stack: Stack, dag_id: str) -> None:
     stack.wait("the calendar knows the next runs", lambda: next_at.timestamp() in expected())
     stack.do("PATCH", f"/api/v2/dags/{dag_id}", json={"is_paused": True})
     said = airflow(stack, "elasticflow", "feed", "--dag", dag_id)
-    assert "elasticflow_default: 1 tasks told" in said
+    assert "elasticflow_default: 2 tasks told" in said
     stack.wait("a paused DAG is expected no more", lambda: not expected())
     stack.do("PATCH", f"/api/v2/dags/{dag_id}", json={"is_paused": False})
     airflow(stack, "elasticflow", "feed", "--dag", dag_id)

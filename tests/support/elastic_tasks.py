@@ -28,6 +28,7 @@ def context_of(
     max_tries: int = 0,
     map_index: int = -1,
     run_after: Any = None,
+    began: Any = None,
     run_type: str = "scheduled",
     state: Any = _NOBODY_TO_ASK,
     **more: Any,
@@ -42,6 +43,7 @@ def context_of(
 
     dag_run = SimpleNamespace(
         run_after=run_after or pendulum.now("UTC"),
+        start_date=began or run_after or pendulum.now("UTC"),
         run_type=run_type,
         triggering_user_name="dag_test" if dag_test else None,
         clear_number=0,

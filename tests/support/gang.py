@@ -1,6 +1,7 @@
 """Plays service, engine and supervisor towards real trainer processes: writes plans, starts and kills workers.
 
-Each worker is a process of its own that runs the bootstrap, as under a torchrun agent.
+Each worker is a process of its own that runs the bootstrap, as under a torchrun agent: forked from one that has
+imported torch, as the local engine's are, or started cold.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from elasticflow_airflow.runtime.protocol import (
     session_path,
 )
 from elasticflow_airflow.runtime.shim import PARENT_ENV
+from support.forking import ForkedWorker, ForkServer
 
 
 def install(script: Path, folder: Path) -> Path:
@@ -44,9 +46,20 @@ def install(script: Path, folder: Path) -> Path:
 
 
 class Gang:
-    """One incarnation of a job. ``config`` are fields of SessionConfig; ``env`` is added to the workers'."""
+    """One incarnation of a job. ``config`` are fields of SessionConfig; ``env`` is added to the workers'.
 
-    def __init__(self, root: Path, script: Path, env: dict[str, str] | None = None, **config: Any) -> None:
+    ``imports``: what the process from which they are forked has imported besides torch; None: each starts cold.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        script: Path,
+        env: dict[str, str] | None = None,
+        *,
+        imports: Sequence[str] | None = (),
+        **config: Any,
+    ) -> None:
         self.folder = root / "i000001"
         (self.folder / "logs").mkdir(parents=True)
         defaults: dict[str, Any] = {"job_id": "job", "incarnation": 1, "checkpoint_interval_s": 1e6, "seed": 7}
@@ -55,7 +68,8 @@ class Gang:
         self._env = {"OMP_NUM_THREADS": "1", **(env or {})}
         self.env_of: dict[str, dict[str, str]] = {}
         """By worker: what it alone is to see, its device for instance."""
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._imports = imports
+        self.processes: dict[str, subprocess.Popen[bytes] | ForkedWorker] = {}
         self.generation = 0
         self.members: list[str] = []
 
@@ -92,9 +106,13 @@ class Gang:
             WORLD_ENV: f"{rank},{size}",
             PARENT_ENV: str(os.getpid()),
         }
-        with (self.folder / "logs" / f"{worker}.log").open("ab") as log:
+        log = self.folder / "logs" / f"{worker}.log"
+        if self._imports is not None:
+            self.processes[worker] = ForkServer.of(*self._imports).start(env, log)
+            return
+        with log.open("ab") as output:
             command = [sys.executable, "-m", "elasticflow_airflow.runtime.bootstrap"]
-            self.processes[worker] = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+            self.processes[worker] = subprocess.Popen(command, env=env, stdout=output, stderr=output)
 
     def hurry(self) -> None:
         """Let scripts that wait in each step, so that something can happen meanwhile, train on without."""

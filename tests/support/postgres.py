@@ -92,6 +92,17 @@ def postgres() -> Iterator[Postgres]:
             server.stop()
 
 
+@contextmanager
+def service_database(kind: str) -> Iterator[str | None]:
+    """URL of an empty database for a service: "sqlite" (None: it makes one in its state directory) or "postgresql"."""
+    if kind == "sqlite":
+        yield None
+        return
+    with postgres() as server:
+        server.sql("CREATE DATABASE service")
+        yield server.url.format("service")
+
+
 def _programs() -> Path | None:
     """Folder of ``initdb`` and ``pg_ctl``: the system's package, newest version first, else PATH."""
     versions = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda p: float(p.parts[-3]), reverse=True)

@@ -1,4 +1,4 @@
-"""Pytest in a process of its own, as users run it: in a folder of theirs, with the plugin, without our settings."""
+"""Pytest in a process of its own, as users run it: in a folder of theirs, with the plugin, without what is ours."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def run_pytest(temporary: Path) -> RunPytest:
     def run(folder: Path, *arguments: str, succeeds: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("AIRFLOW", "PYTEST_"))}
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-p", "no:asyncio", "--show-capture=no", *arguments],
+            [sys.executable, "-m", "pytest", "-p", "xdist.plugin", "--show-capture=no", *arguments],
             cwd=folder,
-            env={**inherited, "TMPDIR": str(temporary), **env},
+            env={**inherited, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TMPDIR": str(temporary), **env},
             capture_output=True,
             text=True,
             timeout=_LIMIT_S,

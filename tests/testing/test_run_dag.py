@@ -15,6 +15,25 @@ PROJECT = """
 addopts = ["-p", "elasticflow_airflow.testing", "--strict-markers"]
 """
 
+REJECTED = """
+from datetime import timedelta
+from airflow.sdk import DAG
+from elasticflow_airflow.operators import ElasticTrainOperator
+
+def dag_of(dag_id, deadline):
+    common = {"task_id": "train", "script": __file__, "steps": 36_000, "global_batch_size": 8}
+    with DAG(dag_id, schedule=None) as dag:
+        ElasticTrainOperator(**common, deadline=deadline, scaling_curve={1: 1.0})
+    return dag
+
+def test_fine(run_dag):
+    assert run_dag(dag_of("fine", timedelta(days=1))).succeeded
+
+def test_hopeless(run_dag):
+    result = run_dag(dag_of("hopeless", timedelta(minutes=10)))
+    assert result.succeeded, result
+"""
+
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
@@ -38,6 +57,17 @@ def test_the_cases_of_users_hold_in_two_workers_at_once_and_nothing_is_left(proj
     ]
     assert not left
     assert list((project / ".pytest_cache").rglob("airflow-*.db")), "the next session copies the migrated database"
+
+
+@pytest.mark.airflow
+@pytest.mark.slow
+def test_a_test_that_fails_shows_why_a_job_was_rejected(project, run_pytest):
+    (project / "test_rejected.py").write_text(REJECTED)
+    done = run_pytest(project, "-q", succeeds=False)
+    assert "- run of DAG hopeless -" in done.stdout
+    assert "earliest feasible deadline" in done.stdout
+    assert "rejected: hopeless even with the cluster to itself" in done.stdout
+    assert "run of DAG fine" not in done.stdout, "of a test that passed, nothing is shown"
 
 
 def test_airflow_that_is_imported_first_is_refused_and_the_message_says_where_to_load_the_plugin(project, run_pytest):

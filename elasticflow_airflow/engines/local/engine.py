@@ -28,7 +28,7 @@ from elasticflow_airflow.runtime.protocol import Membership, RescaleMode
 from elasticflow_airflow.scheduler_core.values import Slot
 
 WARM_LIMIT_S = 20.0
-"""A generation that is not warm after so long has its predecessor leave all the same."""
+"""A generation whose imports have not got on for so long has its predecessor leave all the same."""
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 
@@ -354,7 +354,7 @@ class LocalEngine:
             not training
             # Supervisors that a crash of the service kept from starting are started by the next apply.
             or all(gang.folder(node_id).warm.exists() for node_id in gang.nodes)
-            or self._observer.elapsed(job, gang, "warm up", WARM_LIMIT_S)
+            or self._observer.is_quiet(job, gang, WARM_LIMIT_S)
         )
 
     def _tell(self, job: JobRecord, gang: GangRecord, plan_generation: int | None, order: Order) -> None:

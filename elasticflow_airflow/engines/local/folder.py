@@ -6,6 +6,7 @@ Layout, inside an incarnation's folder::
                               order.json      told to leave (Order), by the engine
                               kill.json       workers to end at once, by the engine
                               go              the generation may start, by the engine
+                              warming         its change says that the imports get on, by the supervisor
                               warm            the imports are done, by the supervisor
                               lease           touched by the engine at each apply and renew
                               status.json     what is (Status), by the supervisor, which holds a lock on it for life
@@ -159,6 +160,11 @@ class SupervisorFolder:
         return self.path / "go"
 
     @property
+    def warming(self) -> Path:
+        """Touched by the supervisor while the imports get on."""
+        return self.path / "warming"
+
+    @property
     def warm(self) -> Path:
         """Written by the supervisor when all imports are done."""
         return self.path / "warm"
@@ -222,6 +228,13 @@ class SupervisorFolder:
     def write_status(self, status: Status) -> None:
         """Write what is."""
         write_json_atomic(self.path / "status.json", status.to_json())
+
+    def warming_stamp(self) -> int:
+        """When the imports were last seen to get on: any change counts; 0 when they never were."""
+        try:
+            return self.warming.stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
 
     def renew(self) -> None:
         """Touch the lease."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from elasticflow_airflow.engines.local.processes import ProcessId
+from elasticflow_airflow.engines.local.processes import ProcessId, cpu_seconds
 from elasticflow_airflow.runtime.shim import PARENT_ENV
 
 _MAX_MESSAGE = 4096
@@ -65,6 +65,11 @@ class ForkServer:
         if self._process is not None:
             return self._process.pid
         return None if self._identity is None else self._identity.pid
+
+    @property
+    def cpu_s(self) -> float:
+        """How long it has computed so far; 0 while its pid is not known."""
+        return 0.0 if self.pid is None else cpu_seconds(self.pid)
 
     def ask(self, worker_id: str, arguments: Sequence[str], env: Mapping[str, str], output: int) -> None:
         """Ask for an agent; the request waits in the socket until the imports are done."""

@@ -1,7 +1,8 @@
 """From what supervisors wrote and workers reported to what the engine says of a gang. Pure but for reading logs.
 
 The rules of who is to blame: a lost supervisor explains every failure of its peers; what happens after workers
-were told to leave is no failure; status 0 is success only when rank 0 said ``finished`` or has no session.
+were told to leave is no failure; status 0 is success only when rank 0 said ``finished`` or has no session. A plain
+script that was told to leave, but ended before anybody sent it a signal, has not heard of it: it has finished.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ def judge_ended(gang: GangRecord, statuses: Mapping[str, Status | None], lost: l
         return Verdict(GangState.ENDED, GangOutcome.FAILED, unstarted)
     if heard.finished:
         return Verdict(GangState.ENDED, GangOutcome.FINISHED)
+    if told and gang.plain and _ended_well_by_itself(gang, known):
+        return Verdict(GangState.ENDED, GangOutcome.FINISHED)
     if told or (gang.in_place and not heard.started):
         return Verdict(GangState.ENDED, GangOutcome.STOPPED)  # the latter: a change that did not come about
     if any(_died(worker) for status in known for worker in status.workers.values()):
@@ -112,6 +115,11 @@ def _judge_failed(gang: GangRecord, statuses: Iterable[Status], heard: Heard) ->
 
 def _died(worker: WorkerStatus) -> bool:
     return worker.ended and not worker.signalled and (worker.exit_code is None or worker.exit_code < 0)
+
+
+def _ended_well_by_itself(gang: GangRecord, statuses: Iterable[Status]) -> bool:
+    workers = [worker for status in statuses for worker in status.workers.values()]
+    return len(workers) == len(gang.placement) and all(w.exit_code == 0 and not w.signalled for w in workers)
 
 
 def culprit(statuses: Iterable[Status], heard: Heard) -> tuple[str, WorkerStatus]:

@@ -35,12 +35,15 @@ class Observer:
         self._offsets: dict[tuple[str, int, str], int] = {}
         self._ended: dict[tuple[str, int], GangObservation] = {}
         self._first_seen_s: dict[tuple[str, int, str], float] = {}
+        self._signs: dict[tuple[str, int], tuple[list[int], float]] = {}
+        """What was last seen of imports that get on, and since when."""
 
     def forget(self, job: JobRecord, gang: GangRecord) -> None:
         """Drop what is remembered of an ended gang."""
         key = (job.job_id, gang.generation)
         self._ended.pop(key, None)
         self._heard.pop(key, None)
+        self._signs.pop(key, None)
         for member in gang.members:
             self._offsets.pop((job.job_id, gang.generation, member.worker_id), None)
         for what in [known for known in self._first_seen_s if known[:2] == key]:
@@ -170,6 +173,17 @@ class Observer:
         now_s = time.monotonic()
         return now_s - self._first_seen_s.setdefault((job.job_id, gang.generation, what), now_s) > limit_s
 
+    def is_quiet(self, job: JobRecord, gang: GangRecord, limit_s: float) -> bool:
+        """Whether the imports of a gang that warms up have not got on for so long.
+
+        On a busy machine they take minutes, and nobody is served by a predecessor that leaves before they are done.
+        """
+        key, now_s = (job.job_id, gang.generation), time.monotonic()
+        signs = [gang.folder(node_id).warming_stamp() for node_id in gang.nodes]
+        if self._signs.get(key, ([], 0.0))[0] != signs:
+            self._signs[key] = (signs, now_s)
+        return now_s - self._signs[key][1] > limit_s
+
     def _new_reports(self, job: JobRecord, gang: GangRecord) -> tuple[Report, ...]:
         """All new reports of a gang: in the order of each worker, and merged by time between them."""
         streams = []
@@ -178,8 +192,9 @@ class Observer:
             path = report_path(Path(gang.incarnation_dir), gang.generation, member.worker_id)
             stream = []
             for report, offset in read_reports(path, self._offsets.get(key, 0)):
-                stream.append(report)
                 self._offsets[key] = offset
+                if report.worker_id == member.worker_id:  # a script may write anything into its own file
+                    stream.append(report)
             streams.append(stream)
         return tuple(heapq.merge(*streams, key=lambda report: report.at_s))
 

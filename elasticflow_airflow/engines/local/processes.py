@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_STAT_STATE, _STAT_PPID, _STAT_PGRP, _STAT_START = 0, 1, 2, 19
+_STAT_STATE, _STAT_PPID, _STAT_PGRP, _STAT_USER, _STAT_SYSTEM, _STAT_START = 0, 1, 2, 11, 12, 19
 """Positions in /proc/PID/stat after the command name (whose field 2 may hold spaces); 19 is field 22."""
 _EXEC_LOOKS, _EXEC_LOOK_S = 20, 0.02
 _WORKER_MARK = b"ELASTICFLOW_CORES="
@@ -86,6 +86,12 @@ def group_led_by(leader: ProcessId) -> list[ProcessId]:
 def children_of(pid: int) -> list[ProcessId]:
     """Direct children that are not zombies."""
     return _where(_STAT_PPID, pid)
+
+
+def cpu_seconds(pid: int) -> float:
+    """How long a process has computed so far; 0 when it is not there."""
+    stat = _stat(pid)
+    return 0.0 if stat is None else (int(stat[_STAT_USER]) + int(stat[_STAT_SYSTEM])) / os.sysconf("SC_CLK_TCK")
 
 
 def _where(position: int, value: int) -> list[ProcessId]:

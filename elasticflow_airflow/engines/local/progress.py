@@ -11,10 +11,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from elasticflow_airflow import bounds
 from elasticflow_airflow.runtime.protocol import Report, ReportKind, append_report
 
 INTERVAL_S = 0.5
 _LONGEST_LINE = 64 * 1024
+_LARGEST_FILE = 64 * 1024
+_QUOTED = 100
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,17 +84,29 @@ class PlainProgress:
 
     def _take(self, step: str | float | None, loss: str | float | None) -> None:
         try:
-            self._step = int(float(step)) if step is not None else self._step
-            self._loss = float(loss) if loss is not None else self._loss
-        except (ValueError, OverflowError):
-            self._warn(f"progress: step={step!r} loss={loss!r} are no numbers")
+            done = None if step is None else int(float(step))
+            lost = None if loss is None else float(loss)
+        except (TypeError, ValueError, OverflowError):
+            self._warn(f"progress: step={_quoted(step)} loss={_quoted(loss)} are no numbers")
+            return
+        problem = None if done is None else bounds.count_problem(done)
+        if problem is not None:
+            self._warn(f"progress is not taken: step {problem}", "step")
+        elif done is not None:
+            self._step = done
+        problem = None if lost is None else bounds.loss_problem(lost)
+        if problem is not None:
+            self._warn(f"progress: this loss is not taken: {problem}", "loss")
+        elif lost is not None:
+            self._loss = lost
 
     def _read_file(self, file: Path) -> None:
         try:
             written = file.stat().st_mtime_ns
             if written == self._file_time:
                 return
-            text = file.read_text(errors="replace").strip()
+            with file.open("rb") as opened:
+                text = opened.read(_LARGEST_FILE).decode(errors="replace").strip()
         except FileNotFoundError:
             return
         except OSError as error:
@@ -99,7 +114,7 @@ class PlainProgress:
             return
         try:
             value = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return  # Caught in the middle of a write: the next look finds it whole.
         self._file_time = written
         if isinstance(value, dict):
@@ -107,10 +122,10 @@ class PlainProgress:
         else:
             self._take(value, None)
 
-    def _warn(self, message: str) -> None:
+    def _warn(self, message: str, field: str = "") -> None:
         if not self.warned:
             self.warned = True
-            self._say(ReportKind.WARNING, {"message": message})
+            self._say(ReportKind.WARNING, {"message": message} | ({"field": field} if field else {}))
 
     def _say(self, kind: ReportKind, data: dict[str, float | int] | dict[str, str]) -> None:
         report = Report(
@@ -122,3 +137,7 @@ class PlainProgress:
             data=data,
         )
         append_report(self.report_file, report)
+
+
+def _quoted(value: object) -> str:
+    return repr(value)[:_QUOTED]

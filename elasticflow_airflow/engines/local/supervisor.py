@@ -41,6 +41,9 @@ TICK_S = 0.1
 GO_TICK_S = 0.02
 POOL_LIMIT_S = 20.0
 """A fork server of the warm pool that is not there after so long is replaced by one of our own."""
+WARMING_TICK_S = 1.0
+WARMING_CPU_LIMIT_S = 120.0
+"""Imports that have computed for longer do not get on, they turn in circles."""
 EXIT_NOT_NEEDED = 3
 """Exit status: another supervisor is there, or nothing was asked of this one."""
 PLAIN_DELAY_S = 1.0
@@ -81,6 +84,8 @@ class Supervisor:
         try:
             outputs = self._warm_up(secret_env)
             if not self._wait_for_go():
+                assert self._server is not None
+                self._server.close()  # One that hangs before it has tied its life to ours would stay.
                 return False
             self._progress = self._plain_progress()
             self._lock_slots()
@@ -151,6 +156,7 @@ class Supervisor:
     def _wait_for_go(self) -> bool:
         assert self._server is not None
         pool_ends_s = time.monotonic() + POOL_LIMIT_S
+        looks_s, computed_s = 0.0, 0.0
         while not self._folder.go.exists() or (self._server.is_adopted and not self._server.warm):
             self._move_output(GO_TICK_S)
             if not self._server.warm:
@@ -161,6 +167,10 @@ class Supervisor:
                     self._server = self._colder()
                 elif self._server.warm:
                     self._folder.warm.touch()
+                elif time.monotonic() > looks_s:
+                    looks_s, before_s, computed_s = time.monotonic() + WARMING_TICK_S, computed_s, self._server.cpu_s
+                    if before_s < computed_s < WARMING_CPU_LIMIT_S:
+                        self._folder.warming.touch()
             if self._folder.read_order() is not None or self._lease_has_expired():
                 return False
         return True

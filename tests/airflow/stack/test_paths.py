@@ -15,9 +15,9 @@ import pytest
 import support.authoring_paths
 import support.deadline_paths  # noqa: F401 - both register their paths
 from support.airflow_paths import PATHS
-from support.airflow_stack import Stack
+from support.airflow_stack import UNSAID, Run, Stack
 
-from elasticflow_airflow.wire import State
+from elasticflow_airflow.wire import JobStatus, State
 
 pytestmark = [pytest.mark.airflow, pytest.mark.timeout(600)]
 
@@ -262,16 +262,31 @@ def job_ended_before_the_retry(stack: Stack, dag_id: str) -> None:
 
 @PATHS.add("blocking()")
 def worker_killed_for_good(stack: Stack, dag_id: str) -> None:
-    """Nobody is left to cancel: the job is suspended with a checkpoint, and cancelled later, by its lease alone."""
+    """Nobody is left to cancel: Airflow itself says that its task has failed, and the lease need not run out."""
+    job = killed_for_good(stack.run(dag_id))
+    assert (job.orphaned, job.state_reason) == (False, "its Airflow task has ended (failed)")
+
+
+@PATHS.add(f"""blocking(elasticflow_conn_id='{{{{ "{UNSAID}" }}}}')""")
+def worker_killed_unsaid(stack: Stack, dag_id: str) -> None:
+    """Airflow cannot say so to a service that only a template names: the lease is the last resort.
+
+    The job is suspended with a checkpoint, and cancelled later.
+    """
     run = stack.run(dag_id)
+    job = killed_for_good(run)
+    assert job.orphaned
+    assert "nobody has asked for the job" in job.state_reason
+    assert [e.kind for e in run.events("parked")] == ["parked"]
+
+
+def killed_for_good(run: Run) -> JobStatus:
+    """The end of a job whose task's process was killed, and that has no retries."""
     run.trains()
     runner, _ = run.processes()
     runner.kill()
     run.reach("failed")
-    job = run.ended(State.CANCELLED)
-    assert job.orphaned
-    assert "nobody has asked for the job" in job.state_reason
-    assert [e.kind for e in run.events("parked")] == ["parked"]
+    return run.ended(State.CANCELLED)
 
 
 @PATHS.add("blocking(400, retries=1)")

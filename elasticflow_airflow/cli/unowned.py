@@ -1,0 +1,73 @@
+"""``jobs --unowned`` and ``cancel --unowned``: the live jobs that nobody seems to want."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+from rich.console import Console
+
+from elasticflow_airflow.cli.connection import fail
+from elasticflow_airflow.cli.display import moment
+from elasticflow_airflow.cli.tables import Column, print_table
+from elasticflow_airflow.client import ElasticFlowClient, JobNotFound, StaleClaim
+from elasticflow_airflow.wire.owners import UnownedJob
+
+SILENT = "With --unowned: nobody has asked for it for so many seconds."
+_COLUMNS = (
+    Column("job", key=True),
+    Column("task"),
+    Column("state"),
+    Column("workers", number=True),
+    Column("since"),
+    Column("why"),
+)
+
+
+def print_unowned(jobs: Sequence[UnownedJob]) -> None:
+    """One row a job; the one that is unowned for longest comes first."""
+    print_table(_COLUMNS, [_row(one) for one in jobs])
+
+
+def cancel_unowned(service: ElasticFlowClient, silent_s: float, reason: str, *, yes: bool) -> None:
+    """Cancel all of them, after asking. One that somebody asks for while the question is read is left alone."""
+    found = {one.job.job_id: one for one in service.unowned_jobs(silent_s) if not one.owner_gone}  # those end already
+    if not found:
+        _print("no job is unowned")
+        return
+    print_unowned(list(found.values()))
+    if not yes:
+        _ask(len(found))
+        still = {(one.job.job_id, one.job.claim, one.since_at) for one in service.unowned_jobs(silent_s)}
+        for one in list(found.values()):
+            if (one.job.job_id, one.job.claim, one.since_at) not in still:
+                _print(f"{one.job.job_id} has an owner again, or is over: left alone")
+                del found[one.job.job_id]
+    for one in found.values():
+        try:
+            job = service.cancel(one.job.job_id, one.job.claim, reason)
+        except (StaleClaim, JobNotFound) as error:
+            _print(f"{one.job.job_id} is left alone: {error}")
+        else:
+            _print(f"{job.job_id} is {job.state}" if job.state.terminal else f"{job.job_id} is being cancelled")
+
+
+def _ask(count: int) -> None:
+    what = "this job" if count == 1 else f"these {count} jobs"
+    if not sys.stdin.isatty():
+        fail(f"cancel {what}? Nobody is here to answer: give --yes")
+    if not typer.confirm(f"Cancel {what}?"):
+        _print("nothing was cancelled")
+        raise typer.Exit(1)
+
+
+def _row(one: UnownedJob) -> tuple[str, ...]:
+    identity = one.job.identity
+    index = "" if identity.map_index < 0 else f"[{identity.map_index}]"
+    task = f"{identity.dag_id}.{identity.task_id}{index}, run {identity.run_id}"
+    return one.job.job_id, task, str(one.job.state), str(one.job.workers), moment(one.since_at), one.why
+
+
+def _print(line: str) -> None:
+    Console(highlight=False, soft_wrap=True).print(line, markup=False)

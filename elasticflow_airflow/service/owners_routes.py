@@ -1,0 +1,52 @@
+"""The routes about who owns which job. All rules are in ``owners``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import FastAPI, Query
+from pydantic import Field
+
+from elasticflow_airflow.service.lanes import Lanes
+from elasticflow_airflow.service.owners import SILENT_S, OwnerDesk
+from elasticflow_airflow.service.parameters import OneJob
+from elasticflow_airflow.wire.fields import Name
+from elasticflow_airflow.wire.owners import MOST_OWNERS, OwnedJobs, OwnersAnswer, OwnersReport, UnownedJob
+
+if TYPE_CHECKING:
+    from elasticflow_airflow.service.api import ServiceParts
+
+OWNERS_PATH = "/v1/owners"
+"""Asked by Airflow all the time, whether there is anything to do or not: no sign that the service is needed."""
+
+
+def add_owners(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
+    """Add the routes."""
+    desk = OwnerDesk(parts.store, parts.notifier, parts.started_at, parts.desk.clock)
+
+    @app.get(OWNERS_PATH)
+    @lanes.reading
+    def owned_jobs(
+        namespace: Annotated[Name, Field(min_length=1), Query()],
+        after: OneJob | None = None,
+        limit: Annotated[int, Query(ge=1, le=MOST_OWNERS)] = MOST_OWNERS,
+    ) -> OwnedJobs:
+        """The live jobs of a namespace with their claims, for an Airflow to say what has become of their tasks."""
+        return desk.owned(namespace, after or "", limit)
+
+    @app.post(OWNERS_PATH)
+    @lanes.changing
+    def report_owners(report: OwnersReport) -> OwnersAnswer:
+        """Say which task instances are there, have ended for good, or were deleted: jobs of the latter are cancelled.
+
+        Only with the claim that was told, and a deletion only by the Airflow that has said before that it is there.
+        """
+        return desk.report(report)
+
+    @app.get("/v1/unowned")
+    @lanes.pages
+    def unowned_jobs(
+        silent_s: Annotated[float, Query(gt=0, le=1e9, allow_inf_nan=False)] = SILENT_S,
+    ) -> list[UnownedJob]:
+        """Live jobs whose Airflow task is gone, or for which nobody has asked for so many seconds."""
+        return desk.unowned(silent_s)

@@ -1,0 +1,210 @@
+"""Holds what workers report to the bounds: what is out of them is not taken, and the job goes on.
+
+Report files are written by the users' processes, so that anything may stand there. Only the fields that the service
+reads are passed on, each of the type that is expected. Pure; the event that says so is the caller's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from elasticflow_airflow import bounds
+from elasticflow_airflow.runtime.protocol import Report, ReportKind
+
+_WORKER_ID_CHARACTERS = 120
+"""What the column holds."""
+_PATH_CHARACTERS = 200
+"""The same; what a session writes has 27."""
+_LINE_CHARACTERS = 1 << 20
+"""No line of a report file is longer; secrets have to be found in a text before it is cut."""
+_MOST_LOSSES = 10_000
+_MOST_STEPS_LEFT = 1e15
+_PARTS = ("data_s", "compute_s", "reduce_s", "wait_s", "save_s", "other_s")
+_LASTING = {"pause_s", "window_s", *_PARTS}
+_CLOCKS_DIFFER_S = 60.0
+"""Clocks of machines differ, and jump."""
+_NEEDS_STEP = (ReportKind.PROGRESS, ReportKind.CHECKPOINT, ReportKind.WORKER)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """A report as it may be taken in (None: not at all), and by field what was not taken of it, and why."""
+
+    report: Report | None
+    refused: Mapping[str, str]
+
+
+def within_bounds(report: Report, step: int, now: float, lived_s: float = math.inf) -> Bounded:
+    """Hold a report to the bounds. ``step`` is the last one known, ``now`` the time of the service (UTC seconds).
+
+    ``lived_s`` is how long its workers have lived by the service's clock: nothing of theirs took longer, and what is
+    learned of it for the next runs cannot be worse than what this run has cost.
+    """
+    if bounds.text_problem(report.worker_id, _WORKER_ID_CHARACTERS) or bounds.count_problem(report.rank):
+        return Bounded(None, {"worker_id": "this is none of the job's workers"})
+    refused: dict[str, str] = {}
+    problem = bounds.count_problem(report.step)
+    if problem is not None:
+        refused["step"] = problem
+        if report.kind in _NEEDS_STEP:
+            return Bounded(None, refused)
+        report = replace(report, step=step)
+    problem = bounds.time_problem(report.at_s)
+    if problem is not None:
+        refused["at_s"] = problem
+        report = replace(report, at_s=now)
+    data: dict[str, Any] = {}
+    for name, read in _FIELDS.items():
+        value = report.data.get(name)
+        if value is None:
+            continue
+        taken, problem = read(value)
+        if taken is not None and name in _LASTING and taken > lived_s + _CLOCKS_DIFFER_S:
+            taken, problem = None, f"{taken:g} s are more than the {lived_s:.0f} s that the workers have lived"
+        if problem is not None:
+            refused[name] = problem
+        if taken is not None:
+            data[name] = taken
+    problem = _too_fast(data.get("window_steps"), data.get("window_s"))
+    if problem is not None:
+        refused["window_s"] = problem
+        del data["window_steps"], data["window_s"]
+    return Bounded(replace(report, data=data), refused)
+
+
+_Read = Callable[[Any], tuple[Any, str | None]]
+"""Gives a value as it is taken (None: it is not, and nobody need know), and what is out of bounds, if it is."""
+
+
+def _number(value: Any) -> float | None:
+    """A finite number; None for anything else, as sessions write "nan" and "inf" where they know nothing."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if isinstance(value, int) or math.isfinite(value) else None
+
+
+def _within(kind: type[int] | type[float], least: float, most: float) -> _Read:
+    def read(value: Any) -> tuple[float | None, str | None]:
+        number = _number(value)
+        if number is None:
+            return None, None
+        problem = bounds.number_problem(number, least, most)
+        return (kind(number), None) if problem is None else (None, problem)
+
+    return read
+
+
+_count, _measured = partial(_within, int), partial(_within, float)
+
+
+def _loss(value: Any) -> tuple[float | str | None, str | None]:
+    """A loss that is no number is passed on: it says that the training diverged."""
+    if isinstance(value, str):
+        return (value, None) if value in ("nan", "inf", "-inf") else (None, None)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None, None
+    problem = bounds.loss_problem(value)
+    return (float(value), None) if problem is None else (None, problem)
+
+
+def loss_curve(value: Any) -> tuple[dict[str, Any] | None, str | None]:
+    """A loss curve as it is taken (None: it is not), and what is out of bounds in it, if something is."""
+    width = _number(value.get("width")) if isinstance(value, Mapping) else None
+    losses = value.get("losses") if isinstance(value, Mapping) else None
+    if width is None or not isinstance(losses, list):
+        return None, None
+    if len(losses) > _MOST_LOSSES:
+        return None, f"has {len(losses)} losses, and may have {_MOST_LOSSES}"
+    problem = bounds.number_problem(width, 0.0, bounds.MOST_COUNT, above=True)
+    numbers = [_number(loss) for loss in losses]
+    if None in numbers:
+        return None, None
+    problem = problem or next(filter(None, (bounds.loss_problem(loss) for loss in numbers if loss is not None)), None)
+    return ({"width": width, "losses": numbers}, None) if problem is None else (None, problem)
+
+
+def _text(most: int, *, tail: bool = False) -> _Read:
+    def read(value: Any) -> tuple[str | None, str | None]:
+        return (bounds.clean_text(value, most, tail=tail), None) if isinstance(value, str) else (None, None)
+
+    return read
+
+
+def _names(value: Any) -> tuple[list[str] | None, str | None]:
+    if not isinstance(value, list):
+        return None, None
+    if len(value) > bounds.MOST_WORKERS:
+        return None, f"has {len(value)} names, and may have {bounds.MOST_WORKERS}"
+    return [bounds.clean_text(name, _WORKER_ID_CHARACTERS) for name in value if isinstance(name, str)], None
+
+
+def _metrics(value: Any) -> tuple[dict[str, Any] | None, str | None]:
+    if not isinstance(value, Mapping):
+        return None, None
+    taken: dict[str, Any] = {}
+    refused = ""
+    for name, metric in value.items():
+        problem = bounds.json_problem({name: metric})
+        if problem is None:
+            taken[name] = metric
+        else:
+            refused = f"{bounds.clean_text(name, bounds.NAME_CHARACTERS)} {problem}"
+    problem = bounds.json_problem(taken)
+    if problem is not None:
+        return None, problem
+    return taken, refused or None
+
+
+def _switch(value: Any) -> tuple[bool, str | None]:
+    return bool(value), None
+
+
+def _too_fast(steps: int | None, seconds: float | None) -> str | None:
+    if not steps or not seconds or seconds <= 0 or steps <= seconds * bounds.FASTEST_STEPS_PER_S:
+        return None
+    return f"{steps} steps in {seconds:g} s are more than {bounds.FASTEST_STEPS_PER_S:g} a second"
+
+
+def _seconds(value: Any) -> tuple[float | None, str | None]:
+    """A clock that was set back gives times below 0, which are none."""
+    taken, problem = _measured(-bounds.LONGEST_S, bounds.LONGEST_S)(value)
+    return (taken, problem) if taken is None or taken >= 0.0 else (None, None)
+
+
+_BYTES = _count(0, bounds.MOST_BYTES)
+
+_FIELDS: dict[str, _Read] = {
+    "steps": _count(1, bounds.MOST_COUNT),
+    "samples": _count(0, bounds.MOST_SAMPLES),
+    "micro_batch_size": _count(0, bounds.MOST_COUNT),
+    "in_place": _switch,
+    "init_from": _text(bounds.PATH_BYTES),
+    "pause_s": _seconds,
+    "state_bytes": _BYTES,
+    "loss": _loss,
+    "window_steps": _count(0, bounds.MOST_COUNT),
+    "window_s": _seconds,
+    "samples_per_s": _measured(0.0, 1e18),
+    "noise_scale": _measured(-1e38, 1e38),
+    **dict.fromkeys(_PARTS, _seconds),
+    "memory_bytes": _BYTES,
+    "device_memory_bytes": _BYTES,
+    "size_bytes": _BYTES,
+    "target_loss": _loss,
+    "smoothed_loss": _loss,
+    "loss_curve": loss_curve,
+    "steps_left": _measured(0.0, _MOST_STEPS_LEFT),
+    "steps_left_error": _measured(0.0, _MOST_STEPS_LEFT),
+    "target_reached": _switch,
+    "path": _text(_PATH_CHARACTERS - 10),
+    "metrics": _metrics,
+    "early": _text(_LINE_CHARACTERS),
+    "message": _text(_LINE_CHARACTERS),
+    "kind": _text(bounds.NAME_CHARACTERS),
+    "field": _text(bounds.NAME_CHARACTERS),
+    "absent": _names,
+}

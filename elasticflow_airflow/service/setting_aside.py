@@ -1,0 +1,200 @@
+"""Jobs that the service fails on: set aside with the reason, their workers kept, so that all others are decided on.
+
+Only what cannot fail is done for them: their workers' leases are renewed, their slots count as held, and they can be
+cancelled. A service that starts anew, or in a newer version, tries them again. Rows in, rows out; calls no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState
+from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
+from elasticflow_airflow.scheduler_core.values import JobState, Slot
+from elasticflow_airflow.service.books import Books, alive, can_be_stopped
+from elasticflow_airflow.service.codec import placement_from_json
+from elasticflow_airflow.service.deciding import handle
+from elasticflow_airflow.service.faults import Fault, find_culprits
+from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.secrets import redact
+from elasticflow_airflow.service.stored_bounds import (
+    amendment_out_of_bounds,
+    course_out_of_bounds,
+    ending_of,
+    submission_out_of_bounds,
+)
+from elasticflow_airflow.wire import State
+
+
+class OutOfBoundsError(Exception):
+    """What is stored of a job is beyond a limit, which the message names."""
+
+
+_ADVICE = (
+    "It is set aside: its workers go on and keep their slots, and nothing else is done for it until the service starts"
+    " anew. Cancel it to end it; the log of the service says more"
+)
+
+
+def write_down(books: Books, secrets: Callable[[IncarnationRow], Mapping[str, str]]) -> None:
+    """Say of each job that is set aside that it is, and why; of one that this process has not failed on, nothing more.
+
+    ``secrets`` are the values that must not show up in messages.
+    """
+    for row in books.aside:
+        fault = books.faults.aside.get(row.job_id)
+        if row.set_aside is None and fault is not None and not row.terminal:
+            row.set_aside = _reason(row, fault, secrets)
+            row.state_reason = f"{row.set_aside}. {_ADVICE}"
+            books.event("set_aside", row.state_reason, row)
+    for row in books.rows:
+        if row.set_aside is not None:
+            row.set_aside = None
+            row.state_reason = "the service has started anew: it is tried again, and not set aside any more"
+            books.event("tried_again", row.state_reason, row)
+
+
+def _reason(row: IncarnationRow, fault: Fault, secrets: Callable[[IncarnationRow], Mapping[str, str]]) -> str:
+    try:
+        return redact(str(fault), secrets(row))
+    except (ValueError, TypeError, KeyError, AttributeError):  # What was submitted may be what is wrong with it.
+        return f"the service failed while {fault.doing}"
+
+
+@dataclass(slots=True)
+class BoundsCheck:
+    """Sets jobs aside of which something is stored that nothing can be decided on: an older version let it in."""
+
+    _checked: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
+    """Submissions that are within bounds; they hardly ever change."""
+
+    def check(self, books: Books) -> None:
+        """Look at every job that may be decided on."""
+        for row in books.rows:
+            if row.terminal:
+                self._checked.pop((row.job_id, row.incarnation), None)
+                continue
+            with books.on_behalf_of(row.job_id, "reading what is known of it"):
+                self._check(row)
+                for generation in books.open_of(row):
+                    placement_from_json(generation.placement)  # Others ask whose slots these are.
+        for amendment in books.tx.open_amendments():
+            problem = amendment_out_of_bounds(amendment)
+            if problem is not None:
+                amendment.answer = {"accepted": False, "reason": problem, "earliest_deadline_at": None}
+
+    def _check(self, row: IncarnationRow) -> None:
+        key = (row.job_id, row.incarnation)
+        problem = None
+        if self._checked.get(key) != row.submission:
+            problem = submission_out_of_bounds(row.submission)
+            self._checked[key] = row.submission
+        problem = problem or course_out_of_bounds(row)
+        if problem is not None:
+            self._checked.pop(key, None)
+            raise OutOfBoundsError(problem)
+
+
+def look_after(books: Books, observations: Sequence[GangObservation]) -> None:
+    """Follow the workers of jobs that are set aside, and bring those to their end that are to end."""
+    seen = {(gang.job_id, gang.generation): gang for gang in observations}
+    for row in books.aside:
+        for generation in books.open_of(row):
+            gang = seen.get((generation.job_id, generation.generation))
+            if gang is not None:
+                generation.state = gang.state.value
+            elif generation.state != "ordered" or row.desired_generation != generation.generation:
+                generation.state = GangState.ENDED.value
+            if generation.state == GangState.ENDED:
+                outcome = GangOutcome.LOST if gang is None or gang.outcome is None else gang.outcome
+                generation.outcome, generation.ended_at = outcome.value, books.now
+                generation.judged = generation.handled = True
+        if row.cancel_reason is not None:
+            books.end(row, State.CANCELLED, row.cancel_reason or "cancelled")
+        if row.ending and not row.terminal and not any(map(can_be_stopped, books.open_of(row))):
+            _end(books, row)
+
+
+def _end(books: Books, row: IncarnationRow) -> None:
+    """Of what it has reached nothing is read: that may be what the service fails on."""
+    for generation in books.open_of(row):
+        generation.state, generation.outcome = GangState.ENDED.value, GangOutcome.STOPPED.value
+        generation.judged = generation.handled = True
+    state, reason = ending_of(row) or (State.FAILED, "it was to end, and how cannot be read any more")
+    if state is State.SUCCEEDED:
+        state, reason = State.FAILED, f"{reason}; but it was set aside, and what it has reached could not be read"
+    row.finished_at = books.now
+    row.failure = row.set_aside
+    row.terminal = True
+    row.secret_env = row.scheduler_state = row.lease_expires_at = row.projected_finish_at = None
+    row.at_risk = False
+    books.set_state(row, state, reason)
+    books.event(state.value, reason, row)
+
+
+def ended(books: Books) -> set[str]:
+    """Jobs that were set aside and are over: what is submitted of them next is tried like any other."""
+    first = {row.job_id: row for row in reversed(books.aside) if row.set_aside is not None}
+    return {job_id for job_id, row in first.items() if row.terminal}
+
+
+def held_slots(books: Books) -> dict[str, dict[int, str]]:
+    """Slots that their workers hold, by node and index: by whom."""
+    found: dict[str, dict[int, str]] = {}
+    for row in books.aside:
+        for generation in books.open_of(row):
+            if alive(generation):
+                for slot in _slots(generation):
+                    found.setdefault(slot.node_id, {})[slot.index] = f"{row.job_id}, which is set aside"
+    return found
+
+
+def _slots(generation: GenerationRow) -> tuple[Slot, ...]:
+    """Where a gang stands; nowhere if that is what cannot be read: the engine says then that its slots are busy."""
+    try:
+        return placement_from_json(generation.placement).slots
+    except (TypeError, ValueError, OverflowError):
+        return ()
+
+
+def culprits(books: Books, states: Sequence[JobState], fresh: Callable[[], ServicePolicy]) -> list[str]:
+    """The jobs (or recurring tasks) without which the scheduler would not have failed in this pass.
+
+    ``states`` are those that the last scheduler was restored from, or would be; ``fresh`` makes one without jobs. What
+    the scheduler heard in this pass is played again, with some of the jobs only.
+    """
+    owners = {state.job.job_id: None for state in states} | dict.fromkeys(
+        owner for event in books.fed if (owner := owner_of(event)) is not None
+    )
+
+    def works(some: Sequence[str]) -> bool:
+        chosen, scheduler = set(some), fresh()
+        try:
+            scheduler.restore([state for state in states if state.job.job_id in chosen], books.now)
+            for event in books.fed:
+                owner = owner_of(event)
+                if owner is None or owner in chosen:
+                    handle(scheduler, event, books.now)
+        except Exception:  # noqa: BLE001  (that, and nothing else, is the question)
+            return False
+        return True
+
+    return find_culprits(list(owners), works)
+
+
+def owner_of(event: ev.Event | ev.CalendarEvent) -> str | None:
+    """The job that an event is about, or the recurring task; None: neither."""
+    match event:
+        case ev.JobSubmitted():
+            return event.job.job_id
+        case ev.RunExpected():
+            return event.run.task
+        case ev.RunForgotten():
+            return event.run_id.rpartition("@")[0]
+        case ev.WakeUp() | ev.NodeJoined() | ev.NodeLost() | ev.NodeDraining():
+            return None
+        case _:
+            return event.job_id

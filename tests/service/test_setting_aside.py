@@ -1,0 +1,453 @@
+"""A job that the service fails on is set aside: all others are decided on, and its own workers go on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import sqlalchemy as sa
+from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+from support.service_parts import parts_of
+
+from elasticflow_airflow.scheduler_core import Scheduler
+from elasticflow_airflow.service import observing, promotion, rescaling, stragglers, watching
+from elasticflow_airflow.service.api import build_app
+from elasticflow_airflow.service.faults import Faults, ServiceFaultError, find_culprits
+from elasticflow_airflow.service.insight import InsightDesk
+from elasticflow_airflow.service.insight_routes import InsightDesks
+from elasticflow_airflow.service.models import (
+    AmendmentRow,
+    CandidateRow,
+    EventRow,
+    GenerationRow,
+    HistoryRow,
+    IncarnationRow,
+    JobRow,
+    RecurringTaskRow,
+    SampleRow,
+    WorkerTimesRow,
+)
+
+pytestmark = pytest.mark.trouble
+
+CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
+STAGES = [
+    (observing, "_fold_state"),
+    (rescaling, "_heal"),
+    (stragglers, "_watch"),
+    (watching, "_watch_deadline"),
+    (promotion, "_ask_to_delete"),
+]
+
+
+@pytest.fixture
+def pair(make_world):
+    """A cluster of eight slots on which two jobs train, of which one will be in trouble."""
+    world = make_world(nodes=2)
+    bad = world.submit(task="bad", steps=4000, scaling_curve=CURVE, max_workers=2, lease_s=5000)
+    good = world.submit(task="good", within=900, steps=300, scaling_curve=CURVE, lease_s=5000)
+    world.until(lambda: all(world.status(job).step > 5 for job in (bad, good)), "both train")
+    return world, bad, good
+
+
+def break_for(monkeypatch, job, module, name):
+    """Have a stage of the pass fail for one job, whatever else is asked of it."""
+    real = getattr(module, name)
+
+    def broken(books, *more, **named):
+        if any(getattr(one, "job_id", None) == job.job.job_id for one in more):
+            raise RuntimeError("cannot be done")
+        return real(books, *more, **named)
+
+    monkeypatch.setattr(module, name, broken)
+
+
+def poison(world, job, table, **columns):
+    """Write what nobody would into the rows of a job or its task, as an older version or a script may have."""
+    its = sa.select(JobRow.recurring_key).where(JobRow.job_id == job.job.job_id).scalar_subquery()
+    which = table.job_id == job.job.job_id if hasattr(table, "job_id") else table.recurring_key == its
+    with world.store.engine.begin() as connection:
+        connection.execute(sa.update(table).where(which).values(**columns))
+
+
+def set_aside(world, job):
+    return world.status(job).set_aside
+
+
+# -- whichever stage fails ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("module", "name"), STAGES, ids=[name for _, name in STAGES])
+def test_a_stage_that_fails_for_a_job_fails_for_no_other(pair, monkeypatch, module, name):
+    world, bad, good = pair
+    break_for(monkeypatch, bad, module, name)
+    late = world.submit(task="late", within=900, steps=100, scaling_curve=CURVE)
+    assert world.status(late).verdict.decision == "admitted"
+    assert "cannot be done" in set_aside(world, bad)
+    assert not world.reconciler.problem
+    assert [bad.job.job_id in problem for problem in world.reconciler.problems] == [True]
+    assert world.ended(good).state == world.ended(late).state == "succeeded"
+    (said,) = world.events(bad, "set_aside")
+    assert "Cancel it to end it" in said.reason
+
+
+def test_the_workers_of_a_job_that_is_set_aside_go_on_and_keep_their_slots(pair, monkeypatch):
+    world, bad, _ = pair
+    held = world.status(bad).slots
+    break_for(monkeypatch, bad, observing, "_fold_state")
+    world.run(120, every=2.0)  # several times the lease that its supervisor has without a renewal
+    assert set_aside(world, bad)
+    assert world.engine.stacks(bad.job.job_id)
+    others = [world.submit(task=f"other{n}", within=3600, steps=900, scaling_curve=CURVE) for n in range(3)]
+    world.run(20)
+    taken = [slot for job in others for slot in world.status(job).slots]
+    assert taken
+    assert not set(map(tuple, held)) & set(map(tuple, taken))
+
+
+def test_a_job_that_is_set_aside_can_be_cancelled_and_submitted_anew(pair, monkeypatch):
+    world, bad, _ = pair
+    with monkeypatch.context() as broken:
+        break_for(broken, bad, observing, "_fold_state")
+        world.step(0.5)
+        assert set_aside(world, bad)
+        world.desk.cancel(bad.job.job_id, bad.claim, "enough")
+        assert world.ended(bad).state == "cancelled"
+    assert not world.engine.stacks(bad.job.job_id)
+    anew = world.submit(task="bad", steps=20, scaling_curve=CURVE)
+    assert anew.created
+    assert world.ended(anew).state == "succeeded"
+    assert not world.reconciler.problems
+
+
+def test_a_number_that_is_counted_a_second_time_is_the_trouble_of_that_job_alone(pair):
+    """The database refuses the row that would be there twice, and everything else that was to be written with it."""
+    world, bad, good = pair
+    poison(world, bad, IncarnationRow, sampling={})
+    late = world.submit(task="late", within=900, steps=100, scaling_curve=CURVE, max_workers=8)
+    world.run(30)
+    assert world.status(late).verdict.decision == "admitted"
+    assert not world.reconciler.problem
+    assert "sample" in set_aside(world, bad)
+    assert world.ended(late).state == world.ended(good).state == "succeeded"
+
+
+@pytest.mark.parametrize("ending", ["1e30", {"0": []}, -1, {"state": "running", "reason": "?"}])
+def test_an_end_that_cannot_be_read_is_an_end_all_the_same(pair, ending):
+    """Workers that are to leave are given nothing new to do, and nobody could tell them to leave a second time."""
+    world, bad, good = pair
+    poison(world, bad, IncarnationRow, ending=ending)
+    assert "how cannot be read" in world.ended(bad, limit_s=60).state_reason
+    assert not world.engine.stacks(bad.job.job_id)
+    assert world.ended(good).state == "succeeded"
+
+
+def test_a_job_that_is_set_aside_ends_when_nobody_wants_it_any_more(make_world, monkeypatch):
+    world = make_world()
+    bad = world.submit(steps=4000, scaling_curve=CURVE, lease_s=20, orphan_s=20)
+    world.until(lambda: world.status(bad).step > 5, "it trains")
+    break_for(monkeypatch, bad, observing, "_fold_state")
+    assert world.ended(bad).state == "cancelled"
+    assert not world.engine.stacks(bad.job.job_id)
+
+
+def test_a_service_that_starts_anew_tries_the_job_again(pair, monkeypatch):
+    world, bad, _ = pair
+    with monkeypatch.context() as broken:
+        break_for(broken, bad, observing, "_fold_state")
+        world.run(3)
+        before = set_aside(world, bad)
+    assert before
+    world.run(3)
+    assert set_aside(world, bad) == before, "not by itself: what failed once would fail again in each pass"
+    world.restart()
+    world.step(0.5)
+    assert set_aside(world, bad) is None
+    assert world.events(bad, "tried_again")
+    assert world.ended(bad, limit_s=900).state == "succeeded"
+
+
+def test_what_fails_after_the_commit_is_the_trouble_of_that_job_alone(pair, monkeypatch):
+    world, bad, good = pair
+    actuator = world.reconciler._actuator
+    real = type(actuator)._write_promotion
+
+    def broken(self, row):
+        if row.job_id == bad.job.job_id:
+            raise RuntimeError("cannot be done")
+        real(self, row)
+
+    monkeypatch.setattr(type(actuator), "_write_promotion", broken)
+    assert world.ended(good).state == "succeeded"
+    assert set_aside(world, bad)
+
+
+# -- planning, which is for all together -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["trains", "comes"])
+def test_a_job_with_which_planning_fails_is_found_by_leaving_jobs_out(pair, monkeypatch, who):
+    world, bad, good = pair
+    culprit = bad.job.job_id if who == "trains" else world.submission(task="new").identity.job_id
+    real = Scheduler._replan
+
+    def broken(self, now, *more, **named):
+        if culprit in self._board.jobs:
+            raise ZeroDivisionError("no plan with this job")
+        return real(self, now, *more, **named)
+
+    monkeypatch.setattr(Scheduler, "_replan", broken)
+    world.submit(task="new", steps=50, scaling_curve=CURVE)
+    late = world.submit(task="late", within=900, steps=100, scaling_curve=CURVE)
+    assert world.status(late).verdict.decision == "admitted"
+    assert "no plan with this job" in set_aside(world, culprit)
+    assert world.ended(good).state == world.ended(late).state == "succeeded"
+
+
+def test_a_scheduler_that_fails_without_any_job_is_no_jobs_fault(pair, monkeypatch):
+    world, bad, good = pair
+    with monkeypatch.context() as broken:
+        broken.setattr(Scheduler, "handle", lambda *_: 1 / 0)
+        broken.setattr(Scheduler, "restore", lambda *_: 1 / 0)
+        world.run(30)
+        assert "ZeroDivisionError" in str(world.reconciler.problem) or "scheduler failed" in world.reconciler.problem
+        assert not set_aside(world, bad)
+    assert world.engine.stacks(bad.job.job_id), "its workers train on meanwhile"
+    world.step(1)
+    assert not world.reconciler.problem
+    assert world.ended(good).state == "succeeded"
+
+
+@pytest.mark.parametrize("wrong", [RuntimeError("broken"), OSError(28, "no space left")])
+def test_a_line_that_fails_for_most_jobs_is_the_services_fault(wrong):
+    faults = Faults()
+
+    def fail():
+        for number in range(12):
+            try:
+                raise wrong
+            except type(wrong) as error:
+                faults.note(f"job{number}", "planning", error)
+
+    for moment in (0.0, 20.0):
+        fail()
+        with pytest.raises(ServiceFaultError, match="12 of 20 jobs"):
+            faults.set_aside(20, moment)
+    assert not faults.aside
+    fail()
+    if isinstance(wrong, OSError):  # it passes, some day
+        with pytest.raises(ServiceFaultError, match="no space left"):
+            faults.set_aside(20, 1000.0)
+    else:
+        assert len(faults.set_aside(20, 31.0)) == 12
+
+
+def test_what_stays_wrong_with_many_stops_the_others_for_seconds_only(make_world, monkeypatch):
+    """A mapped task of twenty, say: at first nobody can tell whether the service itself is in trouble."""
+    world = make_world(nodes=8)
+    many = [world.submit(task=f"bad{n}", steps=4000, scaling_curve=CURVE, max_workers=1) for n in range(20)]
+    world.run(5)
+    real = observing._fold_state
+    ids = {job.job.job_id for job in many}
+
+    def broken(books, row, *more, **named):
+        if row.job_id in ids:
+            raise RuntimeError("cannot be done")
+        return real(books, row, *more, **named)
+
+    monkeypatch.setattr(observing, "_fold_state", broken)
+    world.run(2)
+    assert "so it does with 20 of 20 jobs" in world.reconciler.problem
+    assert not any(set_aside(world, job) for job in many)
+    late = world.submit(task="late", within=900, steps=100, scaling_curve=CURVE)
+    world.until(lambda: world.row(late, 1).introduced, "the late one is decided on", limit_s=60)
+    assert world.status(late).verdict.decision == "admitted"
+    assert all(set_aside(world, job) for job in many)
+    for job in many:
+        world.desk.cancel(job.job.job_id, job.claim, "enough")
+    world.until(lambda: all(world.row(job, 1).terminal for job in many), "they can be cancelled")
+    assert world.ended(late).state == "succeeded"
+
+
+@given(st.integers(0, 12), st.sets(st.integers(0, 11)), st.sets(st.integers(0, 11), min_size=2, max_size=3))
+def test_those_are_left_out_without_whom_it_works(number, culprits, only_together):
+    jobs = [f"job{n}" for n in range(number)]
+    alone = {f"job{n}" for n in culprits} & set(jobs)
+    group = {f"job{n}" for n in only_together}
+    tries = 0
+
+    def works(some):
+        nonlocal tries
+        tries += 1
+        return not alone & set(some) and not group <= set(some)
+
+    found = find_culprits(jobs, works)
+    assert works([job for job in jobs if job not in found])
+    assert alone <= set(found)
+    assert len(found) <= len(alone) + 1
+    assert tries <= 3 + 6 * (len(found) + 1)
+
+
+# -- what no column holds ----------------------------------------------------------------------------------------
+
+
+def test_a_value_that_no_column_holds_is_the_trouble_of_that_job_alone(pair, monkeypatch):
+    world, bad, good = pair
+    real = observing._fold_state
+
+    def overflowing(books, row, *more):
+        real(books, row, *more)
+        if row.job_id == bad.job.job_id:
+            row.step = 3_000_000_000  # SQLite would take it, and PostgreSQL refuse the whole transaction
+
+    monkeypatch.setattr(observing, "_fold_state", overflowing)
+    assert world.ended(good).state == "succeeded"
+    assert "incarnation.step holds integers below 2**31" in set_aside(world, bad)
+
+
+PAGES = ("health", "jobs", "jobs?live=true", "cluster", "cluster/history")
+PAGES_OF_A_JOB = ("", "/story", "/runs", "/events")
+
+
+def read_all_pages(world, *jobs):
+    """Read what the service shows of all jobs, and of these ones: texts by path."""
+    insight = InsightDesk(world.store, world.reconciler.foresee, lambda: world.reconciler.nodes, clock=world.clock)
+    parts = parts_of(world, insight=InsightDesks(insight, None, None))
+    paths = ["/metrics", *(f"/v1/{page}" for page in PAGES)]
+    paths += [f"/v1/jobs/{job.job.job_id}{page}" for job in jobs for page in PAGES_OF_A_JOB]
+    texts = {}
+    with TestClient(build_app(parts, None)) as client:
+        for path in paths:
+            said = client.get(path)  # raises what the service does not catch
+            assert said.status_code == 200 or "cannot be told" in said.json()["message"], said.text
+            texts[path] = said.text
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("table", "wrong"),
+    [
+        (IncarnationRow, {"verdict": [{}]}),
+        (IncarnationRow, {"result": [1], "target": "none", "sampling": 3}),
+        (IncarnationRow, {"state": "sleeping"}),
+        (GenerationRow, {"placement": {"node0": 1}, "notes": []}),
+        (EventRow, {"data": "nothing"}),
+    ],
+    ids=lambda value: value.__tablename__ if isinstance(value, type) else ",".join(value),
+)
+def test_what_nobody_can_read_of_one_job_hides_no_other(pair, table, wrong):
+    world, bad, good = pair
+    poison(world, bad, table, **wrong)
+    late = world.submit(task="late", within=900, steps=100, scaling_curve=CURVE)
+    assert late.job.verdict.decision == "admitted"
+    assert not world.reconciler.problem
+    shown = read_all_pages(world, bad, good, late)
+    assert all(job.job.job_id in shown["/v1/jobs?live=true"] for job in (bad, good, late))
+    world.desk.cancel(bad.job.job_id, bad.claim, "enough")
+    world.until(lambda: world.row(bad, 1).terminal, "it can be cancelled")
+    assert world.ended(good).state == world.ended(late).state == "succeeded"
+
+
+# -- anything, anywhere ------------------------------------------------------------------------------------------
+
+NUMBERS = st.one_of(
+    st.sampled_from([0, -1, 10**19, 2**31, 1e30, -1e300, 1_800_000_000_000.0]),
+    st.integers(),
+    st.floats(allow_nan=False),
+)
+ANYTHING = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=8)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+    max_leaves=4,
+)
+KEYS = {
+    "job_id",
+    "incarnation",
+    "generation",
+    "recurring_key",
+    "path",
+    "number",
+    "worker_id",
+    "amendment_id",
+    "event_id",
+}
+UNTOUCHED = KEYS | {"terminal", "drained", "handled", "cancel_reason"}
+"""Keys, and what decides whether the loop looks at the row at all."""
+OF_JOBS = (IncarnationRow, GenerationRow, JobRow, CandidateRow, AmendmentRow, EventRow, SampleRow, WorkerTimesRow)
+OF_TASKS = (HistoryRow, RecurringTaskRow)
+COLUMNS = [
+    (table, column)
+    for table in (*OF_JOBS, *OF_TASKS)
+    for column in table.__table__.columns
+    if column.name not in UNTOUCHED and (table, column.name) != (HistoryRow, "signature")
+]
+
+
+def values_for(column):
+    if isinstance(column.type, sa.JSON):
+        return ANYTHING.filter(lambda value: value is not None or column.nullable)
+    if isinstance(column.type, sa.Boolean):
+        return st.booleans()
+    if isinstance(column.type, sa.Integer):
+        return st.one_of(st.sampled_from([-1, 0, 2**31 - 1, 2**62]), st.integers(-(2**63), 2**63 - 1))
+    if isinstance(column.type, sa.Float):
+        return NUMBERS.filter(lambda value: isinstance(value, float))
+    if isinstance(column.type, sa.LargeBinary):
+        return st.binary(max_size=20)
+    return st.text(max_size=12)
+
+
+BAD = {"within": 3000, "steps": 4000, "scaling_curve": CURVE, "max_workers": 2, "lease_s": 5000}
+CHANGES = st.sampled_from(COLUMNS).flatmap(lambda pair: st.tuples(st.just(pair), values_for(pair[1])))
+
+
+def inside(raw, path, value):
+    """Put a value somewhere into a JSON value."""
+    if not path or not isinstance(raw, dict) or not raw:
+        return value
+    key = sorted(raw)[path[0] % len(raw)]
+    return {**raw, key: inside(raw[key], path[1:], value)}
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=60,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],  # to shrink one takes five minutes, and what is told last is the timeout
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    st.lists(CHANGES, min_size=1, max_size=4),
+    st.lists(st.tuples(st.lists(st.integers(0, 40), min_size=1, max_size=3), ANYTHING), max_size=3),
+    st.booleans(),
+)
+def test_whatever_is_stored_of_some_jobs_all_others_are_decided_on(make_world, changes, deeper, restarts):
+    note(f"{[(table.__tablename__, column.name, value) for (table, column), value in changes]} {deeper} {restarts}")
+    world = make_world(nodes=2)
+    past = world.submit(task="bad", run="run0", steps=20, max_workers=2)
+    world.until(lambda: world.status(past).state == "succeeded", "what is learned of the task is stored")
+    bad = world.submit(task="bad", **BAD, next_run_at=world.now_s + 900)
+    good = world.submit(task="good", within=900, steps=60, scaling_curve=CURVE, max_workers=2, lease_s=5000)
+    world.until(lambda: all(world.status(job).step > 5 for job in (bad, good)), "both train")
+    with world.store.write() as tx:
+        tx.add(AmendmentRow(job_id=bad.job.job_id, incarnation=1, value=2.0, best_effort=False))
+    for (table, column), value in changes:
+        poison(world, bad, table, **{column.name: value})
+    for path, value in deeper:
+        submission = json.loads(json.dumps(inside(world.row(bad, 1).submission, path, value)))
+        if submission is not None:  # no database takes that
+            poison(world, bad, IncarnationRow, submission=submission)
+    if restarts:
+        world.restart()
+    late = world.submit(task="late", within=900, steps=40, scaling_curve=CURVE)
+    world.until(lambda: world.row(late, 1).introduced, "the late one is decided on", limit_s=10)
+    assert world.row(late, 1).verdict["decision"] == "admitted"
+    assert not world.reconciler.problem, world.reconciler.problem
+    read_all_pages(world, bad, late)
+    next_one = world.submission(task="bad", run="run2", **BAD)
+    world.desk.submit(next_one.identity.job_id, next_one)  # What was learned of its task may be what is wrong.
+    world.until(lambda: world.row(good, 1).terminal and world.row(late, 1).terminal, "both end")
+    assert world.row(good, 1).state == world.row(late, 1).state == "succeeded"
+    assert not world.reconciler.problem, world.reconciler.problem

@@ -1,0 +1,262 @@
+"""Starts that cannot be: one sentence and a status, whatever is wrong; and one service only on a database."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+import structlog
+
+from elasticflow_airflow.client import EmbeddedStartError, Endpoint, ensure_service
+from elasticflow_airflow.service import ownership
+from elasticflow_airflow.service.__main__ import main
+from elasticflow_airflow.service.store import DATABASE_AWAY, Store
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Start a service that cannot be, in this process; returns its status and what it said."""
+    monkeypatch.setenv("ELASTICFLOW_ENGINE", "fake")
+
+    def run(**settings: object) -> tuple[int, list[str]]:
+        for name, value in settings.items():
+            monkeypatch.setenv(f"ELASTICFLOW_{name.upper()}", str(value))
+        umask = os.umask(0o077)
+        try:
+            status = main(["--state-dir", str(tmp_path)])
+        finally:
+            os.umask(umask)
+        return status, capsys.readouterr().err.splitlines()
+
+    before = structlog.get_config()
+    yield run
+    structlog.configure(**before)  # It logs to what is captured here.
+
+
+def lay_out(folder: Path, kind: str) -> None:
+    """A state directory with a database of some kind in it."""
+    file = folder / "elasticflow.db"
+    match kind:
+        case "no database":
+            file.write_bytes(b"this is no database " * 500)
+        case "torn":
+            Store(f"sqlite:///{file}").close()
+            data = bytearray(file.read_bytes())
+            data[4096 : 4096 * 6] = b"\x5a" * 4096 * 5
+            file.write_bytes(data)
+        case "empty":
+            (folder / "jobs" / "daily-train-1").mkdir(parents=True)
+            file.touch()
+        case "empty with its log":
+            file.touch()
+            (folder / "elasticflow.db-wal").write_bytes(b"what was not moved into the database yet")
+        case "a folder":
+            file.mkdir()
+        case _:
+            Store(f"sqlite:///{file}").close()
+            with sqlite3.connect(file) as connection:
+                connection.execute("UPDATE alembic_version SET version_num = ?", (kind,))
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("no database", r"is damaged \(file is not a database\): put a copy of it back"),
+        ("torn", r"is damaged \(database disk image is malformed\): put a copy of it back"),
+        ("empty", r"is empty \(0 bytes\), though .*jobs holds jobs"),
+        ("empty with its log", r"is empty \(0 bytes\)"),
+        ("a folder", r"elasticflow.db cannot be used: unable to open database file"),
+        ("9999", r"is at schema '9999', .* install the version that wrote it"),
+        ("0000abcd", r"is at schema '0000abcd', .* install the version that wrote it"),
+    ],
+)
+def test_a_database_that_cannot_be_used_is_told_in_one_sentence(start, tmp_path, kind, said):
+    lay_out(tmp_path, kind)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("elasticflow.db*") if path.is_file()}
+    status, lines = start()
+    assert status == 1
+    assert len(lines) == 1, lines
+    assert re.match(r"elasticflow: the database .*" + said, lines[0]), lines
+    if kind.startswith("empty"):
+        assert {name: (tmp_path / name).read_bytes() for name in before} == before
+
+
+def test_a_new_directory_with_an_empty_file_is_a_new_service(tmp_path, daemons, open_client):
+    """As a first start leaves it that was killed at once."""
+    daemons.state_dir().mkdir(mode=0o700)
+    (daemons.state_dir() / "elasticflow.db").touch()
+    assert open_client(daemons.embedded()).health().status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("postgresql://user:hunter2-secret@127.0.0.1:1/jobs", r"'jobs' on 127.0.0.1 cannot be used: .*refused"),
+        (
+            "postgresql:///jobs?host=/no/such/folder&password=hunter2-secret",
+            r"'jobs' on /no/such/folder cannot be used",
+        ),
+        ("kdb://user:hunter2-secret@host/jobs", r"a kind of database that is not known here: kdb"),
+        ("hunter2-secret", r"is no URL such as postgresql://"),
+        ("sqlite:////no/such/folder/jobs.db", r"/no/such/folder/jobs.db cannot be used: .*No such file"),
+    ],
+)
+def test_a_database_that_is_not_there_is_told_in_one_sentence(start, url, said):
+    status, lines = start(database_url=url)
+    assert status == 1
+    assert len(lines) == 1, lines
+    assert re.search(said, lines[0]), lines
+    assert "hunter2" not in lines[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("least_bytes", [0, 6000])
+def test_a_full_disk_is_told_in_one_sentence(tmp_path, least_bytes):
+    """Files may not grow: at once, or when the database is made."""
+    done = subprocess.run(
+        [sys.executable, "-m", "elasticflow_airflow.service", "--state-dir", str(tmp_path)],
+        env={**os.environ, "ELASTICFLOW_ENGINE": "fake"},
+        capture_output=True,
+        timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (least_bytes, least_bytes)),
+    )
+    lines = done.stderr.decode().splitlines()
+    assert (done.returncode, len(lines)) == (1, 1), lines
+    assert "ree space there" in lines[0]
+
+
+def test_the_client_says_why_the_embedded_service_cannot_start_and_does_not_wait(daemons):
+    state_dir = daemons.state_dir()
+    state_dir.mkdir(mode=0o700)
+    lay_out(state_dir, "no database")
+    log = state_dir / "service.log"
+    log.write_text("elasticflow: of another day\n")
+    log.chmod(0o644)
+    with pytest.raises(EmbeddedStartError) as failed:
+        ensure_service(state_dir, daemons.environment(), limit_s=300.0)
+    assert "cannot start: the database" in failed.value.message
+    assert "is damaged" in failed.value.message
+    assert "another day" not in str(failed.value)
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+
+
+# -- one service on a database -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(
+    params=[pytest.param("sqlite", marks=pytest.mark.slow), pytest.param("postgres", marks=pytest.mark.postgres)]
+)
+def shared_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A database that two state directories name."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'shared.db'}"
+    return str(request.getfixturevalue("postgres_url"))
+
+
+def test_a_second_service_on_one_database_is_refused_and_named_the_first(daemons, open_client, shared_url):
+    first = daemons.popen("first", database_url=shared_url)
+    client = open_client(Endpoint(socket_path=daemons.state_dir("first") / "service.sock"))
+    client.retry_for_s = 60.0
+    assert client.health().pid == first.pid
+    second = daemons.popen("second", database_url=shared_url)
+    _, said = second.communicate(timeout=60)
+    assert second.returncode == 1
+    lines = said.decode().splitlines()
+    assert len(lines) == 1, lines
+    assert re.search(rf"another service .*\(host \S+, pid {first.pid}, since 20.* UTC, at unix://\S+/first/", lines[0])
+    with pytest.raises(EmbeddedStartError, match=rf"cannot start: another service .*pid {first.pid}"):
+        ensure_service(daemons.state_dir("second"), daemons.environment(database_url=shared_url))
+    assert client.health().status == "ok"
+
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    third = daemons.popen("second", database_url=shared_url)
+    client = open_client(Endpoint(socket_path=daemons.state_dir("second") / "service.sock"))
+    client.retry_for_s = 60.0
+    assert client.health().pid == third.pid
+
+
+class Watched:
+    """What the watcher of an ownership has said."""
+
+    def __init__(self) -> None:
+        self.again, self.lost = 0, list[str]()
+
+    def count(self) -> None:
+        self.again += 1
+
+
+def write(store: Store) -> None:
+    with store.write() as tx:
+        tx.add_event("test", "somebody writes")
+
+
+def cut(url: str) -> None:
+    """The server ends the connection that owns the database, as when the network or the server itself fails."""
+    engine = sa.create_engine(url, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.execute(
+            sa.text(
+                "SELECT pg_terminate_backend(pid, 10000) FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 2"
+                " AND pid <> pg_backend_pid()"
+            )
+        )
+    engine.dispose()
+
+
+@pytest.mark.postgres
+def test_who_lost_the_connection_writes_nothing_until_it_owns_the_database_again(postgres_url, wait):
+    watched = Watched()
+    with ownership.own(postgres_url, {"pid": 1}) as owner:
+        store = Store(postgres_url, check=owner.check)
+        write(store)
+        cut(postgres_url)
+        with pytest.raises(DATABASE_AWAY, match="was lost"):
+            write(store)
+        owner.watch(watched.count, watched.lost.append)
+        wait(lambda: watched.again, "it owns the database again")
+        wait(lambda: owner._held_by, "it says so")
+        write(store)
+        store.close()
+    assert (watched.again, watched.lost) == (1, [])
+
+
+@pytest.mark.postgres
+def test_who_lost_the_connection_to_another_service_leaves(postgres_url, wait):
+    watched = Watched()
+    with ownership.own(postgres_url, {"pid": 1}) as one:
+        store = Store(postgres_url, check=one.check)
+        cut(postgres_url)
+        with ownership.own(postgres_url, {"pid": 2, "endpoint": "http://there:8321"}) as other:
+            one.watch(watched.count, watched.lost.append)
+            wait(lambda: watched.lost, "it is told to leave")
+            assert "pid 2, at http://there:8321" in watched.lost[0]
+            with pytest.raises(DATABASE_AWAY):
+                write(store)
+            others = Store(postgres_url, check=other.check)
+            write(others)
+            others.close()
+        store.close()
+    assert watched.again == 0
+
+
+@pytest.mark.postgres
+def test_services_on_two_schemas_of_a_database_are_two(postgres_url):
+    engine = sa.create_engine(postgres_url)
+    with engine.begin() as connection:
+        connection.execute(sa.text("CREATE SCHEMA other"))
+    engine.dispose()
+    other = f"{postgres_url}&options=-csearch_path%3Dother"
+    with ownership.own(postgres_url, {}), ownership.own(other, {}), pytest.raises(ownership.OwnedError):
+        ownership.own(postgres_url, {}).__enter__()

@@ -1,0 +1,81 @@
+"""What the tests' own helpers promise to whoever reads a run."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+pytest_plugins = ["pytester"]
+
+LONG = "needs a machine that nobody has, " + "and a reason that is longer than any terminal is wide, " * 4 + "so it is"
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_run_says_in_one_whole_line_why_it_skipped(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # others take seconds in each process
+    pytester.makepyfile(
+        test_some=f"""
+        import pytest
+        @pytest.mark.parametrize("n", range(3))
+        def test_three(n): pytest.skip("no GPU")
+        @pytest.mark.skip(reason={LONG!r})
+        def test_one(): pass
+        @pytest.mark.skipif(True, reason="no GPU")
+        def test_elsewhere(): pass
+        def test_runs(): pass
+        """,
+        test_whole="import pytest; pytest.importorskip('no_such_module', reason='not installed:\\n pip install it')",
+    )
+    options = ["-p", "support.skips", "-p", "no:cacheprovider", "-rfE", "-p", "xdist.plugin", "-n", str(processes)]
+    result = pytester.runpytest_inprocess(*options)
+    lines = result.outlines
+    (start,) = [n for n, line in enumerate(lines) if "skipped, and why" in line]
+    assert lines[start + 1 : start + 4] == [
+        f"1 test: {LONG} (test_some.py::test_one)",
+        "4 tests: no GPU (test_some.py::test_three, and others)",
+        "1 module: not installed: pip install it (test_whole.py)",
+    ]
+    assert sum("no GPU" in line for line in lines) == 1
+    assert result.ret == 0
+
+
+def test_a_run_that_skipped_nothing_says_nothing_of_it(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_runs(): pass")
+    result = pytester.runpytest_inprocess("-p", "support.skips", "-p", "no:cacheprovider")
+    assert "skipped, and why" not in result.stdout.str()
+
+
+def test_who_is_done_with_its_own_room_helps_out_in_the_other(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (conftest,) = [p for p in pytestconfig.pluginmanager.get_plugins() if hasattr(p, "Rooms")]
+    rooms, taken = conftest.Rooms.__new__(conftest.Rooms), {"waits": [], "trains": []}
+
+    def take(self: LoadScopeScheduling, node: str) -> None:
+        taken[node].append(self.workqueue.popitem(last=False)[0])
+
+    monkeypatch.setattr(LoadScopeScheduling, "_assign_work_unit", take)
+    rooms.assigned_work = dict.fromkeys(taken)
+    paths = [
+        "runtime/test_a.py",
+        "service/test_b_local.py",
+        "service/test_c.py",
+        "airflow/stack/test_d.py",
+        "ui/test_e.py",
+    ]
+    paths += ["demo/test_f.py"]
+    scopes = [rooms._split_scope(f"tests/{path}::test[a::b]") for path in paths]
+    rooms.workqueue = OrderedDict.fromkeys(scopes)
+    for node in ("waits", "trains", "trains", "waits", "waits", "waits"):
+        rooms._assign_work_unit(node)
+    assert taken["trains"] == ["tests/demo/test_f.py", "tests/runtime/test_a.py"]
+    assert taken["waits"] == [
+        "tests/airflow/stack",
+        "tests/service/test_c.py",
+        "tests/ui/test_e.py",
+        "tests/service/test_b_local.py",
+    ]
