@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
+from airflow.sdk.bases.decorator import _TaskDecorator
 from airflow.sdk.definitions.mappedoperator import MappedOperator, OperatorPartial
 
 from elasticflow_airflow.arguments import CHECKED, MAY_BE_LATE, ArgumentError, check_arguments, check_each, is_late
@@ -58,6 +59,34 @@ class CheckedPartial(NamesCheckedPartial):
         return mapped
 
 
+class NamesCheckedFunction(_TaskDecorator[..., Any, Any]):
+    """A decorated function: Airflow's own, which looks at the names in a literal ``expand_kwargs`` as well."""
+
+    @classmethod
+    def of(cls, made: Any) -> NamesCheckedFunction:
+        """Take over what Airflow's factory made of a function."""
+        return cls(
+            function=made.function,
+            operator_class=made.operator_class,
+            multiple_outputs=made.multiple_outputs,
+            kwargs=made.kwargs,
+        )
+
+    def expand_kwargs(self, kwargs: Any, *, strict: bool = True) -> Any:
+        """Map the function over a list of its arguments. Raises ArgumentError."""
+        parameters = inspect.signature(self.function).parameters
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        given = self.kwargs.get("op_kwargs", {})
+        for index, one in _literal_tasks(kwargs):
+            for name in one:
+                if name not in parameters and not takes_any:
+                    listed = f"it has {', '.join(parameters) or 'none'}"
+                    raise _unknown(index, f"{self.function.__name__}()", name, parameters, listed)
+                if strict and name in given:
+                    raise _given_twice(index, name)
+        return super().expand_kwargs(kwargs, strict=strict)
+
+
 def names_checked(begun: OperatorPartial, given: Iterable[str]) -> NamesCheckedPartial:
     """Take over what Airflow's ``partial()`` made of the arguments that are ``given``."""
     begun._expand_called = True  # from here on it is ours that must be mapped
@@ -90,21 +119,27 @@ def _check_names(begun: NamesCheckedPartial, index: int, one: Mapping[Any, Any],
     operator, known = begun.operator_class, _parameters(begun.operator_class)
     for name in one:
         if name not in known:
-            close = get_close_matches(str(name), known, n=1)
-            raise ArgumentError(
-                f"mapped task {index}: {operator.__name__} has no argument {name!r}"
-                + (f": did you mean {close[0]!r}?" if close else "; the reference lists those that it has")
-            )
+            raise _unknown(index, operator.__name__, name, known, "the reference lists those that it has")
         if strict and name in begun.given:
-            raise ArgumentError(
-                f"mapped task {index}: {name!r} is given twice, to partial() and in expand_kwargs(): leave it out of"
-                " one of them; or say expand_kwargs(..., strict=False), and each task's own counts"
-            )
+            raise _given_twice(index, name)
         if strict and name in begun.kwargs and name != "params":
             raise ArgumentError(
                 f"mapped task {index}: {name!r} is the same for all mapped tasks: give it to partial(); or say"
                 " expand_kwargs(..., strict=False)"
             )
+
+
+def _unknown(index: int, whose: str, name: Any, known: Iterable[str], listed: str) -> ArgumentError:
+    close = get_close_matches(str(name), list(known), n=1)
+    remedy = f": did you mean {close[0]!r}?" if close else f"; {listed}"
+    return ArgumentError(f"mapped task {index}: {whose} has no argument {name!r}{remedy}")
+
+
+def _given_twice(index: int, name: str) -> ArgumentError:
+    return ArgumentError(
+        f"mapped task {index}: {name!r} is given twice, to partial() and in expand_kwargs(): leave it out of one of"
+        " them; or say expand_kwargs(..., strict=False), and each task's own counts"
+    )
 
 
 def _parameters(operator: type[Any]) -> set[str]:

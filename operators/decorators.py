@@ -7,11 +7,13 @@ service puts it, and is the operator's affair as ever.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from airflow.sdk.bases.decorator import DecoratedOperator, TaskDecorator, determine_kwargs, task_decorator_factory
 
 from elasticflow_airflow.arguments import CHECKED, ArgumentError, check_each
+from elasticflow_airflow.mapping import NamesCheckedFunction
 from elasticflow_airflow.operators.elastic_train import ElasticTrainOperator
 from elasticflow_airflow.settings import AirflowSettings
 from elasticflow_airflow.submission import Prepared, RunFacts
@@ -108,8 +110,9 @@ def elastic_train_task(python_callable: Callable[..., Any] | None = None, **kwar
     called in the worker, once per attempt, before the job is submitted; it may name parts of Airflow's context as
     parameters, and its own arguments may be outputs of other tasks. The task's XCom is the training's result.
     """
-    return task_decorator_factory(
-        python_callable=python_callable,
-        decorated_operator_class=ElasticTrainDecoratedOperator,
-        **kwargs,
+    if python_callable is None:
+        return cast("TaskDecorator", partial(elastic_train_task, **kwargs))
+    made = task_decorator_factory(
+        python_callable=python_callable, decorated_operator_class=ElasticTrainDecoratedOperator, **kwargs
     )
+    return cast("TaskDecorator", NamesCheckedFunction.of(made))

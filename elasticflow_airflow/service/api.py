@@ -28,7 +28,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from elasticflow_airflow import __version__
-from elasticflow_airflow.bounds import NAME_CHARACTERS, TEXT_CHARACTERS, clean_text
+from elasticflow_airflow.bounds import MOST_COUNT, NAME_CHARACTERS, TEXT_CHARACTERS, clean_text
 from elasticflow_airflow.engines.port import Engine, EngineNode
 from elasticflow_airflow.service.autoscaling import CapacityDesk, add_capacity
 from elasticflow_airflow.service.bodies import BodyLimit
@@ -351,7 +351,7 @@ def _add_events_and_logs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> Non
     async def stream(request: Request, after: EventId | None = None, job_id: OneJob | None = None) -> StreamingResponse:
         """Events as they come (server-sent events), from an id or the header Last-Event-ID on."""
         last = request.headers.get("last-event-id", "")
-        start = int(last) if re.fullmatch(r"[0-9]{1,18}", last) else after or 0
+        start = min(int(last), MOST_COUNT) if re.fullmatch(r"[0-9]{1,18}", last) else after or 0
         return StreamingResponse(
             _event_stream(parts.notifier, read_later, start, job_id, request.is_disconnected),
             media_type="text/event-stream",

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from elasticflow_airflow import bounds
 from elasticflow_airflow.engines.port import EngineNode
 from elasticflow_airflow.insight import (
     Admission,
@@ -231,7 +232,7 @@ def _why(row: IncarnationRow, foresight: Foresight | None, keys: Mapping[str, st
 def _decided_in(row: IncarnationRow) -> int | None:
     """The event of its verdict."""
     said = row.verdict.get("event_id") if isinstance(row.verdict, dict) else None
-    return said if isinstance(said, int) else None
+    return said if isinstance(said, int) and bounds.count_problem(said) is None else None
 
 
 def _check_moments(from_at: float, until_at: float) -> None:

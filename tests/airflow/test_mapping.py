@@ -63,6 +63,35 @@ def test_names_that_airflow_refuses_only_when_they_run_are_refused_when_the_dag_
             kind.partial(**common, **partial).expand_kwargs(tasks)
 
 
+def fine_tune(size, rate=0.1):
+    return [str(size), str(rate)]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "words"),
+    [
+        ([{"size": 3}, {"sise": 10}], r"^mapped task 1: fine_tune\(\) has no argument 'sise': did you mean 'size'"),
+        ([{"frobnicate": 1}], r"^mapped task 0: fine_tune\(\) has no argument 'frobnicate'; it has size, rate$"),
+        ([{"size": 1, "rate": 0.2}], "^mapped task 0: 'rate' is given twice, to partial"),
+    ],
+)
+def test_a_function_is_refused_names_that_it_does_not_have(tasks, words):
+    with DAG("d", schedule=None):
+        decorated = elastic_train_task(**GOOD, best_effort=True)(fine_tune).partial(rate=0.2)
+        with pytest.raises(ArgumentError, match=words):
+            decorated.expand_kwargs(tasks)
+
+
+def test_a_function_takes_names_that_it_has():
+    with DAG("d", schedule=None) as dag:
+        plain = elastic_train_task(**GOOD, best_effort=True)(fine_tune)
+        mapped = plain.expand_kwargs([{"size": 3}, {"size": 4, "rate": 0.2}])
+        plain.override(task_id="wins").partial(rate=0.2).expand_kwargs([{"size": 1, "rate": 0.3}], strict=False)
+        plain.override(task_id="later").expand_kwargs(mapped)
+        elastic_train_task(**{**GOOD, "task_id": "any"}, best_effort=True)(lambda **given: []).expand_kwargs([{"a": 1}])
+    assert set(dag.task_ids) == {"train", "wins", "later", "any"}
+
+
 def test_each_task_may_have_what_airflow_takes():
     with DAG("d", schedule=None, default_args={"epochs": 3, "retries": 1}):
         begun = ElasticTrainOperator.partial(**GOOD, best_effort=True, value=2.0)

@@ -6,6 +6,7 @@ import json
 import random
 import string
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
@@ -17,6 +18,7 @@ from support.service_parts import parts_of
 from elasticflow_airflow import bounds
 from elasticflow_airflow.client import snapshot_folder
 from elasticflow_airflow.service.api import build_app
+from elasticflow_airflow.service.openapi import document
 from elasticflow_airflow.wire import JobIdentity, JobSubmission, Problem
 from elasticflow_airflow.wire.fields import OUT_OF_BOUNDS
 
@@ -38,6 +40,12 @@ SUBMISSION = {
 
 @pytest.fixture
 async def http(world) -> AsyncIterator[httpx.AsyncClient]:
+    async with asking(world) as client:
+        yield client
+
+
+@asynccontextmanager
+async def asking(world) -> AsyncIterator[httpx.AsyncClient]:
     """The routes over a service in this process."""
     transport = httpx.ASGITransport(build_app(parts_of(world), None), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
@@ -189,6 +197,34 @@ def test_the_limits_stand_in_the_schema():
     assert deadline == {"type": "number", "minimum": 0.0, "maximum": bounds.LATEST_S}
     assert schema["$defs"]["Length"]["properties"]["steps"]["anyOf"][0]["maximum"] == bounds.MOST_COUNT
     assert schema["$defs"]["JobIdentity"]["properties"]["dag_id"]["maxLength"] == 250
+
+
+def test_whole_numbers_in_a_query_are_what_a_column_holds():
+    asked = [
+        (f"{path}: {one['name']}", kind)
+        for path, operations in document()["paths"].items()
+        for operation in operations.values()
+        for one in operation.get("parameters", ())
+        for kind in (one["schema"], *one["schema"].get("anyOf", ()))
+        if kind.get("type") == "integer" and one["name"] != "offset"  # into a file, not into the database
+    ]
+    assert len(asked) > 5
+    assert [where for where, kind in asked if not kind.get("maximum", 1e99) <= bounds.MOST_COUNT] == []
+
+
+@pytest.mark.postgres
+async def test_an_event_that_nobody_can_have_seen_is_none_of_postgresql_s_troubles(make_world, postgres_url):
+    world = make_world(url=postgres_url)
+    job_id = world.submit(within=600, scaling_curve={1: 10.0}).job.job_id
+    with world.store.write() as writer:
+        row = writer.job(job_id)
+        row.verdict = {**(row.verdict or {}), "event_id": 2**40}
+    async with asking(world) as http:
+        for path in (f"/v1/jobs/{job_id}/events", "/v1/events"):
+            assert (await http.get(path, params={"after": 2**31})).status_code == 422
+            assert (await http.get(path, params={"after": -1})).status_code == 422
+        assert (await http.get(f"/v1/jobs/{job_id}/events", params={"after": bounds.MOST_COUNT})).json() == []
+        assert (await http.get("/v1/cluster/history")).status_code == 200
 
 
 def test_an_answer_with_what_an_older_service_took_in_can_be_read(world):

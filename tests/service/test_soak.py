@@ -1,7 +1,8 @@
 """Everything at once, for long: bad requests, reports and rows, bursts, kills of the service; and 100 good clients.
 
 Whatever happens, each of their jobs is promised and kept, or refused because there was no room. Five minutes on SQLite,
-an hour on PostgreSQL; ``SOAK_S=<seconds>`` changes both. What is random comes from ``SOAK_SEED``, which is printed.
+an hour on PostgreSQL, with an Airflow whose parts are killed, too; ``SOAK_S=<seconds>`` changes both. What is random
+comes from ``SOAK_SEED``, which is printed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import sqlalchemy as sa
 from support import nasty
 from support.schemathesis_hooks import SNAPSHOT_ENV, SPARED_ENV
 from support.served import Served
+from support.soaked_airflow import SoakedAirflow
 
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, snapshot_folder
 from elasticflow_airflow.client.aio import AsyncElasticFlowClient
@@ -38,6 +40,8 @@ CLIENTS = 100
 NODES, SLOTS = 10, 8
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 """What the modelled workers really do, in steps/s."""
+GOOD = "good"
+"""How the DAGs, and so the jobs, of those begin that do nothing wrong."""
 MOST = 4
 """No good or burst job takes more workers."""
 POLL_S = 5.0
@@ -85,6 +89,7 @@ class Soak:
     until_s: float
     chance: random.Random
     snapshot: str = ""
+    airflow: SoakedAirflow | None = None
     good: dict[str, JobSubmission] = field(default_factory=dict)
     ended: dict[str, JobStatus] = field(default_factory=dict)
     others: set[str] = field(default_factory=set)
@@ -103,7 +108,10 @@ class Soak:
         async with asyncio.TaskGroup() as group:
             for number in range(CLIENTS):
                 group.create_task(self.go_on_submitting(number))
-            for chore in (self.burst, self.submit_rubbish, self.misbehave, self.write_rubbish, self.sweep, self.kill):
+            chores = [self.burst, self.submit_rubbish, self.misbehave, self.write_rubbish, self.sweep, self.kill]
+            if self.airflow is not None:
+                chores += [self.trigger, self.kill_airflow]
+            for chore in chores:
                 group.create_task(self.again_and_again(chore))
             group.create_task(self.call_everything(base))
             group.create_task(self.watch())
@@ -144,7 +152,7 @@ class Soak:
                 run += 1
                 steps = self.chance.randint(100, 300)
                 within_s = self.chance.uniform(150.0, 300.0)
-                job = self.job(f"good{number}", run, steps=steps, deadline_at=time.time() + within_s)
+                job = self.job(f"{GOOD}{number}", run, steps=steps, deadline_at=time.time() + within_s)
                 self.good[job.identity.job_id] = job
                 attached = await client.submit(job)
                 status = attached.job
@@ -232,7 +240,7 @@ class Soak:
         found = {}
         async with self.client(retry_for_s=0.0) as client:
             for job in await client.list_jobs(live=True, limit=1000):
-                if job.job_id not in self.good:
+                if not job.job_id.startswith(GOOD):
                     found[job.job_id] = f"{job.state}, {job.state_reason}"
                     if since is None or not job.submitted_at > since:
                         try:
@@ -248,6 +256,18 @@ class Soak:
         await asyncio.to_thread(self.service.kill)
         await asyncio.to_thread(self.service.start)
         self.is_killing = False
+
+    async def trigger(self) -> None:
+        """A run of Airflow's."""
+        await asyncio.sleep(self.chance.uniform(20.0, 60.0))
+        assert self.airflow is not None
+        await asyncio.to_thread(self.airflow.trigger)
+
+    async def kill_airflow(self) -> None:
+        """At any time, a part of Airflow dies."""
+        await asyncio.sleep(self.chance.uniform(15.0, 60.0))
+        assert self.airflow is not None
+        await asyncio.to_thread(self.airflow.disturb, self.chance)
 
     async def watch(self) -> None:
         """The service never ends by itself; while there are good clients somebody has to tell them."""
@@ -276,7 +296,7 @@ class Soak:
                     "PYTHONPATH": str(TESTS),
                     "SCHEMATHESIS_HOOKS": "support.schemathesis_hooks",
                     SNAPSHOT_ENV: self.snapshot,
-                    SPARED_ENV: "good",
+                    SPARED_ENV: GOOD,
                 },
                 cwd=base,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -323,6 +343,8 @@ class Soak:
                     wrong.append(f"{job_id} made {status.step} steps of {job.length.steps}")
                 else:
                     self.done["kept"] += 1
+            if self.airflow is not None:
+                wrong += self.airflow.judge(client)
             wrong += [f"{job_id} of a burst is lost" for job_id in self.others - rows.keys()]
             problems = "; ".join(client.health().problems)
             if "pass" in problems or "scheduler failed" in problems:
@@ -343,7 +365,7 @@ class Soak:
         with engine.connect() as connection:
             for one in connection.execute(sa.select(row.job_id, row.submitted_at, row.finished_at, row.submission)):
                 given = one.submission if isinstance(one.submission, dict) else {}
-                known = one.job_id.startswith(("burst", "good"))
+                known = one.job_id.startswith(("burst", GOOD))
                 most = min(NODES * SLOTS, given.get("max_workers") or given.get("global_batch_size") or MOST)
                 needs = int(not given["best_effort"]) if known else max(MOST, most)
                 found.setdefault(one.job_id, []).append(Stay(one.submitted_at, one.finished_at, needs))
@@ -375,15 +397,15 @@ class CountingTransport(httpx.AsyncHTTPTransport):
         return response
 
 
-def soak(base: Path, seconds: float, database_url: str | None) -> None:
-    """One run: start, let them all loose, look."""
+def soak(base: Path, seconds: float, database_url: str | None = None, airflow_database: str | None = None) -> None:
+    """One run: start, let them all loose, look. With a database for it, an Airflow takes part."""
     seconds = float(os.environ.get("SOAK_S", seconds))
     seed = int(os.environ.get("SOAK_SEED", random.randrange(2**31)))
     print(f"SOAK_S={seconds:g} SOAK_SEED={seed}")
     settings: dict[str, object] = {"virtual_nodes": f"{NODES}x{SLOTS}", "deadline_margin_s": 60}
     if database_url is not None:
         settings["database_url"] = database_url
-    service = Served(base / "state", settings)
+    service, airflow = Served(base / "state", settings), None
     code = base / "code"
     code.mkdir()
     (code / "train.py").write_text("print('training')\n")
@@ -393,8 +415,12 @@ def soak(base: Path, seconds: float, database_url: str | None) -> None:
         with ElasticFlowClient(service.endpoint) as client:
             client.upload_snapshot(snapshot)
         database = database_url or f"sqlite:///{service.state_dir / 'elasticflow.db'}"
-        run = Soak(service, database, time.monotonic() + seconds, random.Random(seed), snapshot.sha256)
+        if airflow_database is not None:
+            airflow = SoakedAirflow(service.endpoint, airflow_database, f"{GOOD}flow")
+        run = Soak(service, database, time.monotonic() + seconds, random.Random(seed), snapshot.sha256, airflow)
         asyncio.run(run.run(base))
+        if airflow is not None:
+            airflow.finish()
         asyncio.run(run.tidy())
         wrong = run.judge()
         print(f"done: {dict(run.done)}; answers: {dict(run.statuses)}; good jobs: {len(run.good)}")
@@ -405,17 +431,22 @@ def soak(base: Path, seconds: float, database_url: str | None) -> None:
     finally:
         if "SOAK_KEEP" in os.environ:
             shutil.copytree(base, os.environ["SOAK_KEEP"], dirs_exist_ok=True)
+        if airflow is not None:
+            airflow.close()
         service.end()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_good_jobs_are_kept_whatever_else_happens(tmp_path):
-    soak(tmp_path, 300.0, None)
+    soak(tmp_path, 300.0)
 
 
 @pytest.mark.soak
+@pytest.mark.airflow
 @pytest.mark.postgres
 @pytest.mark.timeout(7200)
-def test_good_jobs_are_kept_for_an_hour_on_postgresql(tmp_path, postgres_url):
-    soak(tmp_path, 3600.0, postgres_url)
+def test_good_jobs_are_kept_for_an_hour_on_postgresql(tmp_path, postgres_url, postgres_server):
+    postgres_server.sql("CREATE DATABASE airflow")
+    airflow = postgres_server.url.format("airflow").replace("postgresql:", "postgresql+psycopg:")
+    soak(tmp_path, 3600.0, postgres_url, airflow)

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +46,13 @@ class Service:
         """As of the last look."""
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def connection(self) -> dict[str, Any]:
+        """Fields of an Airflow connection to it."""
+        if self.ours:
+            return {"host": f"unix://{self.state_dir}/service.sock"}
+        return {"extra": {"state_dir": str(self.state_dir)}}
 
     def start(self) -> None:
         self.state_dir.mkdir(exist_ok=True, mode=0o700)
@@ -404,8 +411,19 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def open_stack(dag_file: str, dags: int, *, database: str | None = None, service_database: str | None = None) -> Stack:
-    """Start everything, and wait until it is ready. ``database`` are SQLAlchemy's URLs; None: SQLite."""
+def open_stack(
+    dag_file: str,
+    dags: int,
+    *,
+    database: str | None = None,
+    service_database: str | None = None,
+    connections: Mapping[str, Mapping[str, Any]] | None = None,
+    settings: Mapping[str, str] | None = None,
+) -> Stack:
+    """Start everything, and wait until it is ready. ``database`` are SQLAlchemy's URLs; None: SQLite.
+
+    With ``connections``, fields of each by its id, it has no services of its own. ``settings`` replace Airflow's below.
+    """
     home = Path(tempfile.mkdtemp(prefix="ef-stack-"))
     (home / "dags" / "code").mkdir(parents=True)
     (home / "dags" / ".airflowignore").write_text("code/\n")
@@ -421,18 +439,15 @@ def open_stack(dag_file: str, dags: int, *, database: str | None = None, service
         "ELASTICFLOW_SLOT_LOCK_DIR": str(home / "locks"),
         "ELASTICFLOW_CHECKPOINT_INTERVAL_S": "1",
     }
-    services = {
-        "elasticflow_default": Service(home / "d", served, ours=True),
-        "local": Service(home / "l", local, ours=True),
-        "embedded": Service(home / "e", {}, ours=False),
-    }
-    connections = {
-        name: {"host": f"unix://{service.state_dir}/service.sock"}
-        if service.ours
-        else {"extra": {"state_dir": str(service.state_dir)}}
-        for name, service in services.items()
-    }
-    connections[UNSAID] = connections["elasticflow_default"] | {"extra": {"namespace": UNSAID}}
+    services = {}
+    if connections is None:
+        services = {
+            "elasticflow_default": Service(home / "d", served, ours=True),
+            "local": Service(home / "l", local, ours=True),
+            "embedded": Service(home / "e", {}, ours=False),
+        }
+        connections = {name: service.connection for name, service in services.items()}
+        connections[UNSAID] = connections["elasticflow_default"] | {"extra": {"namespace": UNSAID}}
     database = database or f"sqlite:///{home}/airflow.db?timeout=60"  # many write at once
     environment = {
         **clean_environment(),
@@ -470,6 +485,7 @@ def open_stack(dag_file: str, dags: int, *, database: str | None = None, service
         "AIRFLOW__ELASTICFLOW__INLINE_WAIT_S": "1",
         "AIRFLOW__ELASTICFLOW__LEASE_S": str(LEASE_S),
         "AIRFLOW__ELASTICFLOW__ORPHAN_S": str(ORPHAN_S),
+        **(settings or {}),
     }
     if database.startswith("postgresql"):
         environment["AIRFLOW__DATABASE__SQL_ALCHEMY_CONN_ASYNC"] = database  # psycopg does both
