@@ -6,7 +6,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BODY_LIMIT_BYTES = 4 << 20
-LIMITS_BYTES = {"/v1/calendar": 32 << 20}
+LIMITS_BYTES = {"/v1/calendar": 8 << 20}
 """Of the routes that take more: what is due in a whole Airflow."""
 _OWN_LIMIT = "/v1/snapshots/"
 """Uploads are written to disk as they come, and measured there."""

@@ -20,7 +20,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from elasticflow_airflow.service import connections
-from elasticflow_airflow.service.bodies import BODY_LIMIT_BYTES
+from elasticflow_airflow.service.bodies import BODY_LIMIT_BYTES, LIMITS_BYTES
 
 TOKEN = "a-long-token"
 LIMIT_S = 30.0
@@ -101,17 +101,20 @@ def test_what_is_no_request_is_a_problem(connect):
     assert (status, problem["error"]) == (400, "http")
 
 
+@pytest.mark.parametrize(("path", "limit"), [("/v1/forecast", BODY_LIMIT_BYTES), *LIMITS_BYTES.items()])
 @pytest.mark.parametrize("announced", [True, False])
-def test_a_body_that_is_too_large_is_refused(connect, announced):
-    size = BODY_LIMIT_BYTES + 1
+def test_a_body_that_is_too_large_is_refused(connect, announced, path, limit):
+    size = limit + 1
     with connect() as connection:
         if announced:  # It is refused before any of it is sent.
-            connection.sendall(head(Content_Length=size))
+            connection.sendall(head(path=path, Content_Length=size))
         else:
-            connection.sendall(head(Transfer_Encoding="chunked") + f"{size:x}\r\n".encode() + b" " * size + b"\r\n")
+            connection.sendall(
+                head(path=path, Transfer_Encoding="chunked") + f"{size:x}\r\n".encode() + b" " * size + b"\r\n"
+            )
         status, problem = answer_to(connection)
     assert status == 413
-    assert f"larger than {BODY_LIMIT_BYTES} bytes" in problem["message"]
+    assert f"larger than {limit} bytes" in problem["message"]
 
 
 @pytest.mark.parametrize("connect", ["tcp"], indirect=True)
