@@ -26,6 +26,7 @@ from support.postgres import Postgres, postgres
 
 from elasticflow_airflow.client import ElasticFlowClient, Endpoint, Snapshot, ensure_service, snapshot_folder
 from elasticflow_airflow.engines.fake import BEHAVIOUR_ENV, FakeEngine, fake_nodes
+from elasticflow_airflow.service import store
 from elasticflow_airflow.service.candidates import CandidateDesk, verify_by_manifest
 from elasticflow_airflow.service.jobs import JobDesk, Submitted
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
@@ -263,6 +264,14 @@ class World:
 
     def incarnation_dir(self, job: Attachment, incarnation: int = 1) -> Path:
         return self.settings.state_dir / "jobs" / job.job.job_id / f"i{incarnation:06d}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nobody_cuts_the_power() -> Iterator[None]:
+    """A database of this process is not made to reach the disk: what is killed has written all the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "_PRAGMAS", (*store._PRAGMAS, "synchronous=OFF"))
+        yield
 
 
 @pytest.fixture(scope="session")
