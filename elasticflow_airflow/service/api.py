@@ -89,7 +89,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class ServiceParts:
-    """What the routes work with. ``nodes`` and ``problem`` ask the loop."""
+    """What the routes work with. ``nodes`` and ``problems`` ask the loop."""
 
     store: Store
     notifier: Notifier
@@ -98,7 +98,7 @@ class ServiceParts:
     desk: JobDesk
     settings: ServiceSettings
     nodes: Callable[[], tuple[EngineNode, ...]]
-    problem: Callable[[], str]
+    problems: Callable[[], list[str]]
     traffic: Traffic
     started_at: float
     forecasts: ForecastDesk | None = None
@@ -259,12 +259,12 @@ def _add_health(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     @lanes.reading
     def health() -> Health:
         """How the service is, and who holds which slot."""
-        problem = parts.problem()
+        problems = parts.problems()
         with parts.store.read() as reader:
             live = reader.live_count()
             slots = slot_statuses(parts.nodes(), reader)
         return Health(
-            status="degraded" if problem else "ok",
+            status="degraded" if problems else "ok",
             version=__version__,
             engine=parts.engine.name,
             pid=os.getpid(),
@@ -272,7 +272,7 @@ def _add_health(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
             state_dir=str(parts.settings.state_dir),
             live_jobs=live,
             slots=slots,
-            problems=[problem] if problem else [],
+            problems=problems,
         )
 
 

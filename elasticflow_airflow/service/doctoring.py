@@ -70,7 +70,7 @@ def add_doctor(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
 
 def _running(parts: ServiceParts) -> list[Finding]:
     named = [look_at_interpreter(python) for python in _named_interpreters(parts)]
-    return [_loop(parts.problem()), _slots(parts), _database(parts), _token(parts.settings), *named]
+    return [_loop("; ".join(parts.problems())), _slots(parts), _database(parts), _token(parts.settings), *named]
 
 
 def look_at_machine(settings: ServiceSettings) -> list[Finding]:

@@ -199,7 +199,7 @@ def assemble(
         ),
         settings=settings,
         nodes=lambda: reconciler.nodes,
-        problem=lambda: "; ".join(reconciler.problems),
+        problems=lambda: reconciler.problems,
         traffic=Traffic(),
         started_at=clock(),
         forecasts=forecasts,

@@ -133,7 +133,7 @@ class ServiceExhibit:
         info = GaugeMetricFamily("elasticflow_build_info", "Versions.", labels=["version", "api", "engine", "policy"])
         info.add_metric([__version__, API_VERSION, parts.engine.name, parts.settings.policy], 1)
         yield info
-        healthy = not parts.problem()
+        healthy = not parts.problems()
         yield GaugeMetricFamily("elasticflow_healthy", "1 while the scheduling loop does not fail.", value=healthy)
         # One process per database decides; it holds the lock of its state directory for that.
         yield GaugeMetricFamily("elasticflow_leader", "1 where the scheduling loop runs.", value=1)

@@ -24,7 +24,8 @@ from elasticflow_airflow.insight import (
 from elasticflow_airflow.wire import ForecastAnswer, ForecastItem, JobIdentity, JobStatus, SlotStatus
 
 SOMEBODY = "another job"
-_FAILED = "Its last pass over the jobs failed: its log says why."
+_ASIDE = "A job that you may not see is set aside, as the service failed on it; all others go on."
+_WRONG = "Its log says which: the text may name what you may not see."
 _TASK = re.compile(r"(?<![\w./-])[\w-]+(?:\.[\w-]+)+(?:\[\d+\])?(?![\w/-])")
 _JOB_ID = re.compile(r"(?<![\w-])[a-z0-9][a-z0-9-]*-[0-9a-f]{16}(?![\w-])")
 
@@ -73,10 +74,17 @@ class Sight:
         return text
 
     def problems(self, problems: list[str]) -> list[str]:
-        """What is wrong with the service. It is the text of an error, which may name anything."""
-        if not problems or not (self.hidden_dags or self.hidden_tasks):
+        """What is wrong with the service, or with single jobs. An error's text may name anything that is hidden."""
+        if not (self.hidden_dags or self.hidden_tasks):
             return problems
-        return [_FAILED]
+        return list(dict.fromkeys(map(self._problem, problems)))
+
+    def _problem(self, problem: str) -> str:
+        """What begins with the id of a job is of that job."""
+        job = _JOB_ID.match(problem)
+        if job is None:
+            return _WRONG
+        return self.text(problem) if job.group() in self.names else _ASIDE
 
     def plain(self, value: Any) -> Any:
         """A JSON value with its sentences for this user; ids that are fields of their own stay."""

@@ -49,7 +49,7 @@ class QuietService:
                 desk=JobDesk(self.store, notifier, snapshots, secrets, settings, slots=lambda: 4, clock=time.time),
                 settings=settings,
                 nodes=lambda: (),
-                problem=lambda: "",
+                problems=list,
                 traffic=Traffic(),
                 started_at=0.0,
                 forecasts=ForecastDesk(self.store, settings, nobody_plans, lambda: "", clock=time.time),

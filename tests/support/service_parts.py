@@ -18,7 +18,7 @@ def parts_of(world: Any, **more: Any) -> ServiceParts:
         "desk": world.desk,
         "settings": world.settings,
         "nodes": lambda: world.reconciler.nodes,
-        "problem": lambda: world.reconciler.problem,
+        "problems": lambda: world.reconciler.problems,
         "traffic": Traffic(),
         "started_at": world.now_s,
     }

@@ -94,7 +94,11 @@ def test_sentences_call_jobs_by_names_that_the_user_may_know(browse: Any, cluste
 
 def test_no_route_names_a_dag_that_may_not_be_read(browse: Any, cluster: ScriptedCluster, manager: Any) -> None:
     manager.only = "fraud_daily"
-    cluster.problems = [f"IntegrityError(['default', 'payroll', 'train'], {HIDDEN.job_id!r})"]
+    cluster.problems = [
+        f"IntegrityError(['default', 'payroll', 'train'], {HIDDEN.job_id!r})",
+        f"{HIDDEN.job_id} is set aside: the service failed while planning it: KeyError: 'payroll'",
+        f"{MINE.job_id} is set aside: the service failed while planning it beside {HIDDEN.job_id}: TypeError",
+    ]
     editor = browse("user")
     change = {"claim": 2, "deadline_at": cluster.now + 9000}
     answers = {path: editor.get(path) for path in [*LISTS, *(f"{JOB}/{what}" for what in READS)]}
@@ -111,8 +115,12 @@ def test_no_route_names_a_dag_that_may_not_be_read(browse: Any, cluster: Scripte
     said = answers[f"{JOB}/story"].json()["why"]
     assert said == "holds 2 slots until 03:20 UTC, then 4: another job and another job need them"
     assert answers["cancel"].json()["state_reason"] == "holds 2 slots beside another job"
-    (problem,) = answers["api/cluster"].json()["service"]["problems"]
-    assert problem == "Its last pass over the jobs failed: its log says why."
+    assert answers["api/cluster"].json()["service"]["problems"] == [
+        "Its log says which: the text may name what you may not see.",
+        "A job that you may not see is set aside, as the service failed on it; all others go on.",
+        "fraud_daily.finetune is set aside: the service failed while planning it beside another job: TypeError",
+    ]
+    assert browse("admin").get("api/cluster").json()["service"]["problems"] == cluster.problems
 
 
 def test_the_service_says_which_tasks_a_sentence_names(browse: Any, cluster: ScriptedCluster) -> None:

@@ -107,7 +107,7 @@ export function open({ main, refresh }) {
 }
 
 const problems = ({ service }) =>
-  service.problems.length ? h('p', { class: 'banner bad', role: 'alert', 'data-key': 'problems' }, h('strong', {}, 'The service reports a problem. '), service.problems.join(' ')) : null;
+  service.problems.length ? h('p', { class: 'banner bad', role: 'alert', 'data-key': 'problems' }, h('strong', {}, 'The service reports a problem. '), service.problems.join('; ')) : null;
 
 function overview({ cluster, week, forecast }) {
   const taken = cluster.slots.filter((slot) => slot.job_id || slot.busy).length;
