@@ -23,7 +23,7 @@ STEPS = {"defers": 200, "blocks": 250, "promised": 150}
 _EASY = 'deadline=timedelta(minutes=20), on_past_deadline="best_effort", on_reject="best_effort"'
 _TASKS = [
     f'train({STEPS["defers"]}, task_id="defers", retries={RETRIES})',
-    f'blocking({STEPS["blocks"]}, task_id="blocks", retries={RETRIES})',
+    f'blocking({STEPS["blocks"]}, task_id="blocks", retries={RETRIES}, {_EASY})',
     f'train({STEPS["promised"]}, task_id="promised", retries={RETRIES}, {_EASY})',
 ]
 
@@ -33,7 +33,7 @@ class SoakedAirflow:
 
     def __init__(self, endpoint: Endpoint, database: str, dag_id: str) -> None:
         paths = Paths()
-        paths.add_dag(dag_id, *_TASKS)
+        paths.add_dag(dag_id, *_TASKS, dag="schedule=None, max_active_runs=1000")
         connection = {"host": endpoint.base_url, "password": endpoint.token, "extra": {"namespace": NAMESPACE}}
         self.dag_id = dag_id
         self.stack: Stack = open_stack(
