@@ -447,6 +447,4 @@ def test_good_jobs_are_kept_whatever_else_happens(tmp_path):
 @pytest.mark.postgres
 @pytest.mark.timeout(7200)
 def test_good_jobs_are_kept_for_an_hour_on_postgresql(tmp_path, postgres_url, postgres_server):
-    postgres_server.sql("CREATE DATABASE airflow")
-    airflow = postgres_server.url.format("airflow").replace("postgresql:", "postgresql+psycopg:")
-    soak(tmp_path, 3600.0, postgres_url, airflow)
+    soak(tmp_path, 3600.0, postgres_url, postgres_server.create_for_airflow("airflow"))

@@ -36,6 +36,16 @@ class Postgres:
         with psycopg.connect(f"host={self.base} user=elasticflow dbname=postgres", autocommit=True) as connection:
             connection.execute(command.encode())
 
+    def create_for_airflow(self, name: str) -> str:
+        """Create a database for Airflow; its SQLAlchemy URL.
+
+        Workers of a scheduler that was killed outlive it, and keep its connection open: without a limit, what it had
+        locked in that moment would be left out by every scheduler that follows (FOR UPDATE SKIP LOCKED), for ever.
+        """
+        self.sql(f"CREATE DATABASE {name}")
+        self.sql(f"ALTER DATABASE {name} SET idle_in_transaction_session_timeout = '20s'")
+        return self.url.format(name).replace("postgresql:", "postgresql+psycopg:")
+
     def create(self) -> None:
         self._run("initdb", "-U", "elasticflow", "-A", "trust", "--no-sync", "-E", "UTF8")
 

@@ -35,10 +35,9 @@ def stack(sqlite_stack: Stack) -> Stack:
 def postgres_stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
     """Airflow and the service on databases of a real PostgreSQL."""
     with postgres() as server:
-        names = [f"{part}{uuid.uuid4().hex}" for part in ("airflow", "service")]
-        for name in names:
-            server.sql(f"CREATE DATABASE {name}")
-        database, service_database = (server.url.format(n).replace("postgresql:", "postgresql+psycopg:") for n in names)
+        database, name = server.create_for_airflow(f"airflow{uuid.uuid4().hex}"), f"service{uuid.uuid4().hex}"
+        server.sql(f"CREATE DATABASE {name}")
+        service_database = server.url.format(name).replace("postgresql:", "postgresql+psycopg:")
         opened = open_stack(PATHS.dag_file(), len(PATHS.dags), database=database, service_database=service_database)
         opened.database = server
         yield opened
