@@ -28,6 +28,7 @@ from elasticflow_airflow.diagnosis import Diagnosis, Finding, ok, problem, warni
 from elasticflow_airflow.engines.port import EngineNode
 from elasticflow_airflow.service.lanes import Lanes
 from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.view import UNREADABLE
 from elasticflow_airflow.wire import API_VERSION
 
 if TYPE_CHECKING:
@@ -216,8 +217,11 @@ def _named_interpreters(parts: ServiceParts) -> list[str]:
     """Interpreters that recent tasks named by ``python=``, other than the service's own."""
     with parts.store.read() as reader:
         recent = reader.list_current(state=None, dag_id=None, live=None, limit=_RECENT_JOBS)
-    named = {row.submission["command"].get("python") for _, row in recent}
-    return sorted(python for python in named if python and python != sys.executable)[:_INTERPRETERS]
+    named = set()
+    for _, row in recent:
+        with contextlib.suppress(*UNREADABLE):
+            named.add(str(row.submission["command"].get("python") or sys.executable))
+    return sorted(named - {sys.executable})[:_INTERPRETERS]
 
 
 def _loop(said: str) -> Finding:

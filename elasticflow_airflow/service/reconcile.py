@@ -250,6 +250,7 @@ class Reconciler:
             books.singly = self._singly
             try:
                 self._bounds.check(books)
+                setting_aside.place(books, observations or ())
                 if self._scheduler is None:
                     self._scheduler = self._restore(books)
                 if observations is None:

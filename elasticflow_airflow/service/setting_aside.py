@@ -15,7 +15,7 @@ from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
 from elasticflow_airflow.scheduler_core.values import JobState, Slot
 from elasticflow_airflow.service.books import Books, alive, can_be_stopped
-from elasticflow_airflow.service.codec import placement_from_json
+from elasticflow_airflow.service.codec import placement_from_json, slots_to_json
 from elasticflow_airflow.service.deciding import handle
 from elasticflow_airflow.service.faults import Fault, find_culprits
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
@@ -80,7 +80,7 @@ class BoundsCheck:
             with books.on_behalf_of(row.job_id, "reading what is known of it"):
                 self._check(row)
                 for generation in books.open_of(row):
-                    placement_from_json(generation.placement)  # Others ask whose slots these are.
+                    _check_placement(generation)
         for amendment in books.tx.open_amendments():
             problem = amendment_out_of_bounds(amendment)
             if problem is not None:
@@ -96,6 +96,26 @@ class BoundsCheck:
         if problem is not None:
             self._checked.pop(key, None)
             raise OutOfBoundsError(problem)
+
+
+def _check_placement(generation: GenerationRow) -> None:
+    """Others ask whose slots these are: what is not told of one's workers would be given to somebody else."""
+    slots = placement_from_json(generation.placement).slots
+    if len(set(slots)) != generation.workers:
+        raise OutOfBoundsError(
+            f"generation {generation.generation} is stored with {generation.workers} workers on {len(set(slots))} slots"
+        )
+
+
+def place(books: Books, observations: Sequence[GangObservation]) -> None:
+    """Write down where the workers of jobs that are set aside stand, as the engine says, whatever is stored."""
+    seen = {(gang.job_id, gang.generation): gang for gang in observations if gang.workers}
+    for row in books.aside:
+        for generation in books.open_of(row):
+            gang = seen.get((generation.job_id, generation.generation))
+            if gang is not None:
+                generation.placement = slots_to_json(worker.slot for worker in gang.workers)
+                generation.workers = len(gang.workers)
 
 
 def look_after(books: Books, observations: Sequence[GangObservation]) -> None:
@@ -153,7 +173,7 @@ def held_slots(books: Books) -> dict[str, dict[int, str]]:
 
 
 def _slots(generation: GenerationRow) -> tuple[Slot, ...]:
-    """Where a gang stands; nowhere if that is what cannot be read: the engine says then that its slots are busy."""
+    """Where a gang stands; nowhere if that cannot be read, and the engine has not said it either."""
     try:
         return placement_from_json(generation.placement).slots
     except (TypeError, ValueError, OverflowError):

@@ -307,7 +307,25 @@ def test_a_value_that_no_column_holds_is_the_trouble_of_that_job_alone(pair, mon
     assert "incarnation.step holds integers below 2**31" in set_aside(world, bad)
 
 
-PAGES = ("health", "jobs", "jobs?live=true", "cluster", "cluster/history")
+@pytest.mark.parametrize(
+    "wrong",
+    [{"placement": "node0"}, {"placement": {}}, {"placement": []}, {"workers": 7}, {"placement": [["node0", 0]] * 2}],
+    ids=str,
+)
+def test_nobody_is_sent_to_slots_whose_holder_cannot_be_read(make_world, wrong):
+    world = make_world(nodes=1, slots=4)
+    bad = world.submit(task="bad", within=3000, steps=4000, scaling_curve=CURVE, max_workers=2, lease_s=5000)
+    world.until(lambda: world.status(bad).state == "running", "it trains")
+    held = world.status(bad).slots
+    poison(world, bad, GenerationRow, **wrong)
+    many = [world.submit(task=f"t{n}", within=900, steps=100, scaling_curve=CURVE, max_workers=1) for n in range(4)]
+    assert [world.ended(job).state for job in many] == ["succeeded"] * 4
+    assert set_aside(world, bad)
+    assert not [event for job in many for event in world.events(job, "not_started")]
+    assert world.status(bad).slots == held
+
+
+PAGES = ("health", "doctor", "jobs", "jobs?live=true", "cluster", "cluster/history")
 PAGES_OF_A_JOB = ("", "/story", "/runs", "/events")
 
 
@@ -332,6 +350,7 @@ def read_all_pages(world, *jobs):
         (IncarnationRow, {"verdict": [{}]}),
         (IncarnationRow, {"result": [1], "target": "none", "sampling": 3}),
         (IncarnationRow, {"state": "sleeping"}),
+        (IncarnationRow, {"submission": {"command": 3}}),
         (GenerationRow, {"placement": {"node0": 1}, "notes": []}),
         (EventRow, {"data": "nothing"}),
     ],
