@@ -19,7 +19,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 # The same examples for the same code: a new one is found by `make soak`, not by whoever changes something else. Nor by
 # whoever writes a number into another file: hypothesis would try the constants of all modules that are imported.
-settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 if hasattr(providers, "_get_local_constants"):
     providers._get_local_constants = lambda: providers._local_constants

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SCRIPT = Path(__file__).parents[1] / "support" / "train_small.py"
 A, B, C, D = Slot("local0", 0), Slot("local0", 1), Slot("local1", 0), Slot("local1", 1)
-SESSION = {"epochs": 15, "steps": None, "global_batch_size": 16, "logical_workers": 4, "seed": 7}
-STEPS = 15 * 6
+SESSION = {"epochs": 45, "steps": None, "global_batch_size": 16, "logical_workers": 4, "seed": 7}
+STEPS = 45 * 6
 
 DIES = """
 import os, runpy, signal
@@ -123,8 +123,15 @@ def test_the_stores_are_lost_with_who_hosts_them(local_bench, job, expected):
     bench.engine.apply(job(2, C, B, lost=("g000001-r000",)))
     meeting = Path(bench.spec().session.incarnation_dir) / "rendezvous" / "g000002-session.json"
     bench.wait(lambda _: meeting.exists(), "the store of the next group")
-    host = bench.folder(2, node=1).read_status().workers["g000002-r000"]
-    host.agent.kill()
+
+    def host(_):
+        """Its supervisor may not have written down yet whom it has started."""
+        status = bench.folder(2, node=1).read_status()
+        found = None if status is None else status.workers.get("g000002-r000")
+        return found if found is not None and found.agent is not None else None
+
+    bench.wait(host, "who hosts it")
+    host(None).agent.kill()
     bench.wait(lambda gangs: gangs[2].workers[0].exit_code is not None, "the death of who was to be first")
     bench.engine.apply(job(3, B, lost=("g000002-r000",)))
     bench.wait_state(3, GangState.RUNNING)

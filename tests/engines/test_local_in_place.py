@@ -41,6 +41,10 @@ def job(local_bench: LocalBench):
     return make
 
 
+LONG = {"epochs": 60, "env": {"TEST_STEP_S": "0.3"}}
+"""It trains for as long as a machine needs to start a joiner, until the test is in a hurry."""
+
+
 def switched(bench: LocalBench, spec: GangSpec) -> None:
     """Apply a generation and wait until all its members train in it, and the one before is over."""
     bench.engine.apply(spec)
@@ -57,16 +61,17 @@ def switched(bench: LocalBench, spec: GangSpec) -> None:
 @pytest.mark.slow
 def test_grow_move_shrink_and_finish(local_bench, job):
     bench = local_bench
-    bench.engine.apply(job(1, A, epochs=60))
+    bench.engine.apply(job(1, A, **LONG))
     bench.wait_state(1, GangState.RUNNING)
-    bench.engine.apply(job(2, A, C, epochs=60))
+    bench.engine.apply(job(2, A, C, **LONG))
     gangs = bench.look()
     assert (gangs[1].state, gangs[2].state) == (GangState.RUNNING, GangState.STARTING)
     assert [worker.worker_id for worker in gangs[2].workers] == ["g000001-r000", "g000002-r001"]
     bench.restart()  # the service is killed while they wait for each other
-    switched(bench, job(2, A, C, epochs=60))
+    switched(bench, job(2, A, C, **LONG))
     assert bench.look()[1].outcome is GangOutcome.STOPPED
-    switched(bench, job(3, C, epochs=60))
+    switched(bench, job(3, C, **LONG))
+    Path(bench.spec().session.incarnation_dir, "hurry").touch()
     (worker,) = bench.look()[3].workers
     assert (worker.worker_id, worker.slot, worker.exit_code) == ("g000002-r001", C, None)
     gangs = bench.wait(lambda gangs: gangs[3].state is GangState.ENDED, "the end")

@@ -224,14 +224,15 @@ def test_a_byte_now_and_then_is_no_progress(short_limits, tmp_path):
         assert data.startswith(b"HTTP/1.1 408")
 
 
-def test_requests_one_after_the_other_and_at_once_are_answered(short_limits, tmp_path):
+def test_requests_one_after_the_other_and_at_once_are_answered(short_limits, monkeypatch, tmp_path):
     """Each has its time of its own; what came with the request before counts for its own."""
+    monkeypatch.setattr(connections, "HEAD_LIMIT_S", 1.2)
     one = head(path="/", Content_Length=3, Connection="keep-alive") + b"abc"
     with echoing(tmp_path) as connect, connect() as connection:
         for _ in range(3):
             connection.sendall(one)
             until(connection, b"\r\n\r\n3")
-            time.sleep(0.2)
+            time.sleep(0.5)
         connection.sendall(one * 5)
         answers = b""
         while answers.count(b"\r\n\r\n3") < 5:

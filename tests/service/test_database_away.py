@@ -11,7 +11,7 @@ from support.postgres import postgres
 from elasticflow_airflow.client import ElasticFlowClient, ServiceUnavailable, snapshot_folder
 from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
 
-LEASE_S, ORPHAN_S = 3.0, 2.0
+LEASE_S, ORPHAN_S = 8.0, 2.0
 
 
 def submission(client: ElasticFlowClient, folder: Path, task_id: str, steps: int) -> JobSubmission:

@@ -77,7 +77,7 @@ def test_a_second_service_on_the_same_state_directory_leaves_quietly(daemons):
 
 
 def test_it_leaves_when_nobody_needs_it_and_comes_back_when_somebody_does(daemons, open_client, tmp_path):
-    client = open_client(daemons.embedded(idle_exit_s=0.5))
+    client = open_client(daemons.embedded(idle_exit_s=2))
     job = client.submit(submission_for(client, tmp_path)).job.job_id
     client.close()
     wait_until(lambda: not daemons.pids(), "it is idle and leaves")
@@ -157,7 +157,7 @@ def test_modules_to_import_ahead():
 @pytest.mark.slow
 def test_the_daemon_imports_neither_airflow_nor_torch(daemons, open_client, tmp_path):
     state_dir = daemons.state_dir()
-    environment = {**daemons.environment(idle_exit_s=0.5), "PYTHONPROFILEIMPORTTIME": "1"}
+    environment = {**daemons.environment(idle_exit_s=2), "PYTHONPROFILEIMPORTTIME": "1"}
     client = open_client(ensure_service(state_dir, environment))
     job = client.submit(submission_for(client, tmp_path)).job.job_id
     wait_until(lambda: client.status(job).state.terminal, "it ends")

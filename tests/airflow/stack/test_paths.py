@@ -82,7 +82,7 @@ def rejected(stack: Stack, dag_id: str) -> None:
 # -- clears --------------------------------------------------------------------------------------------------------
 
 
-@PATHS.add("blocking(250)")
+@PATHS.add("blocking(500)")
 def clear_while_running(stack: Stack, dag_id: str) -> None:
     """The old process is told so by its heartbeat, seconds later; whatever it does then is of an old claim."""
     run = stack.run(dag_id)
@@ -91,12 +91,12 @@ def clear_while_running(stack: Stack, dag_id: str) -> None:
     stack.wait("a second claim", lambda: (job := run.job()) and job.claim >= 2)
     run.reach("success")
     job = run.acknowledged()
-    assert (job.state, job.step) == (State.SUCCEEDED, 250)
+    assert (job.state, job.step) == (State.SUCCEEDED, 500)
     assert job.incarnation <= 2
     assert len(run.events("succeeded")) == 1
 
 
-@PATHS.add("train(300)")
+@PATHS.add("train(600)")
 def clear_while_deferred(stack: Stack, dag_id: str) -> None:
     """The old trigger's kill may come before the new attempt's submit or after it: the training ends once, rightly.
 
@@ -109,7 +109,7 @@ def clear_while_deferred(stack: Stack, dag_id: str) -> None:
     stack.wait("a second claim", lambda: (job := run.job()) and job.claim >= 2)
     run.reach("success")
     job = run.acknowledged()
-    assert (job.state, job.step) == (State.SUCCEEDED, 300)
+    assert (job.state, job.step) == (State.SUCCEEDED, 600)
     assert job.incarnation <= 2
     assert len(run.events("succeeded")) == 1
     assert run.task_now()["try_number"] == 2
@@ -214,7 +214,7 @@ def execution_timeout_while_deferred(stack: Stack, dag_id: str) -> None:
 # -- machines ------------------------------------------------------------------------------------------------------
 
 
-@PATHS.add("blocking(300)")
+@PATHS.add("blocking(600)")
 def worker_shut_down(stack: Stack, dag_id: str) -> None:
     """SIGTERM to the worker: Airflow forwards it, lets execute() go on, and takes its return for a success (73395).
 
@@ -228,12 +228,12 @@ def worker_shut_down(stack: Stack, dag_id: str) -> None:
     assert not run.task_now()["end_date"] or run.job().state is State.RUNNING
     run.reach("success")
     job = run.acknowledged()
-    assert (job.incarnation, job.step) == (1, 300)
+    assert (job.incarnation, job.step) == (1, 600)
     assert job.claim == 2
     assert run.task_now()["try_number"] == 1
 
 
-@PATHS.add("blocking(200, retries=1)")
+@PATHS.add("blocking(400, retries=1)")
 def worker_killed_and_retried(stack: Stack, dag_id: str) -> None:
     """kill -9 of the task's process: the retry attaches to the same training."""
     run = stack.run(dag_id)
@@ -242,11 +242,11 @@ def worker_killed_and_retried(stack: Stack, dag_id: str) -> None:
     runner.kill()
     run.reach("success")
     job = run.acknowledged()
-    assert (job.incarnation, job.step, job.claim) == (1, 200, 2)
+    assert (job.incarnation, job.step, job.claim) == (1, 400, 2)
     assert run.task_now()["try_number"] == 2
 
 
-@PATHS.add("blocking(80, retries=1, retry_delay=timedelta(seconds=15))")
+@PATHS.add("blocking(250, retries=1, retry_delay=timedelta(seconds=40))")
 def job_ended_before_the_retry(stack: Stack, dag_id: str) -> None:
     """The remote job is finished when the retry starts (58490): it is looked at before anything is submitted."""
     run = stack.run(dag_id)
@@ -303,8 +303,8 @@ def machine_of_the_worker_lost(stack: Stack, dag_id: str) -> None:
 
 
 @PATHS.add(
-    'train(300, task_id="waits", elasticflow_conn_id="embedded")',
-    'blocking(300, task_id="blocks", elasticflow_conn_id="embedded", retries=1)',
+    'train(600, task_id="waits", elasticflow_conn_id="embedded")',
+    'blocking(600, task_id="blocks", elasticflow_conn_id="embedded", retries=1)',
 )
 def embedded_service_killed(stack: Stack, dag_id: str) -> None:
     """With a task's process, even: it is started again by whoever needs it first, and finds its jobs training.
@@ -318,11 +318,11 @@ def embedded_service_killed(stack: Stack, dag_id: str) -> None:
     for task_id, claims in (("waits", 1), ("blocks", 2)):
         run.reach("success", task_id)
         job = run.acknowledged(task_id)
-        assert (job.incarnation, job.step, job.claim) == (1, 300, claims)
+        assert (job.incarnation, job.step, job.claim) == (1, 600, claims)
         assert run.task_now(task_id)["try_number"] == claims
 
 
-@PATHS.add('train(400, elasticflow_conn_id="local", scaling_curve={1: 15.0}, env={})')
+@PATHS.add('train(800, elasticflow_conn_id="local", scaling_curve={1: 15.0}, env={})')
 def node_lost(stack: Stack, dag_id: str) -> None:
     """Real torchrun processes, killed with their supervisor, as when a machine goes: no retry of the task is spent."""
     run = stack.run(dag_id)
@@ -333,7 +333,7 @@ def node_lost(stack: Stack, dag_id: str) -> None:
         process.kill()
     run.reach("success")
     job = run.acknowledged()
-    assert (job.incarnation, job.step, job.claim) == (1, 400, 1)
+    assert (job.incarnation, job.step, job.claim) == (1, 800, 1)
     assert job.generation >= 2
     assert run.task_now()["try_number"] == 1
     stack.wait("no training process is left", lambda: not stack.trainers(), 60)
