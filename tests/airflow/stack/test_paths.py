@@ -246,7 +246,7 @@ def worker_killed_and_retried(stack: Stack, dag_id: str) -> None:
     assert run.task_now()["try_number"] == 2
 
 
-@PATHS.add("blocking(250, retries=1, retry_delay=timedelta(seconds=40))")
+@PATHS.add("blocking(150, retries=1, retry_delay=timedelta(seconds=60))")
 def job_ended_before_the_retry(stack: Stack, dag_id: str) -> None:
     """The remote job is finished when the retry starts (58490): it is looked at before anything is submitted."""
     run = stack.run(dag_id)
