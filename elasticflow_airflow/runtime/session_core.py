@@ -46,6 +46,7 @@ from elasticflow_airflow.runtime.target import LossTrack, Outlook
 
 SHARD_ABOVE_GB = 4.0
 """A larger state is written in parts, one a worker, unless the script says otherwise."""
+_GROUP_ENDS_S = 5.0
 
 
 class Leaving(SystemExit):
@@ -390,7 +391,9 @@ class SessionCore:
             bootstrap.leave_abruptly = not self._place.close()
         else:
             self._lone_group.close()
-            bootstrap.leave_abruptly = not self._lone_group.join(1.0)
+            # An interpreter that ends while the thread still destroys the group would be aborted by that: on a busy
+            # machine it takes seconds. Who is blocked with a worker that is gone is ended by torchrun.
+            bootstrap.leave_abruptly = not self._lone_group.join(_GROUP_ENDS_S)
             if dist.is_initialized():
                 dist.destroy_process_group()
 
