@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from results import show, table
+from results import show, side_by_side
 
 from elasticflow_airflow.client import ElasticFlowClient, snapshot_folder
 from elasticflow_airflow.client.aio import AsyncElasticFlowClient
@@ -482,12 +482,9 @@ def main() -> None:
                     service.end()
             columns[name] = rows_of(one, options)
             print(f"{name}: {json.dumps(dict(columns[name]))}", *one.decided.problems[:5], sep="\n", flush=True)
-    first = next(iter(columns.values()))
-    rows = [(name, *(column[number][1] for column in columns.values())) for number, (name, _) in enumerate(first)]
-    heads = [f"{options.submits} submits by {options.clients} clients", *columns]
     name = "burst_kill" if options.kill else "burst_2000" if options.submits == 2000 else "burst"
     assert name in ("burst", "burst_2000", "burst_kill")
-    show(name, table(heads, rows), options.page)
+    show(name, side_by_side(f"{options.submits} submits by {options.clients} clients", columns), options.page)
     print(f"on {os.cpu_count()} cores, Python {sys.version.split()[0]}: python {' '.join(sys.argv)}")
 
 

@@ -33,7 +33,7 @@ os.environ |= {
     "AIRFLOW__LOGGING__LOGGING_LEVEL": "ERROR",
 }
 
-from results import show, table  # noqa: E402 - Airflow reads its home when it is imported
+from results import show, side_by_side  # noqa: E402 - Airflow reads its home when it is imported
 
 from elasticflow_airflow.client import AsyncElasticFlowClient, ElasticFlowClient, Endpoint, snapshot_folder  # noqa: E402
 from elasticflow_airflow.triggers import ElasticFlowJobTrigger  # noqa: E402
@@ -209,9 +209,7 @@ def main() -> None:
                 settings = {"virtual_nodes": "64x8"} | ({} if url is None else {"database_url": url})
                 service, count = Served(Path(folder) / kind, settings), options.jobs or options.tasks
                 columns[NAMES[kind]] = measure(service, options.tasks, count, options.seconds, code)
-    first = next(iter(columns.values()))
-    rows = [(name, *(column[number][1] for column in columns.values())) for number, (name, _) in enumerate(first)]
-    show("deferred", table([f"{options.tasks} deferred tasks", *columns], rows), options.page)
+    show("deferred", side_by_side(f"{options.tasks} deferred tasks", columns), options.page)
     print(f"on {os.cpu_count()} cores, Python {sys.version.split()[0]}: python {' '.join(sys.argv)}")
 
 

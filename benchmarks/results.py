@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -18,6 +18,13 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
     rule = "|" + "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
     return [line(heads), rule, *(line(row) for row in rows)]
+
+
+def side_by_side(head: str, columns: Mapping[str, Sequence[tuple[str, str]]]) -> list[str]:
+    """A table of (name, value) rows that all columns share, a column for each of their names."""
+    first = next(iter(columns.values()))
+    rows = [(name, *(column[number][1] for column in columns.values())) for number, (name, _) in enumerate(first)]
+    return table([head, *columns], rows)
 
 
 def show(name: str, lines: Sequence[str], page: Path | None) -> None:
