@@ -15,7 +15,7 @@ import structlog
 from elasticflow_airflow.runtime.protocol import checkpoint_dir
 from elasticflow_airflow.service.books import incarnation_dir
 from elasticflow_airflow.service.settings import ServiceSettings
-from elasticflow_airflow.service.snapshots import remove_tree
+from elasticflow_airflow.service.snapshots import remove
 from elasticflow_airflow.service.store import Store
 
 log = structlog.get_logger(__name__)
@@ -54,11 +54,7 @@ def _empty(folder: Path) -> None:
     """Delete all but the checkpoints; what cannot be deleted is said and left."""
     try:
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-            if path == checkpoint_dir(folder):
-                continue
-            if path.is_dir() and not path.is_symlink():
-                remove_tree(path)
-            else:
-                path.unlink()
+            if path != checkpoint_dir(folder):
+                remove(path)
     except OSError as error:
         log.warning("the folder of an old job could not be emptied", folder=str(folder), error=str(error))

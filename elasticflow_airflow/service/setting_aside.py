@@ -107,20 +107,26 @@ def _check_placement(generation: GenerationRow) -> None:
         )
 
 
+def _gangs_of(books: Books, observations: Sequence[GangObservation]) -> dict[tuple[str, int], GangObservation]:
+    """Their gangs, by job and generation. Hardly ever is anybody set aside, and each pass asks."""
+    aside = {row.job_id for row in books.aside}
+    return {(gang.job_id, gang.generation): gang for gang in observations if gang.job_id in aside} if aside else {}
+
+
 def place(books: Books, observations: Sequence[GangObservation]) -> None:
     """Write down where the workers of jobs that are set aside stand, as the engine says, whatever is stored."""
-    seen = {(gang.job_id, gang.generation): gang for gang in observations if gang.workers}
+    seen = _gangs_of(books, observations)
     for row in books.aside:
         for generation in books.open_of(row):
             gang = seen.get((generation.job_id, generation.generation))
-            if gang is not None:
+            if gang is not None and gang.workers:
                 generation.placement = slots_to_json(worker.slot for worker in gang.workers)
                 generation.workers = len(gang.workers)
 
 
 def look_after(books: Books, observations: Sequence[GangObservation]) -> None:
     """Follow the workers of jobs that are set aside, and bring those to their end that are to end."""
-    seen = {(gang.job_id, gang.generation): gang for gang in observations}
+    seen = _gangs_of(books, observations)
     for row in books.aside:
         for generation in books.open_of(row):
             gang = seen.get((generation.job_id, generation.generation))

@@ -82,7 +82,7 @@ class Snapshots:
                 raise
         finally:
             if unpacked.exists():
-                remove_tree(unpacked)
+                remove(unpacked)
 
     def _unpack(self, tar_file: Path, folder: Path) -> None:
         """In a process of its own: neither its memory, its time nor Python's lock are this one's."""
@@ -113,10 +113,7 @@ class Snapshots:
         """Remove what uploads left behind that a killed service had under way. What cannot be removed is said."""
         for path in sorted(self._folder.glob(f"{_UPLOAD}*")) + sorted(self._folder.glob(f"{_UNPACK}*")):
             try:
-                if path.is_dir() and not path.is_symlink():
-                    remove_tree(path)
-                else:
-                    path.unlink()
+                remove(path)
             except OSError as error:
                 log.warning("what an upload left could not be removed", path=str(path), error=str(error))
 
@@ -140,8 +137,11 @@ def _printable(path: Path) -> str:
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
-def remove_tree(folder: Path) -> None:
-    """Remove a folder, read-only parts included."""
-    for root, _, _ in os.walk(folder):
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with its read-only parts."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+        return
+    for root, _, _ in os.walk(path):
         os.chmod(root, 0o700)
-    shutil.rmtree(folder)
+    shutil.rmtree(path)

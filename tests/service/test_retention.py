@@ -70,7 +70,7 @@ def test_a_folder_that_cannot_be_emptied_holds_up_nobody(world, monkeypatch):
 
     job = ended(world)
     (incarnation_dir(world.settings.state_dir, job.job.job_id, 1) / "logs").mkdir(exist_ok=True)
-    monkeypatch.setattr(retention, "remove_tree", refuse)
+    monkeypatch.setattr(retention, "remove", refuse)
     world.step(91 * DAY_S)
     assert world.generations(job) == []
     assert not world.reconciler.problem

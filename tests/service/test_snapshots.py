@@ -14,7 +14,7 @@ import pytest
 
 from elasticflow_airflow.client import snapshot_folder
 from elasticflow_airflow.service import unpacking
-from elasticflow_airflow.service.snapshots import SnapshotRefusedError, Snapshots, remove_tree
+from elasticflow_airflow.service.snapshots import SnapshotRefusedError, Snapshots, remove
 
 BLOCK = 512
 
@@ -193,5 +193,5 @@ def test_whatever_the_bytes_are_it_is_unpacked_or_refused(tmp_path):
                 unpacking.unpack(file, folder, 1 << 20, 50)
             except unpacking.RefusedError:
                 refused += 1
-            remove_tree(folder)
+            remove(folder)
     assert refused > 50
