@@ -24,6 +24,7 @@ from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.rescaling import Holders, fall_back
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import Snapshots
+from elasticflow_airflow.service.stored_bounds import promotion_of
 from elasticflow_airflow.wire import State
 
 log = structlog.get_logger()
@@ -134,7 +135,9 @@ class Actuator:
         if row.promoted is None or self._written.get(key) == row.promoted:
             return
         folder = incarnation_dir(self.settings.state_dir, row.job_id, row.incarnation)
-        promotion = Promotion(**row.promoted)
+        promotion = promotion_of(row)
+        if promotion is None:
+            return  # Whoever lives still is set aside for it.
         if _promotion_in(checkpoint_dir(folder)) != promotion:
             promotion.write(folder)
             crashpoints.point("after promotion")

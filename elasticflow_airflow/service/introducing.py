@@ -165,9 +165,11 @@ def known_speeds(submission: Mapping[str, Any], past: Mapping[str, float] | None
 def _say_where_it_starts(books: Books, row: IncarnationRow) -> None:
     wanted = row.submission["init_from"]
     if wanted == "latest" and row.init_from_path is None:
-        books.event(
-            "initialised", 'init_from="latest": there is no earlier success of this task, so it starts fresh', row
-        )
+        latest = books.tx.last_success(books.jobs[row.job_id].recurring_key, row.job_id)
+        none = "there is no earlier success of this task"
+        if latest is not None:
+            none = "where the last success of this task left its checkpoint cannot be read"
+        books.event("initialised", f'init_from="latest": {none}, so it starts fresh', row)
     elif row.init_from_path is not None and not os.path.isdir(row.init_from_path):
         reason = f"init_from={row.init_from_path}: there is no such checkpoint folder on this machine"
         books.end(row, State.FAILED, reason, failure=reason)

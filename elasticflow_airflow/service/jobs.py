@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from elasticflow_airflow import bounds
 from elasticflow_airflow.service.deciding import when
 from elasticflow_airflow.service.models import AmendmentRow, DrainRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.notify import Notifier
@@ -19,12 +20,14 @@ from elasticflow_airflow.service.refusal import Refusal, never_fits, no_such_job
 from elasticflow_airflow.service.renewals import Question, Renewals
 from elasticflow_airflow.service.secrets import SecretBox
 from elasticflow_airflow.service.settings import ServiceSettings
-from elasticflow_airflow.service.snapshots import Snapshots
+from elasticflow_airflow.service.snapshots import SHA256, Snapshots
 from elasticflow_airflow.service.store import Current, Reader, Store, Writer
-from elasticflow_airflow.service.view import status_of
+from elasticflow_airflow.service.stored_bounds import ending_of
+from elasticflow_airflow.service.view import UNREADABLE, status_of
 from elasticflow_airflow.wire import (
     AmendRequest,
     Attachment,
+    JobResult,
     JobStatus,
     JobSubmission,
     State,
@@ -76,14 +79,16 @@ class JobDesk:
         with self.store.write() as tx:
             job = tx.job(job_id)
             row = tx.incarnation(job_id, job.incarnation) if job is not None and job.incarnation else None
-            if job is not None and row is not None and _attachable(row, submission):
-                created, (warnings, amendment_id) = False, self._attach(tx, row, submission)
+            asked = None if row is None else _asked_of(row)
+            if job is not None and row is not None and asked is not None and _attachable(row, asked, submission):
+                created, (warnings, amendment_id) = False, self._attach(tx, row, asked, submission)
             else:
                 job = job or self._new_job(tx, job_id, submission)
                 self._supersede(row)
-                row, created, warnings = self._open(tx, job, row, submission, sealed), True, []
-                amendment_id = None
-            job.claim += 1
+                resumes = row is not None and asked is not None and _resumable(row, asked, submission)
+                row = self._open(tx, job, row if resumes else None, submission, sealed)
+                created, warnings, amendment_id = True, [], None
+            job.claim = _next(job.claim)
             claim, incarnation = job.claim, row.incarnation
         self.notifier.wake()
         return Submitted(job_id, incarnation, claim, created, tuple(warnings), amendment_id)
@@ -97,8 +102,8 @@ class JobDesk:
         """Take a new claim on the current incarnation. Raises Refusal 404."""
         with self.store.write() as tx:
             job, row = _current(tx, job_id)
-            job.claim += 1
-            row.renewals, row.heard_at = row.renewals + 1, self.clock()
+            job.claim = _next(job.claim)
+            row.renewals, row.heard_at = _next(row.renewals), self.clock()
             row.lease_s = lease_s if lease_s is not None else row.lease_s
             claim = job.claim
         self.notifier.wake()
@@ -164,7 +169,7 @@ class JobDesk:
                 for key in {(row.job_id, row.incarnation) for row in late}:
                     current = tx.incarnation(*key)
                     if current is not None:
-                        current.renewals, current.heard_at = current.renewals + 1, now
+                        current.renewals, current.heard_at = _next(current.renewals), now
         if any(row.parked for row in heard):
             self.notifier.wake()
         return answers
@@ -274,13 +279,15 @@ class JobDesk:
                 "ask for fewer workers",
             )
 
-    def _attach(self, tx: Writer, row: IncarnationRow, submission: JobSubmission) -> tuple[list[str], int | None]:
+    def _attach(
+        self, tx: Writer, row: IncarnationRow, asked: _Asked, submission: JobSubmission
+    ) -> tuple[list[str], int | None]:
         """Go on with a job; returns what its owner should know, and the amendment that it asks for, if any."""
-        row.renewals, row.heard_at = row.renewals + 1, self.clock()
+        row.renewals, row.heard_at = _next(row.renewals), self.clock()
         row.lease_s, row.orphan_s = submission.lease_s, submission.orphan_s
         if row.terminal:
             return [], None
-        warnings = self._warn_of_changed_code(row.submission["command"]["snapshot"], submission.command.snapshot)
+        warnings = self._warn_of_changed_code(asked.snapshot, submission.command.snapshot)
         wanted: dict[str, Any] = {
             "deadline_at": submission.deadline_at,
             "best_effort": submission.best_effort,
@@ -292,8 +299,8 @@ class JobDesk:
             if row.deadline_at is not None and row.deadline_at > now:
                 warnings.append(f"the deadline {when(asked_at)} has passed already; {when(row.deadline_at)} holds on")
             asked_at = None  # which changes nothing
-            wanted |= {name: row.submission[name] for name in ("deadline_at", "best_effort")}
-        if all(row.submission[name] == value for name, value in wanted.items()):
+            wanted |= {"deadline_at": asked.deadline_at, "best_effort": asked.best_effort}
+        if wanted == {"deadline_at": asked.deadline_at, "best_effort": asked.best_effort, "value": asked.value}:
             return warnings, None
         amendment = AmendmentRow(
             job_id=row.job_id,
@@ -339,24 +346,22 @@ class JobDesk:
             row.cancel_reason = "superseded: the task was submitted again with a changed specification"
 
     def _open(
-        self, tx: Writer, job: JobRow, before: IncarnationRow | None, submission: JobSubmission, sealed: bytes | None
+        self, tx: Writer, job: JobRow, resumed: IncarnationRow | None, submission: JobSubmission, sealed: bytes | None
     ) -> IncarnationRow:
+        """A new incarnation. What the ``resumed`` one reached is known when this is introduced: when that has ended."""
         job.incarnation += 1
-        equality_key = submission.equality_key()
-        # What it reached is known when it is introduced: by then the incarnation before has come to its end.
-        resume = before is not None and before.state != State.SUCCEEDED and _same_training(before, submission)
         init_from = submission.init_from
         if init_from == "latest":
             latest = tx.last_success(job.recurring_key, job.job_id)
-            init_from = None if latest is None or latest.result is None else latest.result["checkpoint_path"]
+            init_from = None if latest is None else _checkpoint_of(latest)
         row = IncarnationRow(
             job_id=job.job_id,
             incarnation=job.incarnation,
             submission=submission.model_dump(mode="json", exclude={"secret_env"}),
             secret_env=sealed,
-            equality_key=equality_key,
+            equality_key=submission.equality_key(),
             submitted_at=self.clock(),
-            resume_from=before.incarnation if before is not None and resume else None,
+            resume_from=None if resumed is None else resumed.incarnation,
             init_from_path=init_from,
             lease_s=submission.lease_s,
             orphan_s=submission.orphan_s,
@@ -371,23 +376,71 @@ class JobDesk:
         return row
 
 
-def _attachable(row: IncarnationRow, submission: JobSubmission) -> bool:
+class _Asked(NamedTuple):
+    """What is compared of a stored submission with one that comes."""
+
+    snapshot: str
+    deadline_at: float | None
+    best_effort: bool
+    value: float
+    consistency: str
+    logical_workers: int | None
+
+
+def _asked_of(row: IncarnationRow) -> _Asked | None:
+    """What an incarnation was submitted with; None where that cannot be read, and nobody goes on with it."""
+    try:
+        stored = row.submission
+        snapshot = stored["command"]["snapshot"]
+        if not SHA256.match(snapshot):
+            return None
+        return _Asked(
+            snapshot=snapshot,
+            deadline_at=stored["deadline_at"],
+            best_effort=stored["best_effort"],
+            value=stored["value"],
+            consistency=stored.get("consistency", "consistent"),
+            logical_workers=row.logical_workers or stored.get("logical_workers"),
+        )
+    except UNREADABLE:
+        return None
+
+
+def _checkpoint_of(row: IncarnationRow) -> str | None:
+    """Where the checkpoint of a success is; None where that cannot be read."""
+    try:
+        return None if row.result is None else JobResult.model_validate(row.result).checkpoint_path
+    except UNREADABLE:
+        return None
+
+
+def _next(count: int) -> int:
+    """The count after this one. Only whether it is another is ever asked; what no column holds begins anew."""
+    return count + 1 if 0 <= count < bounds.MOST_COUNT else 1
+
+
+def _attachable(row: IncarnationRow, asked: _Asked, submission: JobSubmission) -> bool:
     """Whether an attempt goes on with this incarnation: equal, and live or a success that nobody acknowledged."""
-    if not _same_training(row, submission) or row.cancel_reason is not None:
+    if not _same_training(row, asked, submission) or row.cancel_reason is not None:
         return False
     if row.terminal:
         return row.state == State.SUCCEEDED and not row.acknowledged
-    return not (row.ending and row.ending["state"] != State.SUCCEEDED)
+    if not row.ending:
+        return True
+    ending = ending_of(row)
+    return ending is not None and ending[0] is State.SUCCEEDED
 
 
-def _same_training(row: IncarnationRow, submission: JobSubmission) -> bool:
+def _resumable(row: IncarnationRow, asked: _Asked, submission: JobSubmission) -> bool:
+    """Whether a new incarnation goes on from what this one reaches."""
+    return row.state != State.SUCCEEDED and _same_training(row, asked, submission)
+
+
+def _same_training(row: IncarnationRow, asked: _Asked, submission: JobSubmission) -> bool:
     """Whether a submission asks for what an incarnation trains. Shares that it leaves open may be any."""
-    if row.equality_key != submission.equality_key():
+    if row.equality_key != submission.equality_key() or asked.consistency != submission.consistency:
         return False
-    if row.submission.get("consistency", "consistent") != submission.consistency:
-        return False
-    trained = row.logical_workers or row.submission.get("logical_workers")
-    return submission.logical_workers is None or trained in (None, submission.logical_workers)
+    return submission.logical_workers is None or asked.logical_workers in (None, submission.logical_workers)
 
 
 def _current(reader: Reader, job_id: str) -> tuple[JobRow, IncarnationRow]:

@@ -12,6 +12,7 @@ from elasticflow_airflow.runtime.protocol import candidate_name
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.candidates import Adopted, CandidateDesk, Looked
 from elasticflow_airflow.service.models import CandidateRow, IncarnationRow
+from elasticflow_airflow.service.stored_bounds import promotion_of
 
 
 def is_ready(books: Books, row: IncarnationRow, desk: CandidateDesk) -> bool:
@@ -25,7 +26,11 @@ def is_ready(books: Books, row: IncarnationRow, desk: CandidateDesk) -> bool:
     if row.promoted is None:
         if any(copy.generation == 0 for copy in books.tx.candidates(row.job_id, row.incarnation)):
             return True  # It was damaged.
-        source = books.checkpoints_of(row.job_id, before.incarnation) / before.promoted["path"]
+        promotion = promotion_of(before)
+        if promotion is None:
+            _begin_anew(books, row, f"which checkpoint incarnation {before.incarnation} has left cannot be read")
+            return True
+        source = books.checkpoints_of(row.job_id, before.incarnation) / promotion.path
         desk.ask_adopt(row.job_id, row.incarnation, source, books.checkpoints_of(row.job_id, row.incarnation))
         return False
     if row.logical_workers is not None and before.logical_workers is not None:
@@ -57,8 +62,12 @@ def _take_in(books: Books, one: Looked, adopted: Adopted, desk: CandidateDesk) -
             books.event("warning", reason, row)
             row.state_reason = reason
     else:
-        books.event("warning", f"starts from the beginning: {adopted.problem}", row)
-        _add_copy(books, row, candidate_name(0, 0), step=0, digest="", status="invalid")
+        _begin_anew(books, row, adopted.problem)
+
+
+def _begin_anew(books: Books, row: IncarnationRow, problem: str) -> None:
+    books.event("warning", f"starts from the beginning: {problem}", row)
+    _add_copy(books, row, candidate_name(0, 0), step=0, digest="", status="invalid")
 
 
 def _origin(books: Books, row: IncarnationRow) -> IncarnationRow | None:

@@ -7,11 +7,13 @@ field, the limit and the remedy, or None.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 from pydantic import ValidationError
 
 from elasticflow_airflow import bounds
+from elasticflow_airflow.runtime.protocol import Promotion
 from elasticflow_airflow.scheduler_core.values import JobState
 from elasticflow_airflow.service.models import AmendmentRow, IncarnationRow
 from elasticflow_airflow.wire import JobSubmission, State
@@ -48,8 +50,21 @@ def course_out_of_bounds(row: IncarnationRow) -> str | None:
         *(_named("speeds", _speed_problem(int(size), float(speed))) for size, speed in row.speeds.items()),
         _named("value", bounds.number_problem(row.value, bounds.LEAST_VALUE, bounds.MOST_VALUE)),
         _named("init_from", None if row.init_from_path is None else bounds.path_problem(row.init_from_path)),
+        _named("promoted", "names no checkpoint" if row.promoted and promotion_of(row) is None else None),
         _named("ending", "says no state in which a job is over" if row.ending and ending_of(row) is None else None),
     )
+
+
+def promotion_of(row: IncarnationRow) -> Promotion | None:
+    """The checkpoint that counts; None if there is none, or which it is cannot be read."""
+    try:
+        found = Promotion(**(row.promoted or {}))
+        counts = [bounds.count_problem(found.generation), bounds.count_problem(found.step)]
+        path = PurePosixPath(found.path)
+        is_inside = bounds.path_problem(found.path) is None and not path.is_absolute() and ".." not in path.parts
+    except (TypeError, ValueError, AttributeError):
+        return None
+    return found if is_inside and counts == [None, None] and isinstance(found.digest, str) else None
 
 
 def ending_of(row: IncarnationRow) -> tuple[State, str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 
 import pytest
 import sqlalchemy as sa
@@ -329,19 +330,47 @@ PAGES = ("health", "doctor", "jobs", "jobs?live=true", "cluster", "cluster/histo
 PAGES_OF_A_JOB = ("", "/story", "/runs", "/events")
 
 
+@contextmanager
+def served(world):
+    """The routes, over HTTP; what they do not catch is raised."""
+    insight = InsightDesk(world.store, world.reconciler.foresee, lambda: world.reconciler.nodes, clock=world.clock)
+    with TestClient(build_app(parts_of(world, insight=InsightDesks(insight, None, None)), None)) as client:
+        yield client
+
+
 def read_all_pages(world, *jobs):
     """Read what the service shows of all jobs, and of these ones: texts by path."""
-    insight = InsightDesk(world.store, world.reconciler.foresee, lambda: world.reconciler.nodes, clock=world.clock)
-    parts = parts_of(world, insight=InsightDesks(insight, None, None))
     paths = ["/metrics", *(f"/v1/{page}" for page in PAGES)]
     paths += [f"/v1/jobs/{job.job.job_id}{page}" for job in jobs for page in PAGES_OF_A_JOB]
     texts = {}
-    with TestClient(build_app(parts, None)) as client:
+    with served(world) as client:
         for path in paths:
-            said = client.get(path)  # raises what the service does not catch
+            said = client.get(path)
             assert said.status_code == 200 or "cannot be told" in said.json()["message"], said.text
             texts[path] = said.text
     return texts
+
+
+def ask_for_everything(world, *submissions):
+    """Call each route that changes something about a job, with a claim that holds; statuses by what was asked."""
+    statuses = {}
+    with served(world) as client:
+
+        def ask(method, what="", **body):
+            path = f"/v1/jobs/{submissions[0].identity.job_id}{what}"
+            said = client.request(method, path, json=body)
+            statuses[f"{method} {what}"] = said.status_code
+            assert said.status_code < 500 or said.json()["error"] == "no_answer_yet", said.text
+            return said.json()
+
+        claim = ask("POST", "/attach").get("claim")
+        ask("POST", "/lease", claim=claim)
+        ask("PATCH", claim=claim, deadline_at=world.now_s + 5000)
+        ask("POST", "/acknowledge", claim=claim)
+        for submission in submissions:
+            claim = ask("PUT", **submission.model_dump(mode="json"))["claim"]
+            ask("POST", "/cancel", claim=claim, reason="enough")
+    return statuses
 
 
 @pytest.mark.parametrize(
@@ -367,6 +396,49 @@ def test_what_nobody_can_read_of_one_job_hides_no_other(pair, table, wrong):
     world.desk.cancel(bad.job.job_id, bad.claim, "enough")
     world.until(lambda: world.row(bad, 1).terminal, "it can be cancelled")
     assert world.ended(good).state == world.ended(late).state == "succeeded"
+
+
+@pytest.mark.parametrize("stands", ["lives", "to end", "ended"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"submission": {"command": 3}},
+        {"submission": [1]},
+        {"ending": {"0": []}},
+        {"ending": "1e30"},
+        {"logical_workers": -1},
+        {"renewals": 2**31 - 1},
+        {"lease_s": -1e300},
+        {"result": [1], "equality_key": ""},
+        {"promoted": "é", "result": {}},
+        {"promoted": {"path": "../../etc", "generation": 1, "step": 3, "digest": "a"}},
+    ],
+    ids=str,
+)
+def test_whatever_is_stored_of_a_job_can_be_asked_for_and_submitted_anew(pair, stands, wrong):
+    world, bad, good = pair
+    submission = world.submission(task="bad", steps=4000, scaling_curve=CURVE, max_workers=2, lease_s=5000)
+    if stands != "lives":
+        world.desk.cancel(bad.job.job_id, bad.claim, "enough")
+    if stands == "ended":
+        assert world.ended(bad).state == "cancelled"
+    poison(world, bad, IncarnationRow, **wrong)
+    statuses = ask_for_everything(world, submission)
+    assert statuses["PUT "] in (200, 201)
+    anew = world.submit(task="bad", steps=50, scaling_curve=CURVE)
+    assert anew.created
+    assert world.ended(anew).state == world.ended(good).state == "succeeded"
+
+
+@pytest.mark.parametrize("result", [[1], {"checkpoint_path": ["a"]}, "é", 3])
+def test_the_weights_of_a_past_run_that_cannot_be_read_are_left_and_that_is_said(make_world, result):
+    world = make_world()
+    past = world.submit(task="train", run="run0", steps=20)
+    world.until(lambda: world.status(past).state == "succeeded", "it has weights")
+    poison(world, past, IncarnationRow, result=result)
+    anew = world.submit(task="train", run="run1", steps=20, init_from="latest")
+    assert world.ended(anew).state == "succeeded"
+    assert "cannot be read, so it starts fresh" in world.events(anew, "initialised")[0].reason
 
 
 # -- anything, anywhere ------------------------------------------------------------------------------------------
@@ -467,6 +539,7 @@ def test_whatever_is_stored_of_some_jobs_all_others_are_decided_on(make_world, c
     read_all_pages(world, bad, late)
     next_one = world.submission(task="bad", run="run2", **BAD)
     world.desk.submit(next_one.identity.job_id, next_one)  # What was learned of its task may be what is wrong.
+    ask_for_everything(world, world.submission(task="bad", **BAD), world.submission(task="bad", init_from="latest"))
     world.until(lambda: world.row(good, 1).terminal and world.row(late, 1).terminal, "both end")
     assert world.row(good, 1).state == world.row(late, 1).state == "succeeded"
     assert not world.reconciler.problem, world.reconciler.problem

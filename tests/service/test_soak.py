@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import shutil
 import sys
 import time
@@ -350,11 +351,10 @@ class Soak:
             if "pass" in problems or "scheduler failed" in problems:
                 wrong.append(problems)
         log = self.service.log_file.read_text(errors="replace")
+        raised = re.findall(r"^Traceback .*?^[^ \n].*?$", log, flags=re.DOTALL | re.MULTILINE)
         if "Traceback" in log:
-            at = log.index("Traceback")
-            wrong.append(
-                f"{log.count('Traceback')} tracebacks in the log, the first: {log[max(0, at - 500) : at + 4000]}"
-            )
+            which = Counter(one.splitlines()[-1] for one in raised)
+            wrong.append(f"{log.count('Traceback')} tracebacks in the log ({dict(which)}), the first: {raised[:1]}")
         return wrong
 
     def read_rows(self) -> dict[str, list[Stay]]:
