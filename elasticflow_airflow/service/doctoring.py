@@ -226,7 +226,7 @@ def _named_interpreters(parts: ServiceParts) -> list[str]:
 
 def _loop(said: str) -> Finding:
     if said:
-        return problem("scheduler", f"its last pass failed: {said}", "look at the end of the service's log")
+        return problem("scheduler", f"it reports: {said}", "look at the end of the service's log")
     return ok("scheduler", "its last pass succeeded")
 
 

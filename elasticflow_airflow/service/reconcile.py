@@ -249,7 +249,7 @@ class Reconciler:
             books = Books.open(work, now, self._settings, self._scheduler or Scheduler(), self._wake_at, self._faults)
             books.singly = self._singly
             try:
-                self._bounds.check(books)
+                self._bounds.check(books, observations or ())
                 setting_aside.place(books, observations or ())
                 if self._scheduler is None:
                     self._scheduler = self._restore(books)

@@ -71,8 +71,9 @@ class BoundsCheck:
     _checked: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
     """Submissions that are within bounds; they hardly ever change."""
 
-    def check(self, books: Books) -> None:
-        """Look at every job that may be decided on."""
+    def check(self, books: Books, observations: Sequence[GangObservation]) -> None:
+        """Look at every job that may be decided on, and at where the engine says that its workers stand."""
+        seen = {(gang.job_id, gang.generation): gang for gang in observations}
         for row in books.rows:
             if row.terminal:
                 self._checked.pop((row.job_id, row.incarnation), None)
@@ -80,7 +81,7 @@ class BoundsCheck:
             with books.on_behalf_of(row.job_id, "reading what is known of it"):
                 self._check(row)
                 for generation in books.open_of(row):
-                    _check_placement(generation)
+                    _check_placement(generation, seen.get((generation.job_id, generation.generation)))
         for amendment in books.tx.open_amendments():
             problem = amendment_out_of_bounds(amendment)
             if problem is not None:
@@ -98,12 +99,18 @@ class BoundsCheck:
             raise OutOfBoundsError(problem)
 
 
-def _check_placement(generation: GenerationRow) -> None:
+def _check_placement(generation: GenerationRow, gang: GangObservation | None) -> None:
     """Others ask whose slots these are: what is not told of one's workers would be given to somebody else."""
     slots = placement_from_json(generation.placement).slots
     if len(set(slots)) != generation.workers:
         raise OutOfBoundsError(
             f"generation {generation.generation} is stored with {generation.workers} workers on {len(set(slots))} slots"
+        )
+    stand = () if gang is None or gang.state is GangState.ENDED else tuple(worker.slot for worker in gang.workers)
+    if stand and stand != slots:
+        others = ", ".join(f"{slot.node_id}:{slot.index}" for slot in slots if slot not in stand) or "another order"
+        raise OutOfBoundsError(
+            f"generation {generation.generation} is stored with slots on which it has no workers ({others})"
         )
 
 

@@ -310,7 +310,15 @@ def test_a_value_that_no_column_holds_is_the_trouble_of_that_job_alone(pair, mon
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"placement": "node0"}, {"placement": {}}, {"placement": []}, {"workers": 7}, {"placement": [["node0", 0]] * 2}],
+    [
+        {"placement": "node0"},
+        {"placement": {}},
+        {"placement": []},
+        {"workers": 7},
+        {"placement": [["node0", 0]] * 2},
+        {"placement": [["node0", 2], ["node0", 3]]},
+        {"placement": [["elsewhere", 0], ["elsewhere", 1]]},
+    ],
     ids=str,
 )
 def test_nobody_is_sent_to_slots_whose_holder_cannot_be_read(make_world, wrong):
