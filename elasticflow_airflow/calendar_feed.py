@@ -207,11 +207,11 @@ def feed_calendar(*, now: datetime | None = None, window: timedelta = CALENDAR_W
 
 def post_to_service(conn_id: str, make: Callable[[str], CalendarRequest]) -> CalendarAnswer:
     """Send a request to the service of a connection. Raises ElasticFlowError, UnusableConnection."""
-    from elasticflow_airflow.client import ElasticFlowClient
+    from elasticflow_airflow.client import ElasticFlowClient, for_looking
     from elasticflow_airflow.hooks import ElasticFlowHook
 
     hook = ElasticFlowHook(conn_id)
-    with ElasticFlowClient(hook.endpoint(start=False), retry_for_s=10.0) as client:
+    with ElasticFlowClient(for_looking(hook.endpoint(start=False)), retry_for_s=10.0) as client:
         return client.feed_calendar(make(hook.namespace))
 
 

@@ -48,7 +48,7 @@ def forecast(args: Any) -> None:
 def _forecast(args: Any) -> int:
     """Ask and print; how many deadlines will not be kept."""
     from elasticflow_airflow.cli.forecasting import print_outlook
-    from elasticflow_airflow.client import ElasticFlowClient
+    from elasticflow_airflow.client import ElasticFlowClient, for_looking
     from elasticflow_airflow.hooks import ElasticFlowHook
     from elasticflow_airflow.planning import Plan, connections_of, plan, read_dags, trimmed
 
@@ -76,7 +76,7 @@ def _forecast(args: Any) -> int:
     missed = 0
     for conn_id, runs in by_conn.items():
         hook = hooks.get(conn_id) or ElasticFlowHook(conn_id)
-        with ElasticFlowClient(hook.endpoint(start=False), retry_for_s=_AWAY_S) as service:
+        with ElasticFlowClient(for_looking(hook.endpoint(start=False)), retry_for_s=_AWAY_S) as service:
             answer = service.forecast(args.hours, runs)
             before = service.forecast(args.hours) if runs and answer.not_kept else answer
         print_outlook(answer)

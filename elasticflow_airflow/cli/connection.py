@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint, default_state_dir, ensure_service
-from elasticflow_airflow.client.embedded import embedded_endpoint
+from elasticflow_airflow.client.embedded import embedded_endpoint, for_looking
 from elasticflow_airflow.diagnosis import Finding
 
 if TYPE_CHECKING:
@@ -116,22 +116,8 @@ def client(
     """
     with refusals(refused):
         endpoint = locate(url, state_dir, start=start)
-        if not start and endpoint.embedded_state_dir is not None:
-            _check_used(endpoint.embedded_state_dir)
-            endpoint = locate(
-                url, state_dir, start=True
-            )  # It may have left, as it was idle: what it knows can be asked.
-        with ElasticFlowClient(endpoint, retry_for_s=retry_for_s) as opened:
+        with ElasticFlowClient(endpoint if start else for_looking(endpoint), retry_for_s=retry_for_s) as opened:
             yield opened
-
-
-def _check_used(state_dir: Path) -> None:
-    """Raise ElasticFlowError where no service has ever run: nothing can be asked of it, and a new one knows nothing."""
-    if not (state_dir / "service.json").exists():
-        raise ElasticFlowError(
-            f"no service has ever run in {state_dir}",
-            f"a training task starts it, or `{program()} submit`; or name another one",
-        )
 
 
 @contextmanager

@@ -24,8 +24,9 @@ from elasticflow_airflow.client import (
     ServiceUnavailable,
     Unauthorized,
 )
+from elasticflow_airflow.client.embedded import did_not_end
 from elasticflow_airflow.diagnosis import Diagnosis, Finding, ok, problem, warning
-from elasticflow_airflow.wire import API_VERSION
+from elasticflow_airflow.wire import API_VERSION, ServiceCard
 
 _SKEW_WARNING_S, _SKEW_PROBLEM_S = 2.0, 30.0
 _SLOW_ANSWER_S = 1.0
@@ -140,7 +141,10 @@ def _clock(service_at: float, asked_at: float, took_s: float) -> Finding:
 def _embedded_is_away(socket: Path, error: ElasticFlowError) -> Iterator[Finding]:
     """Nobody answers. Of an embedded service that is no fault, and its machine is this one: it is looked over here."""
     state_dir = socket.parent
-    if (state_dir / "service.json").exists() and socket.exists():
+    card = ServiceCard.read(state_dir)
+    if card is not None and card.is_expected:
+        yield problem("connection", *did_not_end(state_dir, card))
+    elif card is not None and socket.exists():
         yield problem("connection", error.message, error.hint)
     else:
         yield ok("connection", f"no service runs for {state_dir} now: the first task that needs it starts it")

@@ -95,7 +95,7 @@ def submit(
         raise typer.BadParameter(
             f"--latest-deadline={latest_deadline!r} beside --on-reject={on_reject}: it is for {wanted}"
         )
-    if epochs is None and steps is None and target_loss is None:
+    if epochs is None and samples is not None:
         epochs = 1
     snapshot = _snapshot(script)
     message: dict[str, Any] = {

@@ -7,7 +7,7 @@ command line alike.
 from __future__ import annotations
 
 from elasticflow_airflow.client.aio import AsyncElasticFlowClient
-from elasticflow_airflow.client.embedded import default_state_dir, ensure_service
+from elasticflow_airflow.client.embedded import default_state_dir, ensure_service, for_looking
 from elasticflow_airflow.client.endpoint import Endpoint
 from elasticflow_airflow.client.errors import (
     PASSING,
@@ -16,6 +16,7 @@ from elasticflow_airflow.client.errors import (
     IncompatibleService,
     InvalidSubmission,
     JobNotFound,
+    NotRunning,
     RequestRefused,
     ServiceFault,
     ServiceUnavailable,
@@ -36,6 +37,7 @@ __all__ = [
     "IncompatibleService",
     "InvalidSubmission",
     "JobNotFound",
+    "NotRunning",
     "RequestRefused",
     "ServiceFault",
     "ServiceUnavailable",
@@ -45,6 +47,7 @@ __all__ = [
     "Unauthorized",
     "default_state_dir",
     "ensure_service",
+    "for_looking",
     "snapshot_folder",
     "snapshot_module",
     "snapshot_script",

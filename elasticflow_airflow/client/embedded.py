@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -19,8 +20,8 @@ import httpx
 from pydantic import ValidationError
 
 from elasticflow_airflow.client.endpoint import Endpoint
-from elasticflow_airflow.client.errors import EmbeddedStartError, IncompatibleService
-from elasticflow_airflow.wire import API_VERSION, Health
+from elasticflow_airflow.client.errors import EmbeddedStartError, IncompatibleService, NotRunning
+from elasticflow_airflow.wire import API_VERSION, Health, ServiceCard
 
 SOCKET_PATH_LIMIT: Final = 107
 """Bytes that Linux takes in the path of a Unix socket (108 with the closing zero)."""
@@ -33,6 +34,8 @@ _CANNOT_SERVE: Final = (1, 2)
 _REASON: Final = "elasticflow: "
 """How the service's last line begins when it leaves with that status: waiting for it would be in vain."""
 _LEAST_DISK_BYTES: Final = 1 << 20
+_UNIX: Final = "unix:"
+_STARTS_IT: Final = "a training task starts it, or `elasticflow submit`"
 
 _PASSED_NAMES: Final = frozenset(
     {
@@ -103,8 +106,10 @@ def ensure_service(
 ) -> Endpoint:
     """Return the address of the embedded service, after starting it if nobody answers.
 
-    ``settings_env`` holds further ``ELASTICFLOW_*`` settings for a service that must be started. Raises
-    EmbeddedStartError, quoting the end of the service's log, when no service answers within ``limit_s`` seconds;
+    ``settings_env`` holds further ``ELASTICFLOW_*`` settings for a service that must be started. None is started in the
+    place of one that was served (``elasticflow serve``) and did not end cleanly: it is waited for.
+
+    Raises EmbeddedStartError, quoting the end of the service's log, when no service answers within ``limit_s`` seconds;
     IncompatibleService when one of another API version runs there.
     """
     endpoint = embedded_endpoint(state_dir if state_dir is not None else default_state_dir())
@@ -120,18 +125,68 @@ def ensure_service(
     while time.monotonic() < end:
         if process is not None and process.poll() in _CANNOT_SERVE:
             _say_why_not(directory, log_from)
-        if (process is None or process.poll() is not None) and time.monotonic() >= next_start:
+        served = _served(directory)
+        if served is not None and not served.endpoint.startswith(_UNIX):
+            raise _replaces(directory, served)
+        may_start = served is None and time.monotonic() >= next_start
+        if may_start and (process is None or process.poll() is not None):
             # Ours has left: another holds the lock, or is just leaving. If nobody answers soon, the next try decides.
             process, log_from = _start(directory, settings_env or {})
             next_start = time.monotonic() + _RESTART_PAUSE_S
         if _answers(endpoint):
             return endpoint
         time.sleep(0.05)
+    served = _served(directory)
+    if served is not None:
+        raise _replaces(directory, served)
     raise EmbeddedStartError(
         f"the embedded elasticflow service did not answer on {endpoint.socket_path} within {limit_s:.0f} s",
         f"the end of {directory / 'service.log'} says: {_tail(directory / 'service.log')}",
         "embedded_start",
     )
+
+
+def for_looking(endpoint: Endpoint) -> Endpoint:
+    """The same address, for who only looks: an embedded service must run already, and nobody starts it again.
+
+    Raises NotRunning, which says how to go on; IncompatibleService when one of another API version runs there.
+    """
+    directory = endpoint.embedded_state_dir
+    if directory is None or _answers(endpoint):
+        return replace(endpoint, embedded_state_dir=None)
+    card, served = ServiceCard.read(directory), _served(directory)
+    if served is not None:
+        raise NotRunning(*did_not_end(directory, served))
+    if card is None:
+        raise NotRunning(f"no service has ever run in {directory}", f"{_STARTS_IT}; or name another one")
+    ended = "was killed" if card.ended_at is None else "has ended: it leaves when it has been idle for long"
+    raise NotRunning(
+        f"no service runs in {directory} now; the last one {ended}",
+        f"{_STARTS_IT}; to look at what it knows: `elasticflow serve --state-dir {directory}`",
+    )
+
+
+def _served(directory: Path) -> ServiceCard | None:
+    card = ServiceCard.read(directory)
+    return card if card is not None and card.is_expected else None
+
+
+def _replaces(directory: Path, served: ServiceCard) -> EmbeddedStartError:
+    return EmbeddedStartError(*did_not_end(directory, served), "served_elsewhere")
+
+
+def did_not_end(directory: Path, served: ServiceCard) -> tuple[str, str]:
+    """What to say where an embedded service would take the place of one that was served, with other settings."""
+    which = f"host {served.host}, pid {served.pid}, at {served.endpoint}"
+    message = f"{directory} belongs to a service that was started with `elasticflow serve` ({which})"
+    if served.endpoint.startswith(_UNIX):
+        message += " and does not answer"
+        hint = "it was killed, or hangs: start it again"
+    else:
+        hint = (
+            f"use it: by ELASTICFLOW_URL={served.endpoint}, or the Airflow connection; if it was killed, start it again"
+        )
+    return message, f"{hint}; to go on with an embedded one instead, remove {directory / 'service.json'}"
 
 
 def _say_why_not(directory: Path, log_from: int) -> None:

@@ -43,6 +43,10 @@ class EmbeddedStartError(ServiceUnavailable):
     """The embedded service could not be started on this machine."""
 
 
+class NotRunning(ServiceUnavailable):
+    """No service runs on this machine, and who asks only looks: none is started for that."""
+
+
 class Unauthorized(ElasticFlowError):
     """The token is missing or wrong, or the socket belongs to somebody else."""
 

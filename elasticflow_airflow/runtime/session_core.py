@@ -295,10 +295,13 @@ class SessionCore:
         samples = self._loader.plan.samples if self._loader else None
         total = self._total_or_none()
         if total is None and self.config.target_loss is None:
-            raise ValueError(
-                "nobody has said how long to train: call session.epochs(n), or give steps=, epochs= or target_loss= to"
-                " runtime.init()"
-            )
+            if not self._context.managed or self._loader is None:
+                raise ValueError(
+                    "nobody has said how long to train: call session.epochs(n), or give steps=, epochs= or target_loss="
+                    " to runtime.init()"
+                )
+            self._script_epochs, total = 1, self._loader.plan.steps_per_epoch
+            self._warn("neither the script nor the task says how long to train: it is one epoch (give steps= or epochs=)")
         if self._is_rehearsing:
             self._step = self._guess_step()
             return

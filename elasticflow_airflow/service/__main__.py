@@ -14,12 +14,12 @@ from elasticflow_airflow.service.lifecycle import (
     CannotServeError,
     lock_state_dir,
     log,
-    read_card,
     serve,
 )
 from elasticflow_airflow.service.logs import set_up_logging
 from elasticflow_airflow.service.ownership import describe
 from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.wire import ServiceCard
 
 CANNOT_SERVE = "elasticflow: "
 """Before the sentence that says why it cannot serve: whoever starts it looks for that."""
@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with lock_state_dir(settings.state_dir) as ours:
             if not ours:
-                holder = describe(read_card(settings.state_dir))
+                card = ServiceCard.read(settings.state_dir)
+                holder = describe({} if card is None else card.owner)
                 log.info("another service holds this state directory", state_dir=str(settings.state_dir), holder=holder)
                 return 0 if options.embedded else 1
             serve(settings, embedded=options.embedded)

@@ -89,8 +89,10 @@ def length_of(length: Length, global_batch_size: int, past: Past) -> int | None:
     said = length.total_steps(global_batch_size)
     if said is not None or past.total_steps is None:
         return said
-    if length.epochs is None or past.epochs is None:
+    if length.epochs is None and past.epochs is None:
         return past.total_steps
+    if length.epochs is None or past.epochs is None:
+        return None  # The script's own length, and one that was given: neither says anything of the other.
     return min(bounds.MOST_COUNT, math.ceil(past.total_steps * length.epochs / past.epochs))
 
 
@@ -117,7 +119,7 @@ def remember(
     past.costs = {**_costs(past.costs), **row.costs}
     past.complete = past.complete or complete
     length = Length.as_stored(row.submission["length"])
-    if row.total_steps is not None and length.epochs is not None:
+    if row.total_steps is not None and length.steps is None:
         past.total_steps, past.epochs = row.total_steps, length.epochs
     if success and (row.target or {}).get("curve"):
         past.loss_curve = dict(row.target["curve"])

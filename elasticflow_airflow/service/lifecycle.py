@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import gc
-import json
 import os
 import signal
 import socket
@@ -44,6 +43,7 @@ from elasticflow_airflow.service.snapshots import Snapshots
 from elasticflow_airflow.service.store import Store
 from elasticflow_airflow.service.traces import traces_from_environment
 from elasticflow_airflow.service.whatif import WhatIfDesk
+from elasticflow_airflow.wire import ServiceCard
 
 SOCKET_PATH_LIMIT = 107
 _IDLE_LOOK_S = 0.5
@@ -89,18 +89,19 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
 
     The caller holds the lock. Raises CannotServeError, with what to do.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # also before there is a server that hears of it
     sys.setswitchinterval(_SWITCH_S)
     gc.set_threshold(*_COLLECT)
     gc.freeze()
     token, metrics_token = _token_for(settings, embedded), _metrics_token(settings)
     listener, where = _listen(settings, embedded)
-    owning = ExitStack()
+    owning, started_at = ExitStack(), time.time()
     try:
-        started_at, notifier = time.time(), Notifier()
-        card = _write_card(settings.state_dir, where, started_at)
+        notifier = Notifier()
+        card = _write_card(settings.state_dir, where, started_at, embedded=embedded)
         with _explained(settings):
             refuse_emptied(settings.store_url(), settings.state_dir)
-            ownership = owning.enter_context(own(settings.store_url(), card))
+            ownership = owning.enter_context(own(settings.store_url(), card.owner))
         engine = open_engine(settings)
         with _explained(settings):
             parts, reconciler, candidates = assemble(settings, engine, notifier, check=ownership.check)
@@ -150,6 +151,7 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
         if lost:
             raise CannotServeError(lost[0])
     finally:
+        _note_end(settings.state_dir, started_at)
         owning.close()
         listener.close()
         if settings.host is None or embedded:
@@ -310,19 +312,18 @@ def _explained(settings: ServiceSettings) -> Iterator[None]:
         raise CannotServeError(why_not(error, settings.store_url())) from error
 
 
-def _write_card(state_dir: Path, where: str, started_at: float) -> dict[str, str | int | float]:
-    """``service.json``: who serves this directory, for people and scripts."""
-    card: dict[str, str | int | float] = {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "started_at": started_at,
-        "version": __version__,
-        "endpoint": where,
-    }
-    temporary = state_dir / ".service.json.new"  # One name: we hold the lock, and what a killed one left is replaced.
+def _write_card(state_dir: Path, where: str, started_at: float, *, embedded: bool) -> ServiceCard:
+    """Say who serves this directory."""
+    card = ServiceCard(
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        started_at=started_at,
+        version=__version__,
+        endpoint=where,
+        embedded=embedded,
+    )
     try:
-        temporary.write_text(json.dumps(card, indent=1))
-        os.replace(temporary, state_dir / "service.json")
+        card.write(state_dir)
     except OSError as error:
         raise CannotServeError(
             f"the state directory {state_dir} cannot be written: {error.strerror}. Free space there, or choose another"
@@ -331,13 +332,15 @@ def _write_card(state_dir: Path, where: str, started_at: float) -> dict[str, str
     return card
 
 
-def read_card(state_dir: Path) -> dict[str, str | int | float]:
-    """Who serves a directory; empty when nobody has said so yet."""
+def _note_end(state_dir: Path, started_at: float) -> None:
+    """Say that the service has ended by itself: nobody waits for it to be started again."""
+    card = ServiceCard.read(state_dir)
+    if card is None or card.started_at != started_at:
+        return
     try:
-        found = json.loads((state_dir / "service.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        card.model_copy(update={"ended_at": time.time()}).write(state_dir)
+    except OSError as error:
+        log.warning("that the service has ended could not be noted", problem=str(error))
 
 
 def _leave_when_idle(server: uvicorn.Server, store: Store, traffic: Traffic, idle_exit_s: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -10,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from elasticflow_airflow.client import Endpoint, ensure_service
+from elasticflow_airflow.wire import ServiceCard
 
 _STOP_LIMIT_S = 20.0
 
@@ -30,11 +30,11 @@ def start_service(folder: Path, slots: int) -> Endpoint:
 def stop_service(endpoint: Endpoint) -> None:
     """Stop it; the jobs of a test are over by then, or have been cancelled."""
     folder = endpoint.embedded_state_dir
-    if folder is None or not (folder / "service.json").is_file():
+    card = None if folder is None else ServiceCard.read(folder)
+    if folder is None or card is None:
         return
-    pid = int(json.loads((folder / "service.json").read_text())["pid"])
     with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)
+        os.kill(card.pid, signal.SIGTERM)
     end_s = time.monotonic() + _STOP_LIMIT_S
     while (folder / "service.sock").exists() and time.monotonic() < end_s:
         time.sleep(0.02)

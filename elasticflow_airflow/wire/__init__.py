@@ -13,6 +13,7 @@ from elasticflow_airflow.wire.base import (
     Problem,
     Wire,
 )
+from elasticflow_airflow.wire.card import ServiceCard
 from elasticflow_airflow.wire.forecast import (
     ForecastAnswer,
     ForecastItem,
@@ -74,6 +75,7 @@ __all__ = [
     "LogPiece",
     "PlannedRun",
     "Problem",
+    "ServiceCard",
     "SlotStatus",
     "State",
     "Verdict",

@@ -93,7 +93,10 @@ class Command(Wire):
 
 
 class Length(Wire):
-    """How much to train: ``steps``, or ``epochs`` (of ``samples`` each, if the submitter knows)."""
+    """How much to train: ``steps``, or ``epochs`` (of ``samples`` each, if the submitter knows).
+
+    With neither, as the script says, and one epoch if it does not.
+    """
 
     steps: StepCount | None = None
     epochs: StepCount | None = None
@@ -204,11 +207,14 @@ class JobSubmission(Wire):
 
     def equality_key(self) -> str:
         """Digest of what makes two submissions the same training (script, arguments, length, target, batch, init)."""
+        length = self.length.model_dump()
+        if self.length.steps is None and self.length.epochs is None:
+            length["epochs"] = 1  # so clients said it before scripts were asked: a job that lives then is found again
         same: list[object] = [
             self.command.script,
             self.command.module,
             list(self.command.args),
-            self.length.model_dump(),
+            length,
             self.global_batch_size,
             self.init_from,
         ]

@@ -16,7 +16,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elasticflow_airflow.client import ElasticFlowClient, EmbeddedStartError, embedded, ensure_service
+from elasticflow_airflow.client import (
+    ElasticFlowClient,
+    EmbeddedStartError,
+    NotRunning,
+    embedded,
+    ensure_service,
+    for_looking,
+)
 from elasticflow_airflow.client.embedded import default_state_dir
 
 SETTINGS = {"ELASTICFLOW_ENGINE": "fake"}
@@ -99,6 +106,64 @@ def test_one_service_whoever_asks_first(state_dir):
     assert json.loads((state_dir / "service.json").read_text())["pid"] == pid
     wait_until(lambda: [p.pid for p in services(state_dir)] == [pid])
     assert stat.S_IMODE(state_dir.stat().st_mode) == 0o700
+
+
+@pytest.fixture
+def served(state_dir):
+    """Serve a state directory as `elasticflow serve` does, on its socket or on TCP; returns the process."""
+    state_dir.mkdir(mode=0o700)
+
+    def serve(**settings):
+        environment = {**os.environ, **SETTINGS, **settings}
+        command = [sys.executable, "-m", "elasticflow_airflow.service", "--state-dir", str(state_dir)]
+        with (state_dir / "said").open("ab") as said:
+            process = subprocess.Popen(command, env=environment, stdout=said, stderr=said)
+        wait_until(lambda: b"service started" in (state_dir / "said").read_bytes())
+        return process
+
+    return serve
+
+
+def test_none_takes_the_place_of_a_served_one_that_was_killed(state_dir, served):
+    process = served()
+    process.kill()
+    process.wait()
+    with pytest.raises(EmbeddedStartError, match=r"elasticflow serve.*does not answer.*start it again.*service\.json"):
+        ensure_service(state_dir, SETTINGS, limit_s=1.0)
+    with pytest.raises(NotRunning, match="start it again"):
+        for_looking(embedded.embedded_endpoint(state_dir))
+    assert not services(state_dir)
+    (state_dir / "service.json").unlink()
+    assert ensure_service(state_dir, SETTINGS), "the way that the message names"
+
+
+def test_a_served_one_that_comes_again_is_waited_for(state_dir, served):
+    first = served()
+    first.kill()
+    first.wait()
+    (state_dir / "said").unlink()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ensure_service, state_dir, SETTINGS)
+        again = served()
+        with ElasticFlowClient(waiting.result()) as client:
+            assert client.health().pid == again.pid
+
+
+def test_an_embedded_one_takes_the_place_of_a_served_one_that_has_ended(state_dir, served):
+    process = served()
+    process.terminate()
+    assert process.wait(30) == 0
+    with pytest.raises(NotRunning, match="the last one has ended"):
+        for_looking(embedded.embedded_endpoint(state_dir))
+    with ElasticFlowClient(ensure_service(state_dir, SETTINGS)) as client:
+        assert client.health().pid != process.pid
+
+
+def test_where_one_serves_on_tcp_its_address_is_named_at_once(state_dir, served):
+    process = served(ELASTICFLOW_HOST="127.0.0.1", ELASTICFLOW_PORT="0", ELASTICFLOW_TOKEN="a-token-of-a-test")
+    with pytest.raises(EmbeddedStartError, match=r"use it: by ELASTICFLOW_URL=http://127\.0\.0\.1:\d+"):
+        ensure_service(state_dir, SETTINGS, limit_s=600.0)
+    assert process.poll() is None
 
 
 def test_it_outlives_who_started_it_and_a_client_starts_it_again(state_dir):

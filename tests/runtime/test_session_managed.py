@@ -91,6 +91,24 @@ def test_steps_are_submitted(service, training):
     assert service.reports(1)[0].data["steps"] == 5
 
 
+@pytest.mark.parametrize(("init", "count", "steps"), [({"epochs": 4}, None, 16), ({}, 3, 12), ({"steps": 5}, None, 5)])
+def test_where_no_length_was_submitted_the_script_has_its_own(service, training, init, count, steps):
+    service.configure(epochs=None)
+    service.start(1)
+    run = training(**init).run(count=count)
+    assert run.session.steps_done == steps
+    assert service.reports(1)[0].data["steps"] == steps
+    assert not service.reports(1, kind=ReportKind.WARNING)
+
+
+def test_where_nobody_says_how_long_it_is_one_epoch_and_that_is_said(service, training):
+    service.configure(epochs=None)
+    service.start(1)
+    assert training().run().session.steps_done == 4
+    (warning,) = service.reports(1, kind=ReportKind.WARNING)
+    assert "neither the script nor the task says how long to train: it is one epoch" in warning.data["message"]
+
+
 def test_a_wrong_number_of_samples_is_warned_of(service, training):
     service.configure(samples=50)
     service.start(1)

@@ -231,7 +231,7 @@ def test_doctor_looks_at_the_interpreters_that_tasks_name(command, script, tmp_p
     assert str(python) in found[0]["message"]
 
 
-def test_what_a_service_knows_can_be_asked_after_it_has_left(command, script, shared_daemons):
+def test_who_only_looks_starts_no_service_and_is_told_how_to_go_on(command, script, shared_daemons):
     job = job_of(command("submit", script, "--steps", 1, "--batch", 8, "--best-effort").output)
     (pid,) = shared_daemons.pids("cli")
     os.kill(pid, signal.SIGTERM)
@@ -239,9 +239,14 @@ def test_what_a_service_knows_can_be_asked_after_it_has_left(command, script, sh
     while (shared_daemons.state_dir("cli") / "service.sock").exists():
         assert time.monotonic() < end
         time.sleep(0.05)
-    done = command("show", job)
-    assert done.exit_code == 0, done.output
-    assert job in done.output
+    for looking in ("show", job), ("jobs",), ("health",), ("logs", job, "--follow"), ("cancel", job):
+        done = command(*looking)
+        assert done.exit_code == 1, done.output
+        assert "the last one has ended" in done.output
+        assert "elasticflow serve --state-dir" in done.output
+    assert not (shared_daemons.state_dir("cli") / "service.sock").exists()
+    command("submit", script, "--steps", 1, "--batch", 8, "--best-effort")
+    assert job in command("show", job).output
 
 
 def test_where_no_service_has_ever_run(command, tmp_path):

@@ -22,6 +22,9 @@ PAST = Past(total_steps=760, epochs=20)
         (Length(epochs=3), Past(total_steps=100, epochs=7), 43),
         (Length(epochs=3), Past(), None),
         (Length(epochs=200_000_000), PAST, 2**31 - 1),
+        (Length(), Past(total_steps=100), 100),
+        (Length(), PAST, None),
+        (Length(epochs=3), Past(total_steps=100), None),
     ],
 )
 def test_a_run_that_does_not_say_is_as_long_an_epoch_as_the_one_before(length, past, steps):
@@ -30,6 +33,15 @@ def test_a_run_that_does_not_say_is_as_long_an_epoch_as_the_one_before(length, p
 
 def test_nothing_is_learned_of_a_task_without_past_runs():
     assert past_of(None) == Past()
+
+
+def test_how_long_the_script_was_that_said_so_itself_is_known_the_next_time(world):
+    first = world.submit(run="run0", steps=None, fake={"samples": 640}, max_workers=2)
+    assert world.ended(first).state == "succeeded"
+    steps = world.status(first).total_steps
+    again = world.submit(run="run1", steps=None, fake={"samples": 640}, max_workers=2)
+    assert steps
+    assert world.row(again).total_steps == steps
 
 
 @pytest.mark.parametrize("rubbish", [-1.0, 1e30, "1", None, [], True])

@@ -139,6 +139,14 @@ def test_what_cannot_be_a_target_is_refused(world, changes, words):
         JobSubmission.model_validate(message | changes)
 
 
+def test_a_length_that_is_the_scripts_is_the_same_training_as_the_one_epoch_that_was_sent_before(world):
+    own = world.submission(steps=None)
+    submission = own.model_dump(mode="json")
+    before = JobSubmission.model_validate(submission | {"length": {"steps": None, "epochs": 1, "samples": None}})
+    two = JobSubmission.model_validate(submission | {"length": {"steps": None, "epochs": 2, "samples": None}})
+    assert own.equality_key() == before.equality_key() != two.equality_key()
+
+
 def test_another_target_is_another_training_and_none_is_what_it_was(world):
     plain, low, lower = (world.submission(target_loss=target).equality_key() for target in (None, 0.6, 0.5))
     assert len({plain, low, lower}) == 3
