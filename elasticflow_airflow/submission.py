@@ -228,7 +228,11 @@ def prepare(
             "working_dir": find_working_dir(task.working_dir, facts),
             "env": _rendered_env(task.env, given["env"]),
         },
-        "length": {"steps": steps, "epochs": 1 if samples is not None and epochs is None else epochs, "samples": samples},
+        "length": {
+            "steps": steps,
+            "epochs": 1 if samples is not None and epochs is None else epochs,
+            "samples": samples,
+        },
         "global_batch_size": batch,
         "deadline_at": deadline_at,
         "best_effort": task.best_effort,

@@ -104,9 +104,9 @@ class FakeGang:
         if session.steps is not None:
             return session.steps
         samples = session.samples or self.behaviour.samples
-        if session.epochs is None or samples is None:
+        if samples is None:
             return None
-        return session.epochs * -(-samples // session.global_batch_size)
+        return (session.epochs or 1) * -(-samples // session.global_batch_size)
 
     @property
     def last_step(self) -> int | None:

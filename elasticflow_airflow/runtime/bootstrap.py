@@ -7,6 +7,7 @@ library only, and torch only when it is there already: threads and cores are set
 
 from __future__ import annotations
 
+import ast
 import atexit
 import json
 import multiprocessing
@@ -24,6 +25,7 @@ from elasticflow_airflow.runtime.agent import CORES_ENV
 from elasticflow_airflow.runtime.protocol import (
     GENERATION_ENV,
     SESSION_ENV,
+    UNTRAINED,
     WORKER_ENV,
     WORLD_ENV,
     Membership,
@@ -50,6 +52,7 @@ leave_abruptly = False
 current_step = 0
 """Kept by the session: the last completed step, for reports written on the way out."""
 
+_RUNTIME = "elasticflow_airflow.runtime"
 _OUT_OF_MEMORY_TEXTS = (
     "can't allocate memory",
     "out of memory",
@@ -85,6 +88,8 @@ def main() -> int:
         run_script(session)
     except SystemExit as leaving:
         if leaving.code is None or isinstance(leaving.code, int):
+            if not leaving.code and not _comes_from_runtime(leaving):
+                _tell_if_untrained(session, worker_id)
             return leaving.code or 0
         sys.stderr.write(f"{leaving.code}\n")
         _report_end(session, worker_id, ReportKind.FAILED, str(leaving.code), leaving)
@@ -92,6 +97,8 @@ def main() -> int:
     except BaseException as error:  # noqa: BLE001  (whatever it is, it ends the script and is reported)
         _report_failure(session, worker_id, error)
         return 1
+    else:
+        _tell_if_untrained(session, worker_id)
     finally:
         _run_exit_functions()
     return 0
@@ -145,6 +152,63 @@ def run_script(session: SessionConfig) -> None:
         sys.argv = [module, *session.args]
         sys.path[0] = str(code_dir)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _comes_from_runtime(error: BaseException) -> bool:
+    """Whether a session itself ends the script, rather than the script."""
+    *_, innermost = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return Path(innermost.f_code.co_filename).parent == Path(__file__).parent
+
+
+def _tell_if_untrained(session: SessionConfig, worker_id: str) -> None:
+    """Report a script that means to train with a session, and ended with status 0 before its first step."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    path = report_path(Path(session.incarnation_dir), int(os.environ[GENERATION_ENV]), worker_id)
+    if any(report.kind in (ReportKind.STARTED, ReportKind.FINISHED) for report, _ in read_reports(path)):
+        return
+    if session_initialised:
+        _report_untrained(path, worker_id, "after runtime.init() and before its first session.step()")
+    elif _imports_runtime(Path(session.code_dir)):
+        _report_untrained(path, worker_id, "before runtime.init() (or the Trainer's train(), or Lightning's fit())")
+
+
+def _report_untrained(path: Path, worker_id: str, when: str) -> None:
+    message = f"the script uses elasticflow_airflow.runtime, and ended with status 0 {when}: nothing was trained"
+    sys.stderr.write(f"elasticflow: {message}\n")
+    report = Report(
+        kind=ReportKind.FAILED,
+        generation=int(os.environ[GENERATION_ENV]),
+        worker_id=worker_id,
+        rank=0,
+        step=0,
+        data={"message": message, "kind": UNTRAINED},
+    )
+    append_report(path, report)
+
+
+def _imports_runtime(code_dir: Path) -> bool:
+    """Whether any of the user's modules that were loaded says so, also within a function that was never called."""
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())} | {sys.argv[0]}
+    mine = [Path(file) for file in files if file and Path(file).suffix == ".py" and code_dir in Path(file).parents]
+    return any(_names_runtime(path) for path in mine)
+
+
+def _names_runtime(path: Path) -> bool:
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, ValueError, SyntaxError):
+        return False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        if any(f"{name}.".startswith(f"{_RUNTIME}.") for name in names):
+            return True
+    return False
 
 
 def _report_failure(session: SessionConfig, worker_id: str, error: BaseException) -> None:

@@ -159,6 +159,10 @@ class SessionConfig:
         return cls(**{**raw, "args": tuple(raw.get("args", ()))})
 
 
+UNTRAINED = "untrained"
+"""Kind of a failure: a script that trains with a session ended, with status 0, before its first step."""
+
+
 class ReportKind(StrEnum):
     """What a worker can say. ``Report.data`` holds the keys named here (optional ones in brackets)."""
 
@@ -189,7 +193,7 @@ class ReportKind(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     """The device's memory did not suffice. micro_batch_size, message."""
     FAILED = "failed"
-    """The worker knows why it ends: message, [kind: "nan_loss" | "exception" | "bad_checkpoint"]."""
+    """The worker knows why it ends: message, [kind: "nan_loss" | "exception" | "bad_checkpoint" | UNTRAINED]."""
     WARNING = "warning"
     """Something the user should read: message. [absent: workers that were to join, but did not answer at the switch]"""
 

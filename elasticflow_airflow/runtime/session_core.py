@@ -301,7 +301,7 @@ class SessionCore:
                     " to runtime.init()"
                 )
             self._script_epochs, total = 1, self._loader.plan.steps_per_epoch
-            self._warn("neither the script nor the task says how long to train: it is one epoch (give steps= or epochs=)")
+            self._warn("neither the script nor the task says how long to train: one epoch (give steps= or epochs=)")
         if self._is_rehearsing:
             self._step = self._guess_step()
             return

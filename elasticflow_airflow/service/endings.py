@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from elasticflow_airflow.engines.port import GangOutcome
-from elasticflow_airflow.runtime.protocol import RescaleMode
+from elasticflow_airflow.runtime.protocol import UNTRAINED, RescaleMode
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.service import history, outlook
@@ -154,6 +154,9 @@ def _handle(books: Books, generation: GenerationRow) -> None:
 
 def _settle(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
     outcome = generation.outcome
+    if generation.notes.get("kind") == UNTRAINED and not row.ending:
+        books.end(row, State.FAILED, str(generation.notes["message"]), failure=_failure(generation))
+        return
     if outcome == GangOutcome.FINISHED and not (row.ending and row.ending["state"] != State.SUCCEEDED):
         _finished(books, row, generation)
         return
@@ -204,6 +207,9 @@ def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
         )
         books.end(row, State.FAILED, reason, failure=reason)
         return
+    if finished is None and not row.ever_reported and (unread := _unread_progress(row)) is not None:
+        books.end(row, State.FAILED, unread, failure=unread)
+        return
     if finished is None and not row.ever_reported and total is not None and not row.best_effort:
         reason = (
             f"the script ended with status 0 after reporting 0 of {total} steps: a script that does not use the"
@@ -239,6 +245,15 @@ def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
     books.end(row, State.SUCCEEDED, ", ".join(parts))
 
 
+def _unread_progress(row: IncarnationRow) -> str | None:
+    """What is wrong where a script was to say how far it is, and never did."""
+    named = {name: row.submission.get(name) for name in ("progress_regex", "progress_file")}
+    said = " or ".join(f"{name}={value!r}" for name, value in named.items() if value)
+    if not said:
+        return None
+    return f"the script ended with status 0, and {said} never showed a step: nothing is known to be trained"
+
+
 def _out_of_memory(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
     said = generation.notes["out_of_memory"]
     global_batch = int(row.submission["global_batch_size"])
@@ -261,6 +276,9 @@ def _failed(books: Books, row: IncarnationRow, generation: GenerationRow) -> Non
         total = f" of {row.total_steps}" if row.total_steps is not None else ""
         reason = f"the script ended with status 0 after {row.step}{total} steps, before it was finished"
         if not row.ever_reported:
+            if (unread := _unread_progress(row)) is not None:
+                books.end(row, State.FAILED, unread, failure=unread)
+                return
             if row.best_effort or row.total_steps is None:
                 reason = "the script ended with status 0 and never reported any step: taken as a best-effort success"
                 books.event("warning", reason, row)

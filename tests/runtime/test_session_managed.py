@@ -106,7 +106,7 @@ def test_where_nobody_says_how_long_it_is_one_epoch_and_that_is_said(service, tr
     service.start(1)
     assert training().run().session.steps_done == 4
     (warning,) = service.reports(1, kind=ReportKind.WARNING)
-    assert "neither the script nor the task says how long to train: it is one epoch" in warning.data["message"]
+    assert "neither the script nor the task says how long to train: one epoch" in warning.data["message"]
 
 
 def test_a_wrong_number_of_samples_is_warned_of(service, training):

@@ -566,6 +566,15 @@ def test_a_gang_that_the_engine_always_refuses_fails_with_its_message(world):
     assert "could not be started" in done.state_reason
 
 
+@pytest.mark.parametrize("declared", [{"progress_regex": r"step (?P<step>\d+)"}, {"progress_file": "progress.json"}])
+def test_a_script_that_was_to_show_its_progress_and_never_did_is_no_success(world, declared):
+    """Nor is it one as best effort: it may have trained nothing at all."""
+    job = world.submit(steps=300, fake={"reports": False}, max_workers=1, **declared)
+    done = world.ended(job)
+    assert done.state == "failed"
+    assert "never showed a step: nothing is known to be trained" in done.failure
+
+
 def test_with_the_default_patience_too_a_silent_script_is_no_rejection(world):
     """What the service waits for must come before the scheduler gives the measurement up."""
     job = world.submit(within=3600, steps=3000, fake={"reports": False}, max_workers=1)
