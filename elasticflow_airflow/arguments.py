@@ -202,12 +202,9 @@ def _check_element(name: str, element: Any) -> None:
 
 def _check_pattern(name: str, value: Any) -> None:
     _check_text(name, value)
-    try:
-        groups = re.compile(value).groups
-    except re.error as error:
-        raise ArgumentError(f"{name}={value!r} is no regular expression: {error}") from None
-    if not groups:
-        raise ArgumentError(f"{name}={value!r} has no group: write (?P<step>\\d+) where the step is")
+    problem = bounds.pattern_problem(value)
+    if problem is not None:
+        raise ArgumentError(f"{name}={value!r} {problem}")
 
 
 def _check_switch(name: str, value: Any) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -125,6 +126,15 @@ def text_problem(text: str, most: int = TEXT_CHARACTERS) -> str | None:
     except UnicodeEncodeError as error:
         return f"has half of a surrogate pair at position {error.start}, which is no character: leave it out"
     return None
+
+
+def pattern_problem(pattern: str) -> str | None:
+    """What is wrong with the regular expression that finds the step in a script's output."""
+    try:
+        groups = re.compile(pattern).groups
+    except (re.error, RecursionError, OverflowError) as error:
+        return f"is no regular expression: {error}"
+    return None if groups else "has no group: write (?P<step>\\d+) where the step is"
 
 
 def path_problem(path: str) -> str | None:

@@ -272,8 +272,27 @@ def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     return left.add_(right)
 
 
+def refuse_optimizer(optimizer: object) -> None:
+    """Raise TypeError for an optimizer that makes no single step of summed gradients, or is not one."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            "torch.optim.LBFGS computes the loss several times in a step, each time on one worker's part of the batch:"
+            " use an optimizer that takes one step of the gradients, such as AdamW or SGD"
+        )
+    if isinstance(optimizer, list | tuple | dict):
+        raise TypeError(
+            f"optimizer= is a {type(optimizer).__name__}: register one optimizer; its groups of parameters may have"
+            " settings of their own (torch.optim, per-parameter options)"
+        )
+
+
 def refuse_unsupported(model: nn.Module, *, consistent: bool) -> None:
     """Raise TypeError for models whose gradients cannot be summed here, or whose state is sharded."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model= is a {type(model).__name__}: register one nn.Module; several are one as nn.ModuleList([...]) or"
+            " nn.ModuleDict({...})"
+        )
     for name, module in model.named_modules():
         where = f"the model's {name} ({type(module).__name__})" if name else f"a model of type {type(module).__name__}"
         if type(module).__name__ in _WRAPPERS:

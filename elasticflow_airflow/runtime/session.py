@@ -27,7 +27,7 @@ from elasticflow_airflow.runtime.machinery import Machinery
 from elasticflow_airflow.runtime.manifest import CheckpointError
 from elasticflow_airflow.runtime.measuring import Activity, TimedFetcher
 from elasticflow_airflow.runtime.protocol import ReportKind
-from elasticflow_airflow.runtime.reduction import refuse_unsupported
+from elasticflow_airflow.runtime.reduction import refuse_optimizer, refuse_unsupported
 from elasticflow_airflow.runtime.session_core import trained_parameters
 from elasticflow_airflow.runtime.session_steps import SessionSteps
 from elasticflow_airflow.runtime.step import Step
@@ -40,20 +40,22 @@ class Session(SessionSteps):
 
     def register(
         self,
-        *,
         model: nn.Module,
         optimizer: Stateful | None = None,
+        *,
         scheduler: Stateful | None = None,
         scaler: Stateful | None = None,
         **others: Stateful,
     ) -> None:
         """Name what a checkpoint holds, and restore it: from the one to resume from, else ``init_from``'s weights.
 
-        Call it once, when everything is built. Raises CheckpointError when a checkpoint does not fit.
+        Call it once, when everything is built. Raises CheckpointError when a checkpoint does not fit, TypeError for
+        what cannot be trained here.
         """
         if self._registered is not None:
             raise ValueError("session.register() was called before; name everything in one call")
         refuse_unsupported(model, consistent=self._consistent)
+        refuse_optimizer(optimizer)
         named = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, **others}
         self._registered = Registered(model, {name: part for name, part in named.items() if part is not None})
         model.to(self.device)
@@ -167,6 +169,8 @@ class Session(SessionSteps):
         self._start()
         self._boundary()
         trained = trained_parameters(self._registered.model)
+        if not trained:
+            raise ValueError("nothing to train: no parameter of the registered model requires a gradient")
         if self._machinery is None or list(map(id, trained)) != list(map(id, self._machinery.reducer.parameters)):
             # The first step; or the script has frozen or freed parameters since the last.
             self._machinery = Machinery(

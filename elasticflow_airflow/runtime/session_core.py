@@ -11,6 +11,7 @@ import json
 import math
 import os
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -538,6 +539,9 @@ class SessionCore:
         if is_under_way and not self._disbanded:
             with contextlib.suppress(CheckpointError):  # It was told.
                 self._tell_saved(self._saver.flush)
+        failed = getattr(sys, "last_value", None) is not None
+        if is_under_way and self._all_done() and not self._context.managed and not failed:
+            self._warn("all steps are done, and the script ends without session.finish(), which saves the result")
         if self._context.managed and is_under_way and Path(self.config.incarnation_dir).is_dir():
             self._progress()
         self._disband()

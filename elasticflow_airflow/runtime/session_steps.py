@@ -44,7 +44,7 @@ class SessionSteps(SessionCore):
         """Report an out-of-memory with the micro-batch that was too large; explain what torch does not."""
         if "more than 1 value per channel" in str(error):
             error.add_note(
-                "BatchNorm got a share of one sample. Give fewer logical_workers= to runtime.init(), or a global batch "
+                "BatchNorm got a share of one sample. Give fewer logical_workers=, or a global batch "
                 "size that leaves two samples or more to each logical worker, in the last batch of an epoch, too."
             )
         if bootstrap.is_out_of_memory(error):

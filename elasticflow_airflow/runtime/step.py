@@ -139,7 +139,10 @@ class Step:
         A registered gradient scaler scales it here; leave ``scaler.scale`` out.
         """
         if self._weight is None:
-            raise RuntimeError("step.backward() is for once per micro-batch of step.split()")
+            raise RuntimeError(
+                "step.backward() is for once per micro-batch of step.split(): add several losses up, and go backward"
+                " through their sum"
+            )
         weighted = loss * (self._weight if weight is None else weight)
         if self._last:
             self._machinery.reducer.last_backward()

@@ -275,6 +275,8 @@ def _failed(books: Books, row: IncarnationRow, generation: GenerationRow) -> Non
     if generation.notes.get("exit_zero") and generation.notes.get("finished") is None:
         total = f" of {row.total_steps}" if row.total_steps is not None else ""
         reason = f"the script ended with status 0 after {row.step}{total} steps, before it was finished"
+        if row.total_steps is not None and row.step >= row.total_steps:
+            reason += ": a loop of your own ends with session.finish(), which saves the result"
         if not row.ever_reported:
             if (unread := _unread_progress(row)) is not None:
                 books.end(row, State.FAILED, unread, failure=unread)

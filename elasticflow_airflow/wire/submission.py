@@ -187,6 +187,9 @@ class JobSubmission(Wire):
                 f"max_workers={self.max_workers} is less than min_workers={self.min_workers}: give at least"
                 f" {self.min_workers}, or leave max_workers out"
             )
+        wrong = None if self.progress_regex is None else bounds.pattern_problem(self.progress_regex)
+        if wrong is not None:
+            raise ValueError(f"progress_regex={self.progress_regex!r} {wrong}")
         problem = target_problem(
             self.target_loss,
             bounded=self.length.steps is not None or self.length.epochs is not None,

@@ -145,7 +145,7 @@ def test_what_is_missing_is_said_before_anything_starts(local_bench: LocalBench)
     for changes, message in (
         ({"session": {"script": "nowhere.py"}}, "script 'nowhere.py' is not in the code snapshot"),
         ({"session": {"working_dir": "/no/such/folder"}}, "working_dir '/no/such/folder' is not a folder"),
-        ({"session": {"progress_regex": "step (\\d+"}}, "is no pattern"),
+        ({"session": {"progress_regex": "step (\\d+"}}, "is no regular expression"),
         ({"session": {"progress_regex": "step"}}, "has no group"),
         ({"python": "/no/such/python"}, "python='/no/such/python' is not there"),
         ({"placement": (Slot("local0", 0), Slot("local0", 0))}, "placed twice"),

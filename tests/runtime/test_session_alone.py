@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -47,6 +49,24 @@ def interrupted(build, step: int, **arguments):
 
 
 # -- length -------------------------------------------------------------------------------------------------------
+
+UNFINISHED = """
+import torch
+from elasticflow_airflow import runtime
+
+session = runtime.init(steps=2)
+loader = session.dataloader(torch.utils.data.TensorDataset(torch.ones(8, 2)), global_batch_size=4)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+session.register(model, optimizer)
+for _ in session.epochs():
+    for batch in loader:
+        with session.step() as step:
+            for (inputs,) in step.split(batch):
+                step.backward(model(inputs).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+"""
 
 
 def test_a_whole_training(training, capsys):
@@ -182,6 +202,21 @@ def test_a_finished_run_started_again_does_nothing_more(training):
     assert again.epochs_seen == []
     assert torch.equal(again.parameters(), first.parameters())
     assert again.session._loss == first.losses[-1]
+
+
+def test_a_model_of_which_nothing_is_trained(training):
+    run = training(epochs=1)
+    run.model.requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing to train: no parameter of the registered model requires a gradient"):
+        run.run()
+
+
+@pytest.mark.parametrize("end", ["", "session.finish()", "raise SystemExit(3)"])
+def test_a_script_that_trains_all_and_saves_nothing_is_told_so(tmp_path, end):
+    (tmp_path / "train.py").write_text(f"{UNFINISHED}{end}")
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == (3 if "Exit" in end else 0), done.stderr
+    assert ("ends without session.finish(), which saves the result" in done.stderr) is ("finish" not in end)
 
 
 def test_a_longer_run_goes_on_from_a_finished_one(training):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elasticflow_airflow.runtime.reduction import refuse_unsupported
+from elasticflow_airflow.runtime.reduction import refuse_optimizer, refuse_unsupported
 
 
 @pytest.fixture
@@ -36,6 +36,22 @@ def test_a_parameter_without_a_shape():
         refuse_unsupported(model, consistent=True)
     model(torch.ones(1, 2))
     refuse_unsupported(model, consistent=True)
+
+
+def test_several_models_and_several_optimizers_are_told_how_to_be_one():
+    parts = [nn.Linear(2, 2), nn.Linear(2, 1)]
+    with pytest.raises(TypeError, match=r"model= is a list: register one nn.Module; several are one as nn.ModuleList"):
+        refuse_unsupported(parts, consistent=True)
+    refuse_unsupported(nn.ModuleList(parts), consistent=True)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+    with pytest.raises(TypeError, match="optimizer= is a list: register one optimizer; its groups of parameters"):
+        refuse_optimizer(optimizers)
+    refuse_optimizer(optimizers[0])
+
+
+def test_an_optimizer_that_computes_the_loss_itself():
+    with pytest.raises(TypeError, match=r"LBFGS computes the loss several times in a step.*AdamW or SGD"):
+        refuse_optimizer(torch.optim.LBFGS(nn.Linear(2, 2).parameters()))
 
 
 def test_sparse_gradients():

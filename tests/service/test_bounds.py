@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import string
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -119,6 +120,12 @@ def test_a_submission_out_of_bounds_is_refused(path, value, said):
     named = path.rpartition(".")[2] if path != "length" else "epochs"
     assert where.startswith(path) or named in error["msg"]
     assert SECRET not in error["msg"]
+
+
+@pytest.mark.parametrize(("pattern", "said"), [("step (", "is no regular expression"), ("step", "has no group")])
+def test_a_pattern_that_finds_no_step_is_refused_when_it_is_submitted(pattern, said):
+    with pytest.raises(ValidationError, match=rf"progress_regex={re.escape(repr(pattern))} {said}"):
+        JobSubmission.model_validate(changed(SUBMISSION, "progress_regex", pattern))
 
 
 @pytest.mark.parametrize(

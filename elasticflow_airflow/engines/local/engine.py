@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from elasticflow_airflow import bounds
 from elasticflow_airflow.engines.local import logs, slots, stacks
 from elasticflow_airflow.engines.local.folder import Order
 from elasticflow_airflow.engines.local.interpreter import InterpreterCheck
@@ -227,14 +228,9 @@ class LocalEngine:
         if session.working_dir is not None and not Path(session.working_dir).is_dir():
             raise EngineError(f"working_dir {session.working_dir!r} is not a folder on this machine")
         if session.progress_regex is not None:
-            try:
-                groups = re.compile(session.progress_regex).groups
-            except re.error as error:
-                raise EngineError(f"progress_regex={session.progress_regex!r} is no pattern: {error}") from error
-            if not groups:
-                raise EngineError(
-                    f"progress_regex={session.progress_regex!r} has no group: write (?P<step>\\d+) where the step is"
-                )
+            problem = bounds.pattern_problem(session.progress_regex)
+            if problem is not None:
+                raise EngineError(f"progress_regex={session.progress_regex!r} {problem}")
         self._interpreters.check(spec.python, self._starter.worker_env(spec))
 
     def _accept(self, job: JobRecord, spec: GangSpec) -> GangRecord:
