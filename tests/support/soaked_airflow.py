@@ -85,6 +85,7 @@ class SoakedAirflow:
                 kinds = Counter(event.kind for event in events)
                 status = client.status(identity.job_id)
                 story = "; ".join(f"{event.at:.1f} {event.kind}: {event.reason}" for event in events)
+                story = f"Airflow's own: {self._told(task)}; the service's: {story}"
                 if task["state"] != "success":
                     wrong.append(f"{where} is {task['state']} after {task['try_number']} tries: {story}")
                 if (status.state, status.step) != (State.SUCCEEDED, STEPS[task["task_id"]]):
@@ -97,6 +98,19 @@ class SoakedAirflow:
 
     def close(self) -> None:
         close_stack(self.stack)
+
+    def _told(self, task: dict[str, Any]) -> str:
+        """What Airflow says of a task: its tries, and what was done to it by whom."""
+        if (task["state"], task["try_number"]) == ("success", 1):
+            return "one try"
+        where = f"{self._path}/{task['dag_run_id']}/taskInstances/{task['task_id']}/tries"
+        tries = self.stack.do("GET", where).json()["task_instances"]
+        asked = {"dag_id": self.dag_id, "run_id": task["dag_run_id"], "task_id": task["task_id"], "limit": 1000}
+        logs = self.stack.do("GET", "/api/v2/eventLogs", params=asked).json()["event_logs"]
+        return "; ".join(
+            [f"try {t['try_number']} {t['state']} {t['start_date']} to {t['end_date']}" for t in tries]
+            + [f"{log['when']} {log['event']} by {log['owner']}: {log['extra']}" for log in logs]
+        )
 
     @property
     def _path(self) -> str:
