@@ -63,7 +63,7 @@ def die(gangs: Sequence[FakeGang], worker_id: str, exit_code: int) -> bool:
     """Have a worker of a job die; False when the gang that it trains in cannot go on without it.
 
     The gang goes on when its session can change in place and another of its workers lives, and it was no failure of
-    the script (a positive exit code). KeyError for a worker that does not live.
+    the script (a positive exit code); with 0 one leaves without a word, and the others wait. KeyError for a worker that does not live.
     """
     homes = [gang for gang in gangs if worker_id in [gang.worker_id(rank) for rank in gang.living()]]
     if not homes:
@@ -75,7 +75,7 @@ def die(gangs: Sequence[FakeGang], worker_id: str, exit_code: int) -> bool:
         return True
     _interrupt(gangs)
     rank = next(rank for rank in base.living() if base.worker_id(rank) == worker_id)
-    goes_on = exit_code < 0 and base.behaviour.in_place and base.phase in _GOES_ON and len(base.living()) > 1
+    goes_on = exit_code <= 0 and base.behaviour.in_place and base.phase in _GOES_ON and len(base.living()) > 1
     if not goes_on:
         return False
     base.break_down(rank, exit_code)

@@ -15,6 +15,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -52,6 +53,9 @@ leave_abruptly = False
 current_step = 0
 """Kept by the session: the last completed step, for reports written on the way out."""
 
+SAY_AFTER_S, END_AFTER_S = 3.0, 30.0
+"""How long after its last line a script may take to leave: before that is said, and before it is done for it."""
+
 _RUNTIME = "elasticflow_airflow.runtime"
 _OUT_OF_MEMORY_TEXTS = (
     "can't allocate memory",
@@ -84,6 +88,14 @@ def main() -> int:
     if plan is not None and plan.rank_of(worker_id) is None:
         return 0  # The plan moved on while torchrun started this process: there is nothing to save yet.
     stacks.register(stacks_path(Path(session.incarnation_dir), worker_id))
+    exit_status = _run_to_end(session, worker_id)
+    threading.Thread(target=_insist_on_end, args=(exit_status,), daemon=True).start()
+    _run_exit_functions()
+    return exit_status
+
+
+def _run_to_end(session: SessionConfig, worker_id: str) -> int:
+    """Run the script, and report what only this process knows of its end; returns the exit status."""
     try:
         run_script(session)
     except SystemExit as leaving:
@@ -97,11 +109,29 @@ def main() -> int:
     except BaseException as error:  # noqa: BLE001  (whatever it is, it ends the script and is reported)
         _report_failure(session, worker_id, error)
         return 1
-    else:
-        _tell_if_untrained(session, worker_id)
-    finally:
-        _run_exit_functions()
+    _tell_if_untrained(session, worker_id)
     return 0
+
+
+def _insist_on_end(exit_status: int) -> None:
+    """Leave although something that the script has started does not end: Python would wait for it for ever."""
+    time.sleep(SAY_AFTER_S)
+    processes = [str(child.pid) for child in multiprocessing.active_children() if not child.daemon]
+    threads = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+    held = [f"processes {', '.join(processes)}"] if processes else []
+    held += [f"threads {', '.join(threads)}"] if threads else []
+    held = held or ["functions registered with atexit"]
+    _say(
+        f"the script has ended, and waits for its {' and '.join(held)}; in {END_AFTER_S - SAY_AFTER_S:.0f} s it leaves"
+    )
+    time.sleep(END_AFTER_S - SAY_AFTER_S)
+    _say("leaving all the same")
+    os._exit(exit_status)
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"elasticflow: {message}\n")
+    sys.stderr.flush()
 
 
 def _take_place_in_world() -> None:

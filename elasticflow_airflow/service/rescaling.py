@@ -28,6 +28,10 @@ from elasticflow_airflow.service.codec import slots_to_json
 from elasticflow_airflow.service.deciding import feed
 from elasticflow_airflow.service.generations import can_continue, gave_up, order
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.wire import State
+
+LEFT_ALONE_S = 5.0
+"""Workers leave a training that is finished within a moment of each other, and whether it is was said before."""
 
 
 def heal(books: Books) -> None:
@@ -41,10 +45,16 @@ def _heal(books: Books, row: IncarnationRow) -> None:
     desired, training = books.desired(row), books.training(row)
     if desired is None or training is None or row.terminal or row.ending or desired.desired != "run":
         return
-    if not training.notes.get("in_place") or training.notes.get("finished"):
+    if training.notes.get("finished"):
         return
     workers = _workers(books, training)
     codes = {worker.exit_code for worker in workers} - {None}
+    is_session = "in_place" in training.notes
+    if is_session and desired is training and 0 in codes and any(worker.exit_code is None for worker in workers):
+        _end_left_alone(books, row, training)
+        return
+    if not training.notes.get("in_place"):
+        return
     leaving = 0 in codes  # As it is done; or, in a change, because it is not in the new gang.
     if any(code > 0 for code in codes if code is not None) or (leaving and desired is training):
         return  # It ends, by its script's failure or success: that is not answered here.
@@ -55,6 +65,19 @@ def _heal(books: Books, row: IncarnationRow) -> None:
         recover(books, row, training, {worker.worker_id for worker in dead}, said)
     elif desired is not training and not leaving and desired.mode == RescaleMode.IN_PLACE:
         _look_after_joiners(books, row, training, desired)
+
+
+def _end_left_alone(books: Books, row: IncarnationRow, training: GenerationRow) -> None:
+    """End a training of which a worker has left without a word: the others would wait for it for ever."""
+    left_at = training.notes.get("left_at")
+    if left_at is None:
+        training.notes = {**training.notes, "left_at": books.now}
+    elif books.now > left_at + LEFT_ALONE_S:
+        left = [worker for worker in _workers(books, training) if worker.exit_code == 0]
+        said = _names(left, ["ended with status 0" for _ in left])
+        total = f" of {row.total_steps}" if row.total_steps is not None else ""
+        reason = f"{said} after {row.step}{total} steps, before it was finished, and left the others alone"
+        books.end(row, State.FAILED, reason, failure=reason)
 
 
 def recover(books: Books, row: IncarnationRow, training: GenerationRow, lost: set[str], what: str) -> None:

@@ -96,6 +96,17 @@ def test_the_scheduler_hears_of_the_survivors(world):
     assert world.ended(job).result.met
 
 
+def test_a_worker_that_leaves_without_a_word_ends_the_training_that_it_leaves_alone(world):
+    job = runs_with(world, 4)
+    world.engine.fail_worker(job.job.job_id, rank=1, exit_code=0)
+    world.until(lambda: world.status(job).state.terminal, "it is over")
+    assert world.elapsed_s < 30, "within seconds"
+    status = world.status(job)
+    assert status.state == "failed"
+    assert status.state_reason.startswith("worker g000001-r001 on node0:1 ended with status 0 after ")
+    assert status.state_reason.endswith(" of 900 steps, before it was finished, and left the others alone")
+
+
 def test_rank_0_dies_too(world):
     job = runs_with(world, 2, max_workers=2)
     world.engine.fail_worker(job.job.job_id, rank=0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_STAT_STATE, _STAT_PPID, _STAT_PGRP, _STAT_USER, _STAT_SYSTEM, _STAT_START = 0, 1, 2, 11, 12, 19
+_STAT_STATE, _STAT_PPID, _STAT_PGRP, _STAT_USER, _STAT_SYSTEM, _STAT_START, _STAT_EXIT = 0, 1, 2, 11, 12, 19, 49
 """Positions in /proc/PID/stat after the command name (whose field 2 may hold spaces); 19 is field 22."""
 _EXEC_LOOKS, _EXEC_LOOK_S = 20, 0.02
 _WORKER_MARK = b"ELASTICFLOW_CORES="
@@ -86,6 +86,14 @@ def group_led_by(leader: ProcessId) -> list[ProcessId]:
 def children_of(pid: int) -> list[ProcessId]:
     """Direct children that are not zombies."""
     return _where(_STAT_PPID, pid)
+
+
+def unread_exit_code(pid: int, parent_pid: int) -> int | None:
+    """How a child of another process ended, -N by signal N, while that has not asked yet (a zombie); else None."""
+    stat = _stat(pid)
+    if stat is None or stat[_STAT_STATE] != "Z" or int(stat[_STAT_PPID]) != parent_pid:
+        return None
+    return os.waitstatus_to_exitcode(int(stat[_STAT_EXIT]))
 
 
 def cpu_seconds(pid: int) -> float:

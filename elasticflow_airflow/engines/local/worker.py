@@ -5,14 +5,16 @@ Standard library only: part of the supervisor process.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import time
 from pathlib import Path
 
 from elasticflow_airflow.engines.local.folder import SupervisorFolder, SupervisorSpec, WorkerSpec, WorkerStatus
 from elasticflow_airflow.engines.local.forking import ForkServer
 from elasticflow_airflow.engines.local.logs import LogWriter
-from elasticflow_airflow.engines.local.processes import ProcessId, group_led_by
+from elasticflow_airflow.engines.local.processes import ProcessId, group_led_by, unread_exit_code
 from elasticflow_airflow.runtime import protocol
 from elasticflow_airflow.runtime.protocol import (
     GENERATION_ENV,
@@ -31,7 +33,13 @@ def bootstrap_path() -> str:
     return str(Path(protocol.__file__).with_name("bootstrap.py"))
 
 
+logger = logging.getLogger("elasticflow.supervisor")
+
 _PIPE_PIECE = 64 * 1024
+REST_LIMIT_S = 2.0
+"""What a trainer has left behind keeps its agent from seeing that it has ended; so long it may end by itself."""
+AGENT_LIMIT_S = 5.0
+"""An agent that has not ended so long after its trainer has not heard of it and never will."""
 RENDEZVOUS_LIMIT_S = 900
 
 
@@ -49,6 +57,9 @@ class Worker:
         self.output: int | None = None
         self._reports = report_path(Path(spec.incarnation_dir), spec.generation, worker.worker_id).parent
         self._has_session = self._can_change_in_place = False
+        self._trainer_pid: int | None = None
+        self._trainer_gone_s: float | None = None
+        self._rest_killed = False
 
     def open_output(self) -> int:
         """Make the pipe for the worker's output; returns the end to write to."""
@@ -86,13 +97,38 @@ class Worker:
         if self.status.trainer is None:
             raw = read_json(self._folder.trainer_file(self.worker_id))
             if raw is not None:
-                self.status.trainer = ProcessId.of(raw["pid"])
+                self._trainer_pid = int(raw["pid"])
+                self.status.trainer = ProcessId.of(self._trainer_pid)
                 changed = self.status.trainer is not None
         agent_code = self._server.exit_codes.get(self.worker_id)
         if agent_code is None:
-            return changed
+            return self._look_for_silent_end() or changed
         result = read_json(self._folder.exit_file(self.worker_id))
         self.status.exit_code = agent_code if result is None else result["exit_code"]
+        self.kill_rest()
+        self.status.ended = True
+        return True
+
+    def _look_for_silent_end(self) -> bool:
+        """Look for a trainer that has ended without its agent noticing; True when that was so, and both are gone.
+
+        A forked trainer that leaves by ``os._exit(0)`` hands nothing over for which torchrun waits, and a process that
+        it has forked holds the pipe whose end tells torchrun that the trainer has ended.
+        """
+        agent, trainer, now_s = self.status.agent, self.status.trainer, time.monotonic()
+        if agent is None or self._trainer_pid is None or (trainer is not None and trainer.is_alive()):
+            return False
+        if self._trainer_gone_s is None:
+            self._trainer_gone_s = now_s
+        if now_s > self._trainer_gone_s + REST_LIMIT_S and not self._rest_killed:
+            self._rest_killed = True
+            self.kill_rest()
+        if now_s <= self._trainer_gone_s + AGENT_LIMIT_S:
+            return False
+        # Of every status but 0 torchrun hears in a moment, and ends itself.
+        self.status.exit_code = unread_exit_code(self._trainer_pid, agent.pid) or 0
+        logger.warning("%s ended with status %d, and its agent never heard", self.worker_id, self.status.exit_code)
+        agent.kill()
         self.kill_rest()
         self.status.ended = True
         return True

@@ -1,0 +1,92 @@
+"""Workers that end without a word, and children that would stay: noticed within seconds, by a gang of any size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState
+
+if TYPE_CHECKING:
+    from conftest import LocalBench
+
+SESSION = """
+import os, time
+import torch
+from elasticflow_airflow import runtime
+
+session = runtime.init()
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = session.dataloader(torch.utils.data.TensorDataset(torch.ones(64, 2)), global_batch_size=8)
+session.register(model, optimizer)
+for _ in session.epochs():
+    for batch in loader:
+        with session.step() as step:
+            for (inputs,) in step.split(batch):
+                step.backward(model(inputs).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+LEAVES = SESSION + "        if {condition}:\n            os._exit(0)\nsession.finish()\n"
+FORKS = SESSION + "session.finish()\nif os.fork() == 0:\n    time.sleep(600)\n"
+
+
+def end(bench: LocalBench, script: str, **session: Any) -> GangObservation:
+    """Run a script on one worker to its end. What nobody notices takes longer than a bench waits."""
+    (bench.base / "code" / "ends.py").write_text(script)
+    bench.engine.apply(bench.spec(session={"script": "ends.py", **session}))
+    return bench.wait_state(1, GangState.ENDED)
+
+
+def test_a_plain_script_that_leaves_at_once_has_finished(local_bench: LocalBench) -> None:
+    ended = end(local_bench, "import os\nos._exit(0)\n", steps=None)
+    assert (ended.outcome, ended.workers[0].exit_code) == (GangOutcome.FINISHED, 0)
+    assert local_bench.left_behind() == []
+
+
+def test_a_session_that_leaves_in_the_middle_has_failed(local_bench: LocalBench) -> None:
+    ended = end(local_bench, LEAVES.format(condition="session.steps_done == 3"), steps=8)
+    assert ended.outcome is GangOutcome.FAILED
+    assert ended.failure is not None
+    assert ended.failure.startswith("the script ended with status 0 before its session reported that it is finished")
+
+
+def test_one_of_two_that_leaves_is_known_to_have_left(local_bench: LocalBench) -> None:
+    bench = local_bench
+    condition = "session.steps_done == 3 and os.environ['RANK'] == '1'"
+    (bench.base / "code" / "ends.py").write_text(LEAVES.format(condition=condition))
+    session = {"script": "ends.py", "steps": 8, "global_batch_size": 8}
+    bench.engine.apply(bench.spec(workers=2, session=session))
+    gangs = bench.wait(lambda gangs: 1 in gangs and gangs[1].workers[1].exit_code == 0, "it has left")
+    assert (gangs[1].state, gangs[1].workers[0].exit_code) == (GangState.RUNNING, None)
+    bench.engine.stop("job", 0.0, "enough")
+    bench.wait_state(1, GangState.ENDED)
+
+
+def test_a_process_that_was_forked_keeps_no_finished_training(local_bench: LocalBench) -> None:
+    ended = end(local_bench, FORKS, steps=4)
+    assert ended.outcome is GangOutcome.FINISHED
+    assert local_bench.left_behind() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("multiprocessing.Process(target=time.sleep, args=(600,)).start()", "its processes "),
+        ("threading.Thread(target=time.sleep, args=(600,), name='uploads').start()", "its threads uploads;"),
+        ("atexit.register(time.sleep, 600)", "its functions registered with atexit;"),
+    ],
+)
+def test_what_does_not_end_is_named_and_keeps_no_finished_training(
+    local_bench: LocalBench, what: str, said: str
+) -> None:
+    bench = local_bench
+    ended = end(bench, f"import atexit, multiprocessing, threading, time\n{what}\nprint('done')\n", steps=None)
+    assert ended.outcome is GangOutcome.FINISHED
+    log = bench.engine.read_log("job", 1, "g000001-r000", 0, 10_000).data.decode()
+    assert f"elasticflow: the script has ended, and waits for {said}" in log
+    assert "elasticflow: leaving all the same" in log
+    assert bench.left_behind() == []
