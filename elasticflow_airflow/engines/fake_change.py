@@ -63,7 +63,8 @@ def die(gangs: Sequence[FakeGang], worker_id: str, exit_code: int) -> bool:
     """Have a worker of a job die; False when the gang that it trains in cannot go on without it.
 
     The gang goes on when its session can change in place and another of its workers lives, and it was no failure of
-    the script (a positive exit code); with 0 one leaves without a word, and the others wait. KeyError for a worker that does not live.
+    the script (a positive exit code); with 0 it leaves without a word, and the others wait. KeyError for a worker that
+    does not live.
     """
     homes = [gang for gang in gangs if worker_id in [gang.worker_id(rank) for rank in gang.living()]]
     if not homes:

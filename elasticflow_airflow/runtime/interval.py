@@ -12,6 +12,9 @@ from dataclasses import dataclass
 PRIOR_MTBF_S = 6 * 3600.0
 """Time between failures that is assumed before any was seen; it weighs as much as one failure."""
 
+SLOW_DISK_BYTES_PER_S = 100e6
+"""What even a network disk writes, before a save has been measured."""
+
 
 def best_interval_s(save_cost_s: float, mtbf_s: float) -> float:
     """Seconds of training between two saves that lose the least time in all, by Daly's estimate.
@@ -35,7 +38,7 @@ class SaveInterval:
     """
 
     first_s: float = 60.0
-    """The interval until a save has been measured."""
+    """The interval until a save has been measured: of a state whose size is not known, or that is large."""
     least_s: float = 10.0
     most_s: float = 1800.0
     of_training: float = 0.05
@@ -50,6 +53,10 @@ class SaveInterval:
     def __post_init__(self) -> None:
         if not 0 < self.least_s <= self.most_s:
             raise ValueError(f"save every {self.least_s} to {self.most_s} s: the bounds are not in order")
+
+    def expect(self, size_bytes: int) -> None:
+        """Guess what the first save costs: that of a small state comes soon, so that no early failure begins again."""
+        self.first_s = min(self.first_s, max(self.least_s, 2 * size_bytes / SLOW_DISK_BYTES_PER_S))
 
     def saved(self, *, stall_s: float, write_s: float) -> None:
         """Learn what a save took. Half of the weight is with the newest: states grow, disks get slower."""

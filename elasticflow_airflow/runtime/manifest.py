@@ -261,14 +261,16 @@ def promoted(checkpoints: Path, warn: Callable[[str], None]) -> CandidateInfo | 
 
     Only what is not newer than the promotion counts: a candidate that nobody promoted may come from a stale
     generation. Where ``promoted.json`` itself is damaged, the newest valid checkpoint is used. None: nothing was
-    promoted, or nothing of it is left. What cannot be read is tried again for a while, and never passed over: raises
-    CheckpointUnreachable.
+    promoted. What cannot be read is tried again for a while, and never passed over: raises CheckpointUnreachable; and
+    CheckpointError where something was promoted, and nothing of it is left: to begin again would throw it away.
     """
     names = [str(path.relative_to(checkpoints)) for path in list_candidates(checkpoints)]
 
     def read_promotion() -> Promotion | None:
         try:
             return Promotion.read(checkpoints)
+        except NotADirectoryError:
+            return None  # Nobody can have promoted anything there; whoever saves says what is in the way.
         except OSError as error:
             raise unreadable(str(promoted_path(checkpoints)), error) from error
 
@@ -304,6 +306,12 @@ def choose(
     except (ValueError, TypeError) as error:
         warn(f"{where}/promoted.json is damaged ({error}); the newest valid checkpoint is used instead")
         promotion, limit = None, None
+    passed_over: list[str] = []
+
+    def pass_over(why: str) -> None:
+        passed_over.append(why)
+        warn(why)
+
     # The promoted one is looked for even where it is not listed: a folder that cannot be read lists nothing.
     wanted = list(names) if limit is None else [*(name for name in names if name < limit), limit]
     for name in reversed(wanted):
@@ -312,13 +320,19 @@ def choose(
         except CheckpointUnreachable:
             raise
         except CheckpointError as error:
-            warn(f"skipped: {error}" if name in names else f"the promoted checkpoint {where}/{name} is missing")
+            pass_over(f"skipped: {error}" if name in names else f"the promoted checkpoint {where}/{name} is missing")
             continue
         if promotion is not None and name == limit and info.digest != promotion.digest:
-            warn(f"skipped: checkpoint {info.path} is not the one that {where}/promoted.json names (digest differs)")
+            pass_over(
+                f"skipped: checkpoint {info.path} is not the one that {where}/promoted.json names (digest differs)"
+            )
             continue
         return info
-    return None
+    found = "; ".join(passed_over) or "there is no checkpoint beside it"
+    raise CheckpointError(
+        f"{where}/promoted.json says that there is a checkpoint to go on from, and none can be used: {found}. Put it "
+        "back, or move promoted.json away to begin again at step 0"
+    )
 
 
 def unreadable(what: str, error: OSError) -> CheckpointError:

@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from elasticflow_airflow.runtime.checkpoint import Registered
+from elasticflow_airflow.runtime.checkpoint import Registered, contents_of
 from elasticflow_airflow.runtime.checkpointer import Checkpointer, Saved
 from elasticflow_airflow.runtime.interval import SaveInterval
 from elasticflow_airflow.runtime.manifest import MANIFEST, CheckpointError
 from elasticflow_airflow.runtime.protocol import candidate_name
+from elasticflow_airflow.runtime.snapshot import size_of
 from elasticflow_airflow.runtime.storage import Part
 
 PARTS_LIMIT_S = 10.0
@@ -67,6 +68,12 @@ class Saver:
     def restart_clock(self) -> None:
         """Count from now: somebody has saved, or the state has just come from somewhere."""
         self._saved_at_s = time.monotonic()
+
+    def expect(self, registered: Registered) -> None:
+        """Take in how large a save will be, once the optimizer has a state."""
+        if isinstance(self._interval, SaveInterval):
+            with contextlib.suppress(CheckpointError):  # Whoever saves it says so.
+                self._interval.expect(size_of(contents_of(registered)))
 
     def step_done(self, registered: Registered) -> None:
         """Get memory and writer ready in good time, in the background; the optimizer has a state by now."""

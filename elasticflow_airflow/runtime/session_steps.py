@@ -168,11 +168,12 @@ class SessionSteps(SessionCore):
             self._place.watcher.step = self._step
         if self.is_main and self._registered is not None:
             self._measure_state(self._registered)
-            if not self._shards():
-                self._saver.step_done(self._registered)
             if not self._knows_size:
                 self._knows_size = True
+                self._saver.expect(self._registered)
                 self._look_for_room(self._registered, steps=1)
+            if not self._shards():
+                self._saver.step_done(self._registered)
         if not math.isfinite(loss) and not self._allow_nonfinite_loss:
             self._diverged(f"the loss is {loss} at step {self._step}")
         if self._speed.due:

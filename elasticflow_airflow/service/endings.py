@@ -319,11 +319,15 @@ def _restart_or_fail(
 
 def _again(books: Books, row: IncarnationRow, reason: str) -> None:
     """The gang is gone; the scheduler decides when and where the next one starts."""
-    step = (row.promoted or {}).get("step", 0)
+    step, lost = (row.promoted or {}).get("step", 0), row.step
     row.restart_step = step
     row.desired_generation = None
     row.step = min(row.step, step) if row.promoted else row.step
-    books.event("restarting", f"{reason}; goes on from step {step}", row, step=step)
+    if row.promoted is None and lost > 0:
+        where = f"begins again at step 0, as there was no checkpoint yet ({lost} steps are lost)"
+    else:
+        where = f"goes on from step {step}"
+    books.event("restarting", f"{reason}; {where}", row, step=step)
     if books.knows(row.job_id):
         if row.promoted:
             outlook.tell(books, row, step=step)

@@ -64,6 +64,13 @@ def test_between_its_bounds_whatever_is_measured(stall_s, write_s, failures, tra
     assert interval.seconds >= min(interval.most_s, 2 * write_s)  # never faster than the disk
 
 
+@pytest.mark.parametrize(("size_bytes", "first_s"), [(0, 10.0), (44e6, 10.0), (1.3e9, 26.0), (100e9, 60.0)])
+def test_the_first_comes_soon_where_the_state_is_small(size_bytes, first_s):
+    interval = SaveInterval()
+    interval.expect(int(size_bytes))
+    assert interval.seconds == first_s
+
+
 def test_more_failures_more_saves_and_dearer_saves_fewer():
     def seconds(failures: int, stall_s: float) -> float:
         interval = SaveInterval(failures=failures, trained_s=3600.0)

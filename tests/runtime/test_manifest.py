@@ -142,10 +142,20 @@ def test_a_missing_promoted_checkpoint_is_named(two, warnings):
     assert warnings == [f"the promoted checkpoint {newest.path} is missing"]
 
 
-def test_everything_damaged_gives_none_and_a_warning_each(two, warnings):
+def test_where_everything_is_damaged_or_gone_training_does_not_begin_again(two, warnings):
     for info in two:
         (info.path / "model.pt").write_bytes(b"")
-    assert promoted(two[0].path.parents[1], warnings.append) is None
+    folder = two[0].path.parents[1]
+    with pytest.raises(CheckpointError) as error:
+        promoted(folder, warnings.append)
+    said = str(error.value)
+    assert said.startswith(f"{folder}/promoted.json says that there is a checkpoint to go on from, and none can be")
+    assert said.endswith("Put it back, or move promoted.json away to begin again at step 0")
+    assert all(str(info.path) in said for info in two)
+    for info in two:
+        shutil.rmtree(info.path)
+    with pytest.raises(CheckpointError, match=f"the promoted checkpoint {two[1].path} is missing"):
+        promoted(folder, [].append)
     assert [str(info.path) in warning for info, warning in zip(reversed(two), warnings, strict=True)] == [True, True]
 
 
