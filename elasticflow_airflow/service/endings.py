@@ -311,7 +311,8 @@ def _restart_or_fail(
 ) -> None:
     if row.restarts >= books.settings.max_restarts or not progressed:
         why = "without progress since the start" if not progressed else f"after {row.restarts} restarts"
-        books.end(row, State.FAILED, f"failed {why}: {reason}", failure=_failure(generation) or reason)
+        where = f"at step {row.step}" + (f" of {row.total_steps}" if row.total_steps is not None else "")
+        books.end(row, State.FAILED, f"failed {where}, {why}: {reason}", failure=_failure(generation) or reason)
         return
     row.restarts += 1
     _again(books, row, f"restart {row.restarts} of {books.settings.max_restarts} after a failure: {reason}")

@@ -297,6 +297,7 @@ def _fold_report(
         case ReportKind.OUT_OF_MEMORY:
             note = {"out_of_memory": {"micro_batch_size": data.get("micro_batch_size"), "message": message}}
         case ReportKind.FAILED:
+            row.step = max(row.step, report.step)  # Where it fails, which is later than what was reported last.
             note = {"message": message, "kind": data.get("kind"), "rank": report.rank}
         case ReportKind.WARNING:
             if data.get("field") is None or _is_new(row, str(data["field"])):

@@ -460,6 +460,25 @@ def test_an_administrator_moves_a_deadline_by_what_if(look: Any, site: Site) -> 
     assert site.status("nightly").deadline_at == pytest.approx(before + 1800, abs=60)
 
 
+def test_a_change_that_would_be_refused_is_shown_as_refused(look: Any) -> None:
+    page = look("admin", "elasticflow/#/what-if")
+    sooner = time.strftime("%Y-%m-%dT%H:%M", time.localtime(time.time() + 3600))
+    page.get_by_label("Deadline of nightly · train").fill(sooner)
+    page.get_by_text("1 change would be refused, and nothing would come of it").first.wait_for()
+    then = page.get_by_role("row").filter(has_text="nightly").get_by_role("cell").nth(2)
+    assert "Refused" in then.inner_text()
+
+
+def test_a_forecast_that_does_not_come_is_no_calm(look: Any) -> None:
+    page = look("viewer", "elasticflow/#/jobs", expect="503")
+    page.route("**/forecast*", lambda route: route.fulfill(status=503, json={"detail": "it has too much to do"}))
+    page.get_by_role("link", name="Cluster").first.click()
+    page.get_by_text("Unknown: the forecast did not come.").wait_for()
+    page.get_by_text("the forecast did not come", exact=True).wait_for()
+    assert page.get_by_text("on course").count() == 0
+    assert page.get_by_text("nothing at risk").count() == 0
+
+
 def test_the_log_goes_on_and_the_workers_say_what_they_do(look: Any, site: Site) -> None:
     page = look("viewer", site.job("nightly"))
     log = page.locator("#log")

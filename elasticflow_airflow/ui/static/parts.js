@@ -51,7 +51,9 @@ export function decisionChip(decision) {
   return chip(text, tone, mark);
 }
 
-/** How far a job is from its deadline, in words and colour. */
+const BEGUN = new Set(['running', 'suspended']);
+
+/** How far a job is from its deadline, in words and colour: green is only what trains already. */
 export function slackChip(job) {
   if (job.deadline_at === null) return chip('No deadline', 'quiet', '∼');
   if (job.state === 'succeeded') {
@@ -64,6 +66,7 @@ export function slackChip(job) {
   if (job.slack_s < 0 || job.at_risk) {
     return chip(job.slack_s < 0 ? `${f.duration(-job.slack_s)} late` : `At risk, ${f.duration(job.slack_s)}`, 'bad', '!');
   }
+  if (!BEGUN.has(job.state)) return chip(`${f.duration(job.slack_s)} planned`, 'quiet', '◷');
   const left = job.deadline_at - f.nowS();
   return chip(`${f.duration(job.slack_s)} spare`, job.slack_s < 0.1 * left ? 'warn' : 'ok', job.slack_s < 0.1 * left ? '◷' : '✓');
 }

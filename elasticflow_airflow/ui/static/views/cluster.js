@@ -45,7 +45,7 @@ export function open({ main, refresh }) {
       fresh('history', HISTORY_MS, () => api.history(at - past * 3600, at + ahead * 3600, 120, signal)),
       fresh('forecast', FORECAST_MS, () => api.forecast(24, signal).catch((error) => {
         if (error.name === 'AbortError') throw error;
-        return { items: [], summary: error.message, kept: 0, not_kept: 0, missing_slots: 0 };
+        return { items: [], unknown: error.message };
       })),
     ]);
     render();
@@ -120,12 +120,25 @@ function overview({ cluster, week, forecast }) {
   return tiles(
     ['Slots in use', h('span', {}, `${taken}`, h('small', {}, ` of ${cluster.slots.length}`)), draining ? `${f.plural(draining, 'node')} leaving` : `${computing} computing`],
     ['Jobs', h('span', {}, `${running}`, h('small', {}, ' running')), waiting ? `${waiting} waiting` : cluster.hidden_jobs ? `${cluster.hidden_jobs} of other teams` : 'none waits'],
-    ['Next 24 hours', h('span', {}, `${forecast.kept}`, h('small', {}, ` of ${forecast.items.length} on course`)), forecast.not_kept ? `${forecast.not_kept} will not make it` : 'nothing at risk', forecast.not_kept ? 'bad' : null],
+    nextDay(cluster, forecast),
     ['Deadlines met, 7 days', judged ? f.percent(met / judged) : '–', judged ? `${f.number(met)} of ${f.number(judged)}` : 'none was due'],
   );
 }
 
+/** No calm that nobody has vouched for: what is late now counts, too, and what is not known is said to be so. */
+function nextDay({ jobs }, forecast) {
+  const title = 'Next 24 hours';
+  const late = jobs.filter((job) => isLive(job) && (job.at_risk || (job.slack_s ?? 0) < 0)).length;
+  const lateNow = late ? `${f.plural(late, 'job')} late or at risk now` : null;
+  if (forecast.unknown) return [title, '–', lateNow ?? 'the forecast did not come', late ? 'bad' : 'warn'];
+  const open = forecast.items.length - forecast.kept - forecast.not_kept;
+  const failing = forecast.not_kept ? `${forecast.not_kept} will not make it` : lateNow;
+  return [title, h('span', {}, `${forecast.kept}`, h('small', {}, ` of ${forecast.items.length} on course`)),
+    failing ?? (open ? `${open} not known yet` : forecast.items.length ? 'nothing at risk' : 'nothing is due'), failing ? 'bad' : null];
+}
+
 function outlook(forecast) {
+  if (forecast.unknown) return card('Next 24 hours', 'Unknown: the forecast did not come.', h('p', { class: 'banner', role: 'status', 'data-key': 'no-forecast' }, f.sentence(forecast.unknown), ' This page tries again by itself.'));
   const byDag = Map.groupBy ? Map.groupBy(forecast.items, (item) => item.dag_id) : group(forecast.items, (item) => item.dag_id);
   const missing = forecast.missing_slots ? ` With ${f.plural(forecast.missing_slots, 'more slot')} all would be kept.` : '';
   const inside = forecast.items.length

@@ -3,7 +3,7 @@
 import * as api from '../api.js';
 import { h, say, show } from '../dom.js';
 import * as f from '../format.js';
-import { card, confirmed, decisionChip, empty, firstJob, isLive, jobLink, jobName, outcomeChip, slackChip, table, time } from '../parts.js';
+import { card, chip, confirmed, decisionChip, empty, firstJob, isLive, jobLink, jobName, outcomeChip, slackChip, table, time } from '../parts.js';
 
 const PAUSE_MS = 350;
 
@@ -98,23 +98,28 @@ export function open({ main, refresh }) {
     if (!answer) return card('Outlook', null, h('p', { class: 'quiet-note' }, 'Asking the scheduler…'));
     const keyOf = (item) => item.job_id ?? `${item.task}@${item.due_at}`;
     const before = new Map(answer.before.items.map((item) => [keyOf(item), item]));
-    const keys = [...new Set([...answer.after.items, ...answer.before.items].map(keyOf))];
     const after = new Map(answer.after.items.map((item) => [keyOf(item), item]));
-    const rows = keys.map((key) => ({ key, was: before.get(key), is: after.get(key) })).sort((a, b) => Number(differs(b)) - Number(differs(a)) || ((a.is ?? a.was).deadline_at ?? Infinity) - ((b.is ?? b.was).deadline_at ?? Infinity));
+    const refused = new Map(answer.verdicts.filter((one) => one.verdict.decision === 'rejected').map((one) => [one.job_id, one.verdict]));
+    const keys = [...new Set([...after.keys(), ...before.keys(), ...[...refused.keys()].filter(find)])];
+    const rows = keys.map((key) => ({ key, was: before.get(key), is: after.get(key), refused: refused.get(key) })).sort((a, b) => Number(differs(b)) - Number(differs(a)) || (itemOf(a).deadline_at ?? Infinity) - (itemOf(b).deadline_at ?? Infinity));
     const count = rows.filter(differs).length;
-    const text = changed() ? (count ? `${f.plural(count, 'outcome')} would change` : 'No outcome would change') : 'As things are';
+    const told = refused.size ? `${f.plural(refused.size, 'change')} would be refused, and nothing would come of ${refused.size > 1 ? 'them' : 'it'}` : null;
+    const text = changed() ? (told ?? (count ? `${f.plural(count, 'outcome')} would change` : 'No outcome would change')) : 'As things are';
     return card('Outlook for 24 hours', h('span', { 'aria-busy': String(got.asking) }, `${text}. ${f.whole(answer.after.summary)}`), rows.length
-      ? h('div', { class: got.asking ? 'stale' : '', 'data-key': 'outcome' }, table('Outlook', [['Task', ''], ['Due', 'nowrap'], ['As things are', ''], ['Then', ''], ['Finish', 'nowrap'], ['Deadline', 'nowrap'], ['Why', 'wide']], rows.map(({ key, was, is }) => {
-          const shown = is ?? was;
-          return { key, attributes: differs({ was, is }) ? { class: 'changed' } : {}, cells: [
-            shown.task, shown.kind === 'expected' ? time(shown.due_at) : 'live', was ? outcomeChip(was.outcome) : '–', is ? outcomeChip(is.outcome) : '–',
+      ? h('div', { class: got.asking ? 'stale' : '', 'data-key': 'outcome' }, table('Outlook', [['Task', ''], ['Due', 'nowrap'], ['As things are', ''], ['Then', ''], ['Finish', 'nowrap'], ['Deadline', 'nowrap'], ['Why', 'wide']], rows.map(({ key, was, is, refused }) => {
+          const shown = itemOf({ key, was, is });
+          return { key, attributes: differs({ was, is, refused }) ? { class: 'changed' } : {}, cells: [
+            shown.task, shown.kind === 'expected' ? time(shown.due_at) : 'live', was ? outcomeChip(was.outcome) : '–', refused ? chip('Refused', 'bad', '✕') : is ? outcomeChip(is.outcome) : '–',
             h('span', {}, is?.projected_at && was?.projected_at && Math.abs(is.projected_at - was.projected_at) > 60 ? [h('s', { class: 'muted' }, f.moment(was.projected_at)), ' ', time(is.projected_at)] : time(shown.projected_at)),
-            time(shown.deadline_at), f.whole(shown.reason)] };
+            refused ? h('span', {}, h('s', { class: 'muted' }, f.moment(wanted.deadlines.get(key) ?? null)), ' ', time(shown.deadline_at)) : time(shown.deadline_at), f.whole(refused?.reason ?? shown.reason)] };
         })))
       : h('p', { class: 'quiet-note' }, 'Nothing with a deadline is due in the next 24 hours.'));
   }
 
-  const differs = ({ was, is }) => (was?.outcome ?? null) !== (is?.outcome ?? null);
+  const differs = ({ was, is, refused }) => Boolean(refused) || (was?.outcome ?? null) !== (is?.outcome ?? null);
+  /** What a row is about; a change of what is due later is not among what the scheduler tells of. */
+  const itemOf = ({ key, was, is }) => is ?? was ?? liveItem(find(key));
+  const liveItem = (job) => ({ task: `${job.identity.dag_id}.${job.identity.task_id}`, kind: 'live', deadline_at: job.deadline_at, projected_at: job.projected_finish_at, reason: '' });
   const find = (id) => got.cluster.jobs.find((job) => job.job_id === id);
 
   async function apply(job) {
