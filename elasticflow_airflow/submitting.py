@@ -54,6 +54,27 @@ class InFlight:
             self._answer.set_exception(error)
 
 
+def attach_for_retry(
+    client: ElasticFlowClient, job_id: str, memory: TaskMemory, attempt: int, max_tries: int
+) -> Attachment | None:
+    """Attach to the success that an earlier try has returned and Airflow has recorded; None where that is not so.
+
+    Airflow may try such a task again that nobody cleared: a scheduler that was killed, or reads late, writes its own
+    opinion over the recorded success. It gets its result, and trains no second time.
+    """
+    if not memory.returned or memory.attempt is None or attempt <= memory.attempt:
+        return None
+    if memory.max_tries != max_tries or memory.job_id != job_id:
+        return None  # It was cleared: whoever does that wants it to train anew.
+    try:
+        status = client.status(job_id)
+        if status.state is State.SUCCEEDED and status.acknowledged:
+            return client.attach(job_id)
+    except JobNotFound:
+        pass
+    return None
+
+
 def acknowledge_for_clear(client: ElasticFlowClient, job_id: str, memory: TaskMemory, max_tries: int) -> bool:
     """Make up for an acknowledgement that never arrived, when a task was cleared since; whether there was one to make.
 

@@ -62,12 +62,12 @@ from elasticflow_airflow.promotion import carry, promote
 from elasticflow_airflow.run_deadline import ended_jobs
 from elasticflow_airflow.settings import AirflowSettings, deferrable_by_default
 from elasticflow_airflow.submission import Prepared, RunFacts, check_downstream, prepare, run_facts
-from elasticflow_airflow.submitting import InFlight, acknowledge_for_clear
+from elasticflow_airflow.submitting import InFlight, acknowledge_for_clear, attach_for_retry
 from elasticflow_airflow.task_memory import TaskMemory
 from elasticflow_airflow.telemetry import count_ended, count_submitted
 from elasticflow_airflow.triggers import ElasticFlowJobTrigger
 from elasticflow_airflow.waiting import JobWatch, may_come_back
-from elasticflow_airflow.wire import JobStatus, State
+from elasticflow_airflow.wire import Attachment, JobStatus, State
 
 if TYPE_CHECKING:
     from airflow.sdk.definitions.mappedoperator import OperatorPartial
@@ -424,13 +424,12 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
             self.log.info("%s", note)
         for warning in prepared.warnings:
             self.log.warning("%s", warning)
-        if acknowledge_for_clear(client, submission.identity.job_id, memory, facts.max_tries):
-            self.log.info("the task was cleared after a success that the service had not heard of: it trains anew")
-        client.upload_snapshot(prepared.snapshot)
-        if self._kill.happened:
-            self._stop_killed("before its job was submitted")
-        self._in_flight = InFlight(client.endpoint, submission, retry_for_s=client.retry_for_s, keep=facts.is_dag_test)
-        attachment = self._in_flight.answer()
+        job_id = submission.identity.job_id
+        attachment = attach_for_retry(client, job_id, memory, facts.attempt, facts.max_tries)
+        if attachment is None:
+            attachment = self._ask(client, prepared, facts, memory)
+        else:
+            self.log.warning("Airflow tries a task again whose success it had recorded: it gets the result of that")
         if memory.attempt != facts.attempt:
             memory.since, memory.breakdowns, memory.told_at_risk = now, 0, False
         memory.attempt, memory.max_tries, memory.returned = facts.attempt, facts.max_tries, False
@@ -456,6 +455,17 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         if self._kill.happened:
             self.on_kill()  # the signal came before there was a job to cancel
         return status
+
+    def _ask(self, client: ElasticFlowClient, prepared: Prepared, facts: RunFacts, memory: TaskMemory) -> Attachment:
+        """Submit; a kill meanwhile finds what was submitted."""
+        submission = prepared.submission
+        if acknowledge_for_clear(client, submission.identity.job_id, memory, facts.max_tries):
+            self.log.info("the task was cleared after a success that the service had not heard of: it trains anew")
+        client.upload_snapshot(prepared.snapshot)
+        if self._kill.happened:
+            self._stop_killed("before its job was submitted")
+        self._in_flight = InFlight(client.endpoint, submission, retry_for_s=client.retry_for_s, keep=facts.is_dag_test)
+        return self._in_flight.answer()
 
     def _find_job(self) -> OwnedJob | None:
         """Find the job of this attempt, even where the answer to its submission was not waited for."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ from elasticflow_airflow.service.models import IncarnationRow, JobRow
 from elasticflow_airflow.service.parameters import Hours
 from elasticflow_airflow.service.refusal import Refusal, declared
 from elasticflow_airflow.service.store import Reader
+from elasticflow_airflow.service.view import UNREADABLE
 from elasticflow_airflow.wire import JobIdentity, State
 
 if TYPE_CHECKING:
@@ -85,9 +87,10 @@ class CapacityDesk:
         for job, row in found:
             ahead = row.deadline_at is not None and row.deadline_at > now and not row.best_effort
             if ahead and (row.finished_at or row.submitted_at) > since:
-                asking = self._job(reader, job, row)
-                if asking is not None:
-                    jobs.append(asking)
+                with suppress(*UNREADABLE):  # Of one job: what the others ask for is known.
+                    asking = self._job(reader, job, row)
+                    if asking is not None:
+                        jobs.append(asking)
         return jobs[:_MOST_ASKING]
 
     def _job(self, reader: Reader, job: JobRow, row: IncarnationRow) -> Job | None:

@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from elasticflow_airflow.service.codec import curve_from_json
 from elasticflow_airflow.service.deciding import feed, feed_submitted
 from elasticflow_airflow.service.models import AmendmentRow, IncarnationRow
 from elasticflow_airflow.service.renewals import Renewals
+from elasticflow_airflow.service.view import UNREADABLE
 from elasticflow_airflow.wire import Length, State, largest_share
 
 
@@ -120,22 +122,26 @@ def recall(books: Books, scheduler: Scheduler) -> None:
     if scheduler.config.objective is not Objective.VALUE:
         return
     since = books.now - FORGOTTEN * max(scheduler.config.protection_half_lives_s)
-    known = [(row, row.speeds or known_speeds(row.submission, None)) for row in books.tx.over_since(since)]
-    scheduler.recall(
-        Job(
-            job_id=row.job_id,
-            submitted_s=row.submitted_at,
-            deadline_s=row.deadline_at,
-            total_steps=float(row.total_steps),
-            curve=curve_from_json(speeds),
-            costs=books.costs_of(row),
-            min_workers=int(row.submission["min_workers"]),
-            max_workers=most_workers(row.submission, row.logical_workers),
-            value=row.value,
-        )
-        for row, speeds in known
-        if speeds and row.total_steps is not None
-    )
+    scheduler.recall(filter(None, (_past_job(books, row) for row in books.tx.over_since(since))))
+
+
+def _past_job(books: Books, row: IncarnationRow) -> Job | None:
+    """A job that is over; None where its speed or its length is not known, or cannot be read."""
+    with suppress(*UNREADABLE):
+        speeds = row.speeds or known_speeds(row.submission, None)
+        if speeds and row.total_steps is not None:
+            return Job(
+                job_id=row.job_id,
+                submitted_s=row.submitted_at,
+                deadline_s=row.deadline_at,
+                total_steps=float(row.total_steps),
+                curve=curve_from_json(speeds),
+                costs=books.costs_of(row),
+                min_workers=int(row.submission["min_workers"]),
+                max_workers=most_workers(row.submission, row.logical_workers),
+                value=row.value,
+            )
+    return None
 
 
 def logical_workers(submission: Mapping[str, Any], slots: int) -> int | None:

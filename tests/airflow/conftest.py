@@ -107,7 +107,7 @@ class ScriptedService:
         if verb == "events":
             after = int(request.url.params["after"])
             return httpx.Response(200, content=json.dumps([e.model_dump() for e in self.events if e.event_id > after]))
-        if verb == "submit":
+        if verb in ("submit", "attach"):
             self.claim += 1
             job = self.statuses[0]
             self.known = job

@@ -181,6 +181,20 @@ def test_a_clear_after_a_success_that_was_never_acknowledged_trains_anew(
     assert [body["claim"] for body in service.did("acknowledge")] == [1] * acknowledged
 
 
+@pytest.mark.parametrize(("max_tries", "asked"), [(3, "attach"), (4, "submit")])
+def test_a_retry_after_a_recorded_success_trains_no_second_time_and_a_clear_does(
+    service, make_status, make_task, max_tries, asked
+):
+    """Airflow's scheduler, killed or late, wrote "failed" over the success that its API server had recorded."""
+    service.statuses = [success(make_status).model_copy(update={"acknowledged": True})]
+    store = Store()
+    for attempt, allowed in ((1, 3), (2, max_tries)):
+        task = make_task(deferrable=False)
+        assert task.execute(context_of(task, store, try_number=attempt, max_tries=allowed))["steps"] == 10
+    said = [verb for _, verb, _ in service.calls if verb in ("submit", "attach", "acknowledge")]
+    assert said == ["submit", asked]
+
+
 @pytest.mark.parametrize("max_tries", [0, 1])
 def test_a_task_that_failed_with_its_result_gets_it_again_when_it_is_cleared(
     service, make_status, make_task, max_tries

@@ -51,6 +51,22 @@ def test_before_the_first_pass_nobody_can_say(make_world):
     assert refused.value.status == 503
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"submission": True}, {"submission": {"scaling_curve": 3}}, {"costs": {"tail_s": "x"}}]
+)
+def test_a_rejected_job_that_cannot_be_read_hides_nobody(world, wrong):
+    for task in ("a", "b", "c", "d", "e"):
+        last = tight(world, task)
+    world.run(1)
+    assert world.status(last).state == "rejected"
+    wants = {want.task for want in desk_of(world).capacity().wanted_by}
+    assert "daily.e" in wants
+    with world.store.write() as tx:
+        for name, value in wrong.items():
+            setattr(tx.current(last.job.job_id)[1], name, value)
+    assert {want.task for want in desk_of(world).capacity().wanted_by} == wants - {"daily.e"}
+
+
 def test_a_policy_that_plans_nothing_cannot_say(make_world):
     world = make_world(policy="edf")
     world.step()

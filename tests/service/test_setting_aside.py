@@ -551,3 +551,15 @@ def test_whatever_is_stored_of_some_jobs_all_others_are_decided_on(make_world, c
     world.until(lambda: world.row(good, 1).terminal and world.row(late, 1).terminal, "both end")
     assert world.row(good, 1).state == world.row(late, 1).state == "succeeded"
     assert not world.reconciler.problem, world.reconciler.problem
+
+
+@pytest.mark.parametrize("wrong", [True, {"scaling_curve": 3}, {"scaling_curve": {"1": 10.0}, "min_workers": "x"}])
+def test_a_service_that_learns_prices_starts_whatever_is_stored_of_those_who_came_before(make_world, wrong):
+    world = make_world(objective="value")
+    job = world.submit(steps=20, scaling_curve=CURVE)
+    assert world.ended(job).state == "succeeded"
+    with world.store.write() as tx:
+        row = tx.current(job.job.job_id)[1]
+        row.submission, row.speeds = wrong, {}
+    world.restart()
+    assert world.ended(world.submit(task="next", steps=20, scaling_curve=CURVE)).state == "succeeded"
