@@ -322,6 +322,12 @@ def _check_power_of_two(name: str, number: Any) -> None:
     _within(name, bounds.count_problem(number, 1, bounds.MOST_WORKERS))
 
 
+def _check_seed(name: str, number: Any) -> None:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise ArgumentError(f"{name}={number!r} must be a whole number")
+    _within(name, bounds.count_problem(number))
+
+
 def _check_curve(curve: Any) -> None:
     if not isinstance(curve, Mapping) or not curve:
         raise ArgumentError(f"scaling_curve={curve!r} must map workers to steps/s, like {{1: 2.0, 2: 3.8}}")
@@ -401,6 +407,7 @@ _CHECKS: Final[dict[str, Callable[[str, Any], None]]] = {
     "max_workers": _check_power_of_two,
     "consistency": _check_choice,
     "logical_workers": _check_power_of_two,
+    "seed": _check_seed,
     "scaling_curve": lambda _, value: _check_curve(value),
     "progress_regex": _check_pattern,
     "progress_file": _check_path,

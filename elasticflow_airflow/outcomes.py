@@ -42,6 +42,8 @@ def result_of(status: JobStatus, timezone: tzinfo) -> dict[str, Any]:
         "checkpoint_digest": None if result is None else result.checkpoint_digest,
         "gpu_seconds": 0.0 if result is None else round(result.gpu_seconds, 3),
         "rescales": 0 if result is None else result.rescales,
+        "seed": status.seed,
+        "logical_workers": status.logical_workers,
         "metrics": {} if result is None else result.metrics,
     }
 

@@ -68,6 +68,7 @@ class ElasticTask(Protocol):
     max_workers: int | None
     consistency: str
     logical_workers: int | None
+    seed: int | None
     scaling_curve: Mapping[int, float] | None
     progress_regex: str | None
     progress_file: str | None
@@ -248,6 +249,7 @@ def prepare(
         "max_workers": task.max_workers,
         "consistency": task.consistency,
         "logical_workers": task.logical_workers,
+        "seed": task.seed,
         "scaling_curve": None if task.scaling_curve is None else dict(task.scaling_curve),
         "progress_regex": task.progress_regex,
         "progress_file": task.progress_file,

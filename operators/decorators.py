@@ -24,7 +24,7 @@ DECIDED = frozenset(
         "script", "module", "script_args", "env", "secret_env", "working_dir", "python", "steps", "epochs", "samples",
         "global_batch_size", "target_loss", "deadline", "downstream_reserve", "best_effort", "value", "on_reject",
         "latest_deadline", "on_past_deadline", "on_miss", "init_from", "min_workers", "max_workers", "consistency",
-        "logical_workers", "scaling_curve", "progress_regex", "progress_file",
+        "logical_workers", "seed", "scaling_curve", "progress_regex", "progress_file",
     }
 )  # fmt: skip
 """What the function may decide. Not what Airflow must know before it runs: the connection, or whose deadline it is."""

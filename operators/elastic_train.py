@@ -106,8 +106,8 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
     Further: ``init_from`` ("latest": weights of this task's last success, or the folder of a checkpoint),
     ``min_workers`` and ``max_workers`` (powers of two), ``consistency`` ("consistent": the result does not depend on
     the number of workers; "fast": plain data-parallel training), ``logical_workers`` (consistent mode: into how many
-    shares each step is cut, a power of two that divides the global batch; at most that many workers), ``scaling_curve``
-    (workers to steps/s: no profiling),
+    shares each step is cut, a power of two that divides the global batch; at most that many workers), ``seed`` (of all
+    that is random in the training), ``scaling_curve`` (workers to steps/s: no profiling),
     ``progress_regex`` or ``progress_file`` for scripts that know nothing of this library, ``deferrable``,
     ``elasticflow_conn_id``.
 
@@ -171,6 +171,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         max_workers: int | None = None,
         consistency: str = "consistent",
         logical_workers: int | None = None,
+        seed: int | None = None,
         scaling_curve: Mapping[int, float] | None = None,
         progress_regex: str | None = None,
         progress_file: str | None = None,
@@ -207,6 +208,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         self.max_workers = max_workers
         self.consistency = consistency
         self.logical_workers = logical_workers
+        self.seed = seed
         self.scaling_curve = scaling_curve
         self.progress_regex = progress_regex
         self.progress_file = progress_file

@@ -56,8 +56,15 @@ def submit(
     consistency: str = typer.Option(
         "consistent", "--consistency", help="consistent: the same weights for any number of workers; or fast."
     ),
+    logical_workers: int | None = typer.Option(
+        None, "--logical-workers", min=1, help="Shares that each step is cut into, whatever the number of workers."
+    ),
+    seed: int | None = typer.Option(None, "--seed", min=0, help="Of all that is random; default: the script's, or 0."),
     progress_regex: str | None = typer.Option(
         None, "--progress-regex", help="For scripts that know nothing of us: how a line of output tells the step."
+    ),
+    progress_file: str | None = typer.Option(
+        None, "--progress-file", help="The same by a file, in its working directory, to which it writes its step."
     ),
     python: str | None = typer.Option(None, "--python", help="Interpreter on the service's machine; default: its own."),
     working_dir: str | None = typer.Option(None, "--working-dir", help="Working directory on the service's machine."),
@@ -126,7 +133,10 @@ def submit(
         "max_workers": max_workers,
         "target_loss": target_loss,
         "consistency": consistency,
+        "logical_workers": logical_workers,
+        "seed": seed,
         "progress_regex": progress_regex,
+        "progress_file": progress_file,
         "lease_s": _LEASE_S,
         "orphan_s": _LEASE_S,
         "labels": {"submitted_by": getpass.getuser()},

@@ -31,6 +31,8 @@ class FakeBehaviour:
     """By step, instead of a loss that falls from the initial to the final one; between two of them a straight line."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """What the session reports with its end."""
+    seed: int = 0
+    """What the script says, where none was submitted."""
     fail_at_step: int | None = None
     failure: str = "RuntimeError: injected failure"
     exit_at_step: int | None = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 DEFAULT_LOGICAL_WORKERS = 8
-"""Of a script that runs alone and says nothing: as many workers as it may ever get, when it gets more."""
+"""Where nobody says how many, if the global batch can be shared by so many: alone, under torchrun and under the
+service, on every cluster. ``max_workers`` above it raises it."""
 
 
 def is_power_of_two(number: int) -> bool:

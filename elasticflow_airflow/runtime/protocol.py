@@ -131,7 +131,8 @@ class SessionConfig:
     logical_workers: int | None = None
     consistency: str = "consistent"
     init_from: str | None = None
-    seed: int = 0
+    seed: int | None = None
+    """Of all that is random; None: what the script says, and 0 if it does not."""
     checkpoint_interval_s: float | None = None
     """None: as often as pays off; see runtime/interval.py."""
     failures: int = 0
@@ -168,10 +169,10 @@ class ReportKind(StrEnum):
 
     STARTED = "started"
     """This worker is in the report's generation; ``step`` is where it goes on. [resumed_from, init_from, samples,
-    steps, micro_batch_size, logical_workers, in_place]: ``samples`` is the size of one epoch and ``steps`` the total
-    length as the session knows them; ``in_place`` says that this session can be rescaled without a restart. A worker
-    that adopted the generation while it trained adds from_generation, pause_s (how long training stood still for it),
-    state_bytes and recovered (whether a worker had died)."""
+    steps, micro_batch_size, logical_workers, seed, in_place]: ``samples`` is the size of one epoch and ``steps`` the
+    total length as the session knows them; ``in_place`` says that this session can be rescaled without a restart. A
+    worker that adopted the generation while it trained adds from_generation, pause_s (how long training stood still
+    for it), state_bytes and recovered (whether a worker had died)."""
     PROGRESS = "progress"
     """``step`` steps are done in all. [loss, window_steps, window_s, epoch]: speed = window_steps / window_s.
 

@@ -109,7 +109,7 @@ class Session(SessionSteps):
         else:
             refuse_stream_options(transform, samples)
             samples, shuffle = len(cast(Sized, dataset)), shuffle is not False
-        plan = BatchPlan(samples=samples, global_batch_size=size, seed=self.config.seed, shuffle=shuffle)
+        plan = BatchPlan(samples=samples, global_batch_size=size, seed=self._seed, shuffle=shuffle)
         said = self.config.samples
         if said is not None and said != samples:
             self._warn(f"the submission says samples={said}, the dataset has {samples}; the dataset counts")
@@ -182,7 +182,7 @@ class Session(SessionSteps):
             self._machinery.group = self._group
         self._machinery.measures = self._measures
         self._meter.enter(Activity.COMPUTE)
-        return Step(self, self._machinery, self.config.micro_batch_size, mix_seed(self.config.seed, self._step))
+        return Step(self, self._machinery, self.config.micro_batch_size, mix_seed(self._seed, self._step))
 
     def log(self, **scalars: float | Tensor) -> None:
         """Attach numbers to the next progress report, ``loss`` among them; its own epoch and speed stay."""
@@ -254,6 +254,7 @@ def init(
     allow_nonfinite_loss: bool = False,
     logical_workers: int | None = None,
     consistency: str | None = None,
+    seed: int | None = None,
     target_loss: float | None = None,
     shard_checkpoints_above_gb: float | None = None,
 ) -> Session:
@@ -266,8 +267,9 @@ def init(
     "consistent" (the default: the result does not depend on the number of workers, bit for bit) or "fast".
     ``logical_workers``, a power of two that divides the global batch (8, if it can be), is into how many shares each
     batch is cut in consistent mode: at least as many as there will ever be workers, and always the same for the same
-    result. ``target_loss`` ends the training as soon as the smoothed loss is there
-    (:class:`~elasticflow_airflow.runtime.target.LossTrack`), or at ``steps`` or ``epochs`` if those come first.
+    result. ``seed`` (0) decides all that is random: weights, order of samples, dropout. ``target_loss`` ends the
+    training as soon as the smoothed loss is there (:class:`~elasticflow_airflow.runtime.target.LossTrack`), or at
+    ``steps`` or ``epochs`` if those come first.
     ``shard_checkpoints_above_gb``: larger states (4 GB) are written in parts, one a worker, in consistent mode.
     Under the service what was submitted wins over all of them. Raises ValueError for lengths that contradict
     each other.
@@ -284,6 +286,7 @@ def init(
         allow_nonfinite_loss=allow_nonfinite_loss,
         logical_workers=logical_workers,
         consistency=consistency,
+        seed=seed,
         target_loss=target_loss,
         shard_checkpoints_above_gb=shard_checkpoints_above_gb,
     )

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elasticflow_airflow import bounds
 from elasticflow_airflow.runtime import bootstrap, checkpoint
 from elasticflow_airflow.runtime.checkpoint import Registered
 from elasticflow_airflow.runtime.checkpointer import Saved
@@ -76,9 +77,13 @@ class SessionCore:
         allow_nonfinite_loss: bool = False,
         logical_workers: int | None = None,
         consistency: str | None = None,
+        seed: int | None = None,
+        mixed_with: int | None = None,
         target_loss: float | None = None,
         shard_checkpoints_above_gb: float | None = None,
     ) -> None:
+        if seed is not None and not 0 <= seed <= bounds.MOST_COUNT:
+            raise ValueError(f"seed={seed}: it is from 0 to {bounds.MOST_COUNT}")
         if shard_checkpoints_above_gb is not None and not shard_checkpoints_above_gb >= 0:
             raise ValueError(f"shard_checkpoints_above_gb={shard_checkpoints_above_gb}: it is 0 or more")
         config = context.config
@@ -116,7 +121,10 @@ class SessionCore:
         self._committed: Sums | None = None
         self._logical: int | None = None
         self._machinery: Machinery | None = None
-        torch.manual_seed(mix_seed(config.seed, 0x1717))
+        self.seed = config.seed if config.seed is not None else seed or 0
+        """Of all that is random in the training: as submitted, else as the script says, else 0."""
+        self._seed = self.seed if mixed_with is None else mix_seed(self.seed, mixed_with)
+        torch.manual_seed(mix_seed(self._seed, 0x1717))
         self._terminated = False
         self._pid = os.getpid()
         self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -381,7 +389,8 @@ class SessionCore:
             micro = -(-self._loader.plan.global_batch_size // self.logical_workers)
         logical = self._logical if self._consistent else None
         in_place = self._place is not None
-        self._say(ReportKind.STARTED, micro_batch_size=micro, logical_workers=logical, in_place=in_place, **data)
+        shares = {"logical_workers": logical, "seed": self.seed}
+        self._say(ReportKind.STARTED, micro_batch_size=micro, in_place=in_place, **shares, **data)
 
     def _disband(self) -> None:
         if self._loader is not None:
@@ -569,9 +578,9 @@ def _is_network_url(where: str | Path) -> bool:
 def _all_finite(model: nn.Module) -> bool:
     """Whether no weight is NaN or infinite. Eight times faster than ``isfinite().all()``, which makes a mask."""
     weights = [p.detach() for p in model.parameters() if p.is_floating_point() and p.numel()]
-    bounds = [bound.isfinite() for weight in weights for bound in torch.aminmax(weight)]
+    extremes = [extreme.isfinite() for weight in weights for extreme in torch.aminmax(weight)]
     # One answer from a device, not one a weight: each makes the host wait.
-    return not bounds or bool(torch.stack(bounds).all())
+    return not extremes or bool(torch.stack(extremes).all())
 
 
 def finite_or_none(value: float | None) -> float | None:

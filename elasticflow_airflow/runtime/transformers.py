@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback, TrainerState
 
 from elasticflow_airflow.runtime.context import detect
-from elasticflow_airflow.runtime.data import Batch, ElasticLoader, mix_seed
+from elasticflow_airflow.runtime.data import Batch, ElasticLoader
 from elasticflow_airflow.runtime.session import Session
 from elasticflow_airflow.runtime.step import Step
 from elasticflow_airflow.runtime.trainer_limits import refuse_sharding, refuse_sharding_at_once, refuse_unsupported
@@ -143,7 +143,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
         args, options = self.args, self._elastic_options
         context = detect(options.checkpoint_dir)
         seed = args.seed if args.data_seed is None else args.data_seed
-        context.config = config = replace(context.config, seed=mix_seed(context.config.seed, seed))
+        config = context.config
         if config.steps is not None:
             args.max_steps = config.steps
         elif config.epochs is not None:
@@ -158,6 +158,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
             micro_batch_size=args.per_device_train_batch_size,
             checkpoint_interval_s=options.checkpoint_interval_s,
             logical_workers=options.logical_workers,
+            mixed_with=seed,
             consistency=options.consistency,
             shard_checkpoints_above_gb=options.shard_checkpoints_above_gb,
         )

@@ -30,7 +30,6 @@ from elasticflow_airflow.wire import State
 log = structlog.get_logger()
 
 Secrets = Callable[[IncarnationRow], Mapping[str, str]]
-_SEED_BITS = 31
 
 
 @dataclass(slots=True)
@@ -211,7 +210,7 @@ class Actuator:
             logical_workers=row.logical_workers,
             consistency=submission.get("consistency", "consistent"),
             init_from=row.init_from_path,
-            seed=int(row.equality_key[:8], 16) & ((1 << _SEED_BITS) - 1),
+            seed=row.seed,
             checkpoint_interval_s=self.settings.checkpoint_interval_s,
             failures=row.restarts,
             keep_checkpoints=self.settings.keep_checkpoints,

@@ -114,7 +114,7 @@ class ForecastDesk:
         if submission.min_workers > slots:
             return _refused_at_once(job_id, never_fits(submission.min_workers, slots))
         with self.store.read() as reader:
-            job = self._job(reader, job_id, submission, slots, now)
+            job = self._job(reader, job_id, submission, now)
         asked = as_asked(job, submission.on_past_deadline, now, makes_offers=isinstance(scheduler, Scheduler))
         if asked is None:
             return _refused_at_once(job_id, passed_already(job.deadline_s or now))
@@ -140,7 +140,7 @@ class ForecastDesk:
         items: list[ForecastItem] = []
         for planned_run in planned:
             identity = planned_run.submission.identity
-            job = self._job(reader, identity.job_id, planned_run.submission, slots, now)
+            job = self._job(reader, identity.job_id, planned_run.submission, now)
             deadline_s = planned_run.submission.deadline_at
             assert deadline_s is not None  # checked when it was read
             too_large = slots and planned_run.submission.min_workers > slots
@@ -170,10 +170,10 @@ class ForecastDesk:
             raise Refusal(503, "no_answer_yet", "the scheduler is not there yet", "ask again in a moment")
         return scheduler
 
-    def _job(self, reader: Reader, job_id: str, submission: JobSubmission, slots: int, now: float) -> Job:
+    def _job(self, reader: Reader, job_id: str, submission: JobSubmission, now: float) -> Job:
         """The job as the loop would introduce it."""
         raw = submission.model_dump(mode="json", exclude={"secret_env"})
-        shares = logical_workers(raw, slots)
+        shares = logical_workers(raw)
         key = submission.identity.recurring_key
         past = history.past_of(reader.history(key, history.signature_of(raw, self.device_type(), shares)))
         speeds = known_speeds(raw, past.speeds)

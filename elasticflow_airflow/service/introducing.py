@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from elasticflow_airflow.runtime.logical import DEFAULT_LOGICAL_WORKERS
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.config import Objective
@@ -33,8 +34,8 @@ from elasticflow_airflow.wire import Length, State, largest_share
 def introduce(books: Books, device_type: str, slots: int, desk: CandidateDesk, within_s: float) -> None:
     """Ask the scheduler about every new incarnation whose predecessors have all come to their end, within that time.
 
-    ``slots`` is how many the cluster has, by which a job without ``logical_workers`` gets its number of them. ``desk``
-    copies the checkpoint that an incarnation goes on from; it is introduced once it is there.
+    ``slots`` is how many the cluster has. ``desk`` copies the checkpoint that an incarnation goes on from; it is
+    introduced once it is there.
     """
     asked: list[IncarnationRow] = []
     feed_submitted(books, _newcomers(books, device_type, slots, desk, time.monotonic() + within_s, asked))
@@ -61,15 +62,15 @@ def _newcomers(
             earlier = (one for one in books.incarnations_of(row.job_id) if one.incarnation < row.incarnation)
             if any(not one.terminal for one in earlier) or books.knows(row.job_id):
                 continue
-            row.logical_workers = logical_workers(row.submission, slots)
+            row.logical_workers = logical_workers(row.submission)
             if resuming.is_ready(books, row, desk):
-                job = _introduce(books, row, device_type)
+                job = _introduce(books, row, device_type, slots)
         if job is not None:
             asked.append(row)
             yield job
 
 
-def _introduce(books: Books, row: IncarnationRow, device_type: str) -> Job | None:
+def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) -> Job | None:
     """Write down what is known of a job before it trains; None: it is over, and nobody need be asked."""
     submission = row.submission
     job = books.jobs[row.job_id]
@@ -113,6 +114,7 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str) -> Job | Non
     if asked is None:
         return None
     reason = "its scaling curve is known" if speeds else "its speed is not known yet: it is measured first"
+    reason += _limit(submission, row.logical_workers, slots)
     books.event("submitted", f"submitted; {reason}", row, deadline_at=row.deadline_at, curve=speeds)
     return replace(asked, task=recurring.arrive(books, job, row))
 
@@ -144,15 +146,28 @@ def _past_job(books: Books, row: IncarnationRow) -> Job | None:
     return None
 
 
-def logical_workers(submission: Mapping[str, Any], slots: int) -> int | None:
-    """Into how many shares each step is cut for the whole life of the incarnation; None in fast mode."""
+def logical_workers(submission: Mapping[str, Any]) -> int | None:
+    """Into how many shares each step is cut for the whole life of the incarnation; None in fast mode.
+
+    It follows from what is submitted alone: as the script runs without the service, and on any other cluster.
+    """
     if submission.get("consistency", "consistent") == "fast":
         return None
     asked = submission.get("logical_workers")
     if asked is not None:
         return int(asked)
     batch, least = int(submission["global_batch_size"]), int(submission["min_workers"])
-    return largest_share(batch, max(least, submission["max_workers"] or slots))
+    return largest_share(batch, max(DEFAULT_LOGICAL_WORKERS, least, submission["max_workers"] or 1))
+
+
+def _limit(submission: Mapping[str, Any], shares: int | None, slots: int) -> str:
+    """What to say where the shares keep a job from slots that the cluster has, and nobody has asked for that."""
+    if shares is None or shares >= slots or submission["max_workers"] or submission.get("logical_workers"):
+        return ""
+    batch = int(submission["global_batch_size"])
+    if largest_share(batch, slots) > shares:
+        return f"; at most {shares} workers train it, one for each of its logical_workers: max_workers= raises both"
+    return f"; at most {shares} workers can share its global_batch_size={batch} equally"
 
 
 def most_workers(submission: Mapping[str, Any], shares: int | None) -> int:

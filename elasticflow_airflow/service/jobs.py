@@ -363,6 +363,7 @@ class JobDesk:
             submitted_at=self.clock(),
             resume_from=None if resumed is None else resumed.incarnation,
             init_from_path=init_from,
+            seed=submission.seed,
             lease_s=submission.lease_s,
             orphan_s=submission.orphan_s,
             renewals=1,

@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-SCHEMA_HEAD = "0009"
+SCHEMA_HEAD = "0010"
 """Newest Alembic revision: a database that is already there needs no Alembic at start."""
 
 
@@ -115,6 +115,8 @@ class IncarnationRow(Base):
     micro_batch_size: Mapped[int | None] = mapped_column(Integer, default=None)
     logical_workers: Mapped[int | None] = mapped_column(Integer, default=None)
     """Chosen once, when the scheduler is asked about it; None in fast mode."""
+    seed: Mapped[int | None] = mapped_column(Integer, default=None)
+    """As submitted, or as the session says that it trains with; None: it has not said so yet."""
     in_place: Mapped[dict[str, Any]] = mapped_column(default=dict)
     """How changes of its workers without a restart went: see ``rescaling.py``."""
     target: Mapped[dict[str, Any]] = mapped_column(default=dict)

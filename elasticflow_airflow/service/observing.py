@@ -341,11 +341,16 @@ def _note_switch(generation: GenerationRow, report: Report, now: float) -> None:
 
 
 def _started(books: Books, row: IncarnationRow, generation: GenerationRow, report: Report) -> bool:
-    row.ever_reported = True
+    first, row.ever_reported = not row.ever_reported, True
     generation.first_step = report.step
     data = report.data
     if data.get("micro_batch_size") and row.micro_batch_size is None:
         generation.notes = {**generation.notes, "micro_batch_size": data["micro_batch_size"]}
+    if data.get("seed") is not None:
+        row.seed = int(data["seed"]) if row.seed is None else row.seed
+        if first:
+            shares = "" if row.logical_workers is None else f" in {row.logical_workers} logical workers"
+            books.event("seed", f"trains with seed {row.seed}{shares}", row, seed=row.seed)
     if data.get("init_from"):
         books.event("initialised", f"starts from the weights of {data['init_from']}", row)
     steps = data.get("steps")

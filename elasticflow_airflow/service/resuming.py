@@ -35,6 +35,7 @@ def is_ready(books: Books, row: IncarnationRow, desk: CandidateDesk) -> bool:
         return False
     if row.logical_workers is not None and before.logical_workers is not None:
         row.logical_workers = before.logical_workers  # What the checkpoint was made with.
+    row.seed = before.seed  # Theirs is the same: with another it would be another training.
     return True
 
 

@@ -40,7 +40,12 @@ def submission_out_of_bounds(submission: Mapping[str, Any]) -> str | None:
 def course_out_of_bounds(row: IncarnationRow) -> str | None:
     """What is out of bounds in what an incarnation became since it was submitted: cheap enough for every pass."""
     times = {"deadline_at": row.deadline_at, "submitted_at": row.submitted_at, "last_step_at": row.last_step_at}
-    counts = {"step": row.step, "total_steps": row.total_steps, "logical_workers": row.logical_workers}
+    counts = {
+        "step": row.step,
+        "total_steps": row.total_steps,
+        "logical_workers": row.logical_workers,
+        "seed": row.seed,
+    }
     lengths = {"lease_s": row.lease_s, "orphan_s": row.orphan_s}
     lengths |= {f"costs.{name}": float(value) for name, value in row.costs.items()}
     return _first(

@@ -82,6 +82,7 @@ def _status_of(job: JobRow, row: IncarnationRow, generations: Sequence[Generatio
         slots=[(str(node), int(index)) for node, index in slots],
         consistency=row.submission.get("consistency", "consistent"),
         logical_workers=row.logical_workers,
+        seed=row.seed,
         step=row.step,
         total_steps=row.total_steps,
         loss=row.loss,

@@ -68,6 +68,7 @@ SampleCount = Annotated[int, _STRICT, *_count(1, bounds.MOST_SAMPLES)]
 WorkerCount = Annotated[int, _STRICT, *_count(1, bounds.MOST_WORKERS)]
 CurveSize = Annotated[int, *_count(1, bounds.MOST_WORKERS)]
 """The same as a key of a JSON object, where every key is a text."""
+Seed = Annotated[int, _STRICT, *_count(0, bounds.MOST_COUNT)]
 NodeCount = Annotated[int, _STRICT, *_count(0, bounds.MOST_NODES)]
 Counter = Annotated[int, _STRICT, *_count(0, bounds.MOST_COUNT)]
 """A claim, or another number that begins at 0."""

@@ -86,6 +86,8 @@ class JobStatus(Wire):
     consistency: str = "consistent"
     logical_workers: int | None = None
     """The most workers that it can get; fixed for its life. None: not chosen yet, or consistency="fast"."""
+    seed: int | None = None
+    """Of all that is random in the training; None: it has not begun, or its script knows no session."""
     step: int = 0
     total_steps: int | None = None
     loss: float | None = None

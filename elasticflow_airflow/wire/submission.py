@@ -24,6 +24,7 @@ from elasticflow_airflow.wire.fields import (
     PathText,
     SampleCount,
     SecretValue,
+    Seed,
     Speed,
     StepCount,
     Switch,
@@ -140,7 +141,10 @@ class JobSubmission(Wire):
     max_workers: WorkerCount | None = None
     consistency: Literal["consistent", "fast"] = "consistent"
     logical_workers: WorkerCount | None = None
-    """Into how many shares each step is cut for good, whatever the number of workers; None: the service chooses."""
+    """Into how many shares each step is cut for good, whatever the number of workers; None: eight, or the largest power
+    of two below that divides the global batch; more if ``max_workers`` is."""
+    seed: Seed | None = None
+    """Of all that is random in the training; None: what the script says, and 0 if it does not."""
     scaling_curve: dict[CurveSize, Speed] | None = None
     progress_regex: LongText | None = None
     progress_file: PathText | None = None
@@ -223,6 +227,8 @@ class JobSubmission(Wire):
         ]
         if self.target_loss is not None:  # Without one the digest is what it was before there were targets.
             same.append(self.target_loss)
+        if self.seed is not None:
+            same.append({"seed": self.seed})
         return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
 
 

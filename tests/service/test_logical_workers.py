@@ -11,11 +11,11 @@ CURVE = {1: 10.0, 2: 18.0, 4: 32.0, 8: 56.0}
 @pytest.mark.parametrize(
     ("given", "chosen"),
     [
-        ({}, 4),  # As many as the cluster has slots ...
-        ({"global_batch_size": 6}, 2),  # ... that share the batch equally ...
+        ({}, 8),  # As where the script runs alone, whatever the cluster has ...
+        ({"global_batch_size": 6}, 2),  # ... if they share the batch equally ...
         ({"global_batch_size": 7}, 1),
-        ({"max_workers": 2}, 2),  # ... and that the job may get at all.
-        ({"max_workers": 16}, 16),
+        ({"max_workers": 2}, 8),
+        ({"max_workers": 16}, 16),  # ... and more only where more workers are wanted.
         ({"global_batch_size": 24, "max_workers": 16}, 8),
         ({"logical_workers": 32}, 32),
         ({"logical_workers": 2}, 2),
@@ -49,15 +49,15 @@ def test_there_are_never_more_workers_than_shares(make_world, given, most):
     assert max(g.workers for g in world.generations(job)) == most
 
 
-def test_a_cluster_that_grows_later_changes_nothing(make_world):
+def test_a_cluster_that_grows_later_gives_more_workers_to_the_same_shares(make_world):
     world = make_world(nodes=1, slots=2)
     job = world.submit(steps=900, scaling_curve=CURVE)
     world.run(5)
     world.restart()
     world.engine.add_node(world.engine.inventory()[0].__class__(node_id="n2", slots=8, device="cpu", device_type="x"))
     world.run(20)
-    assert world.row(job).logical_workers == 2
-    assert world.status(job).workers == 2
+    assert world.row(job).logical_workers == 8
+    assert world.generations(job)[-1].workers == 8
 
 
 def failed(world, **given):
@@ -69,7 +69,7 @@ def failed(world, **given):
 
 def test_a_retry_that_resumes_keeps_what_its_checkpoint_was_made_with(make_world):
     world = make_world(nodes=1, slots=4, checkpoint_interval_s=1.0)
-    failed(world, max_workers=2)
+    failed(world, logical_workers=2)
     again = world.submit(steps=400, scaling_curve=CURVE)
     assert again.created
     world.step()
@@ -81,14 +81,14 @@ def test_a_retry_that_resumes_keeps_what_its_checkpoint_was_made_with(make_world
 
 def test_asking_for_other_shares_trains_anew(make_world):
     world = make_world(nodes=1, slots=4, checkpoint_interval_s=1.0)
-    failed(world, max_workers=2)
+    failed(world, logical_workers=2)
     again = world.submit(steps=400, scaling_curve=CURVE, logical_workers=8)
     assert (world.row(again).step, world.row(again).logical_workers) == (0, 8)
 
 
 def test_a_retry_that_wants_more_workers_than_its_checkpoint_has_shares_is_told(make_world):
     world = make_world(nodes=1, slots=4, checkpoint_interval_s=1.0)
-    failed(world, max_workers=2)
+    failed(world, logical_workers=2)
     again = world.submit(steps=400, scaling_curve=CURVE, min_workers=4)
     done = world.ended(again)
     assert done.state == "failed"
@@ -99,7 +99,7 @@ def test_a_retry_that_wants_more_workers_than_its_checkpoint_has_shares_is_told(
 def test_another_consistency_is_another_training(world):
     first = world.submit(steps=900, scaling_curve=CURVE)
     world.run(3)
-    same = world.submit(steps=900, scaling_curve=CURVE, logical_workers=4)
+    same = world.submit(steps=900, scaling_curve=CURVE, logical_workers=8)
     assert not same.created
     other = world.submit(steps=900, scaling_curve=CURVE, consistency="fast")
     assert other.created

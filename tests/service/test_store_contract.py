@@ -64,7 +64,7 @@ def add_job(tx: Writer, job_id: str = "daily-train-1", dag_id: str = "daily", **
     tx.session.flush()
     values = {
         "submission": {"length": {"steps": 10}},
-        "equality_key": "0" * 64,
+        "equality_key": "fade" * 16,
         "submitted_at": 1000.0,
         "lease_s": 60.0,
         "orphan_s": 60.0,
@@ -140,6 +140,7 @@ def test_what_an_older_version_wrote_is_taken_over(store, database_url):
         row, generation = reader.incarnation("daily-train-1", 1), reader.generation("daily-train-1", 1)
     again.close()
     assert (row.logical_workers, row.in_place) == (None, {})
+    assert row.seed == int(row.equality_key[:8], 16) & 0x7FFFFFFF, "as it was trained with"
     assert (generation.mode, generation.continues, generation.lost) == ("restart", None, [])
 
 
