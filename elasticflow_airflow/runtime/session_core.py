@@ -389,8 +389,8 @@ class SessionCore:
             micro = -(-self._loader.plan.global_batch_size // self.logical_workers)
         logical = self._logical if self._consistent else None
         in_place = self._place is not None
-        shares = {"logical_workers": logical, "seed": self.seed}
-        self._say(ReportKind.STARTED, micro_batch_size=micro, in_place=in_place, **shares, **data)
+        sizes = {"micro_batch_size": micro, "logical_workers": logical}
+        self._say(ReportKind.STARTED, **sizes, seed=self.seed, in_place=in_place, **data)
 
     def _disband(self) -> None:
         if self._loader is not None:

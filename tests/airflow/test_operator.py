@@ -50,7 +50,7 @@ def test_submits_what_was_asked_and_returns_a_small_result(service, make_status,
     assert abs(body["deadline_at"] - time.time() - 3600) < 60
     assert set(got) == {
         "job_id", "verdict", "deadline", "finished_at", "slack_s", "met", "steps", "final_loss", "checkpoint_path",
-        "checkpoint_digest", "gpu_seconds", "rescales", "metrics",
+        "checkpoint_digest", "gpu_seconds", "rescales", "seed", "logical_workers", "metrics",
     }  # fmt: skip
     assert (got["steps"], got["final_loss"], got["met"], got["verdict"]) == (10, 0.25, True, "admitted")
     assert not service.did("acknowledge")

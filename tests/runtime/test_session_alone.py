@@ -79,7 +79,10 @@ def test_a_whole_training(training, capsys):
     run.session.finish(metrics={"accuracy": torch.tensor(0.5)})
     run.session.finish()
     out = capsys.readouterr().out
-    assert "elasticflow: started step=0 micro_batch_size=3 logical_workers=2 in_place=False samples=20 steps=8" in out
+    assert (
+        "elasticflow: started step=0 micro_batch_size=3 logical_workers=2 seed=0 in_place=False samples=20 steps=8"
+        in out
+    )
     assert out.count("elasticflow: finished step=8 metrics={'accuracy': 0.5}") == 1
     found = promoted(HERE.absolute(), pytest.fail)
     assert found is not None

@@ -56,6 +56,7 @@ def test_the_reports_of_a_whole_training(service, training):
         "steps": 8,  # what was submitted: epochs=2 and a global batch of 6, not what the script says
         "micro_batch_size": 2,
         "logical_workers": 2,
+        "seed": 0,
         "in_place": True,
         "resumed_from": None,
         "init_from": None,

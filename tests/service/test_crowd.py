@@ -60,10 +60,10 @@ def test_a_job_that_cannot_be_decided_on_keeps_nobody_of_a_crowd_from_it(world, 
 
     introduce = introducing._introduce
 
-    def broken(books, row, device_type):
+    def broken(books, row, *given):
         if row.job_id.startswith("daily-late1"):
             raise RuntimeError("nobody can decide on this one")
-        return introduce(books, row, device_type)
+        return introduce(books, row, *given)
 
     made = submit_meanwhile(world, monkeypatch, 3)
     monkeypatch.setattr(introducing, "_introduce", broken)

@@ -1,0 +1,89 @@
+"""One script, the same weights: alone, and from the real service, whatever it is asked for and whatever slots it has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support import digests
+
+from elasticflow_airflow.client import Endpoint, snapshot_folder
+from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
+
+pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
+
+SCRIPT = """
+import torch
+from digests import digest_of
+from elasticflow_airflow import runtime
+
+session = runtime.init()
+data = torch.utils.data.TensorDataset(torch.randn(96, 6), torch.randn(96, 1))
+loader = session.dataloader(data, global_batch_size=16)
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+session.register(model, optimizer)
+for _ in session.epochs(3):
+    for batch in loader:
+        with session.step() as step:
+            for inputs, wanted in step.split(batch):
+                step.backward(torch.nn.functional.mse_loss(model(inputs), wanted))
+            optimizer.step()
+            optimizer.zero_grad()
+session.finish(metrics={"weights": digest_of(model)})
+print("WEIGHTS", digest_of(model))
+"""
+
+
+@pytest.mark.slow
+def test_alone_and_served_give_the_same_weights(daemons, open_client, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "train.py").write_text(SCRIPT)
+    (code / "seeded.py").write_text(SCRIPT.replace("init()", "init(seed=5)"))
+    (code / "digests.py").write_text(Path(digests.__file__).read_text())
+
+    def alone(script: str) -> str:
+        environment = {**os.environ, "ELASTICFLOW_CHECKPOINT_DIR": str(tmp_path / script), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, script]
+        done = subprocess.run(command, cwd=code, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split("WEIGHTS ")[1].split()[0]
+
+    usual, seeded = alone("train.py"), alone("seeded.py")
+    assert usual != seeded
+    state_dir = daemons.state_dir("state")
+    daemons.popen("state", engine="local", slots=2, profile_s=1)
+    client = open_client(Endpoint(socket_path=state_dir / "service.sock"))
+    client.retry_for_s = 60.0
+    snapshot = snapshot_folder(code)
+    client.upload_snapshot(snapshot)
+
+    def served(run: str, script: str = "train.py", **given: object) -> tuple[object, int | None, int | None]:
+        submission = JobSubmission(
+            identity=JobIdentity(dag_id="daily", run_id=run, task_id="train"),
+            command=Command(snapshot=snapshot.sha256, script=script),
+            length=Length(epochs=3, samples=96),
+            global_batch_size=16,
+            best_effort=True,
+            **given,
+        )
+        job_id = submission.identity.job_id
+        claim, end_s = client.submit(submission).claim, time.monotonic() + 200.0
+        while not (status := client.renew(job_id, claim)).state.terminal:
+            assert time.monotonic() < end_s, [(event.kind, event.reason) for event in client.events(job_id)]
+            time.sleep(0.5)
+        assert status.state == "succeeded", status.failure
+        assert status.result is not None
+        return status.result.metrics["weights"], status.logical_workers, status.seed
+
+    assert served("usual") == (usual, 8, 0)
+    assert served("few", max_workers=1) == (usual, 8, 0)
+    assert served("its-own", "seeded.py") == (seeded, 8, 5)
+    assert served("submitted", seed=5) == (seeded, 8, 5)
+    assert served("other", logical_workers=2)[0] != usual, "another training, and the user said so"
