@@ -1,4 +1,4 @@
-"""One script, the same weights: alone, and from the real service, whatever it is asked for and whatever slots it has."""
+"""One script, the same weights: alone, and from the real service, whatever slots it has and may use."""
 
 from __future__ import annotations
 
