@@ -99,10 +99,12 @@ def test_workers_say_what_they_are_doing_and_train_on(bench: Bench) -> None:
     assert bench.engine.stacks("job") == {}
     bench.engine.apply(bench.spec(workers=2))
     gang = bench.wait_state(1, GangState.RUNNING)
+    # A worker may have said that it trains before its supervisor has told which process it is.
+    bench.wait(lambda _: "no process to ask" not in str(bench.engine.stacks("job")), "their processes are known")
     for _ in range(3):
         stacks = bench.engine.stacks("job")
         assert stacks.keys() == {worker.worker_id for worker in gang.workers}
-        assert all("(most recent call first)" in text and "train.py" in text for text in stacks.values())
+        assert all("(most recent call first)" in text and "train.py" in text for text in stacks.values()), stacks
         assert all(text.count("Current thread") <= 1 for text in stacks.values())
     bench.look()
     told = len(bench.kinds(1))
