@@ -53,7 +53,7 @@ leave_abruptly = False
 current_step = 0
 """Kept by the session: the last completed step, for reports written on the way out."""
 
-SAY_AFTER_S, END_AFTER_S = 3.0, 30.0
+SAY_AFTER_S, END_AFTER_S = 3.0, 45.0
 """How long after its last line a script may take to leave: before that is said, and before it is done for it."""
 
 _RUNTIME = "elasticflow_airflow.runtime"
