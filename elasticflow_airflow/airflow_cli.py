@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from argparse import BooleanOptionalAction
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from airflow.cli.cli_config import ActionCommand, Arg, GroupCommand
@@ -78,6 +79,17 @@ def get_commands() -> list[GroupCommand]:
                     _JOB,
                     _option("--worker", help="Name of the log, as `show` lists them; default: the newest rank 0."),
                     _flag("--follow", "-f", help="Go on, through every generation, until the job has ended."),
+                ),
+                _command(
+                    "reproduce",
+                    "Print the command that repeats a job's training alone, without the service",
+                    _JOB,
+                    _option("--incarnation", type=int, help="Which of its trainings; the last."),
+                    _option(
+                        "--into",
+                        type=Path,
+                        help="Folder for the checkpoints of the repetition; default: a new one, here.",
+                    ),
                 ),
                 _submit(),
                 _command(

@@ -13,6 +13,9 @@ from elasticflow_airflow import bounds
 from elasticflow_airflow.wire import ForecastAnswer, JobStatus, SlotStatus, Verdict, Wire
 from elasticflow_airflow.wire.fields import HorizonH, MapIndex, Name, NodeCount, UtcSeconds, refuse
 
+REDACTED = "***"
+"""Stands where a value is not shown because it may be secret."""
+
 
 class Span(Wire):
     """A job on its slots for a while: one generation of workers, or one segment of a plan.
@@ -182,6 +185,22 @@ class CurvePoint(Wire):
     reckoned_steps_per_s: float | None = None
 
 
+class TrainedWith(Wire):
+    """What decided on the weights of a run beside its code and arguments: enough to repeat it alone."""
+
+    code_dir: str
+    """Folder of the code as it was submitted, on the service's machine."""
+    python: str
+    submitted: dict[str, Any]
+    """As ``SessionConfig.submitted``, for the environment variable that ``runtime.init`` reads."""
+    threads: int | None = None
+    """Of torch, in each worker; None: the script knows no session."""
+    threads_differed: bool = False
+    """Between its generations, on slots of several kinds."""
+    micro_batch_changed: bool = False
+    """It was halved on the way, because memory did not suffice."""
+
+
 class JobStory(Wire):
     """Everything about one incarnation of a job, for a page of its own."""
 
@@ -203,6 +222,8 @@ class JobStory(Wire):
     curve: list[CurvePoint]
     workers: list[WorkerTimes]
     checkpoints: list[Checkpoint]
+    trained_with: TrainedWith | None = None
+    """None: an older service, or it has not begun."""
 
 
 class RunOfTask(Wire):

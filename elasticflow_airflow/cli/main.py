@@ -16,6 +16,7 @@ from elasticflow_airflow.cli import (
     doctor,
     following,
     forecasting,
+    reproducing,
     simulation,
     submitting,
     synthesis,
@@ -40,6 +41,7 @@ app.command()(forecasting.forecast)
 app.command()(capacity.capacity)
 app.command()(submitting.submit)
 app.command()(following.logs)
+app.command()(reproducing.reproduce)
 app.command()(changing.amend)
 app.command()(changing.cancel)
 app.command()(doctor.doctor)

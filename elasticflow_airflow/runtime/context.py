@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from elasticflow_airflow.runtime.manifest import CheckpointError
 from elasticflow_airflow.runtime.opening import open_store
 from elasticflow_airflow.runtime.protocol import (
     GENERATION_ENV,
     SESSION_ENV,
+    SUBMITTED_ENV,
+    SUBMITTED_FIELDS,
     WORKER_ENV,
     Membership,
     RescaleMode,
@@ -27,10 +31,14 @@ DEFAULT_CHECKPOINT_DIR = "elasticflow-checkpoints"
 
 @dataclass(slots=True)
 class Context:
-    """What the environment says of this process. ``managed``: under the service, which promotes checkpoints."""
+    """What the environment says of this process. ``managed``: under the service, which promotes checkpoints.
+
+    ``submitted``: what was submitted wins over what the script says; under the service, and where its run is repeated.
+    """
 
     config: SessionConfig
     managed: bool
+    submitted: bool
     worker_id: str
     generation: int
     checkpoints: Path | str
@@ -71,6 +79,7 @@ def detect(checkpoint_dir: Path | str | None = None) -> Context:
         return Context(
             config=config,
             managed=True,
+            submitted=True,
             worker_id=worker_id,
             generation=generation,
             checkpoints=config.checkpoint_dir,
@@ -80,17 +89,34 @@ def detect(checkpoint_dir: Path | str | None = None) -> Context:
     checkpoints = str(where) if is_remote(where) else Path(where).absolute()
     _try_to_write(checkpoints, "checkpoint_dir" if checkpoint_dir else CHECKPOINT_DIR_ENV)
     here = str(checkpoints.parent) if isinstance(checkpoints, Path) else os.getcwd()
-    config = SessionConfig(job_id="alone", incarnation=0, incarnation_dir=here, code_dir=os.getcwd())
+    repeated = _submitted_elsewhere()
+    config = SessionConfig(job_id="alone", incarnation=0, incarnation_dir=here, code_dir=os.getcwd(), **repeated)
     newest = open_store(checkpoints).newest_generation()
     return Context(
         config=config,
         managed=False,
+        submitted=bool(repeated),
         worker_id=f"rank-{os.environ.get('RANK', '0')}",
         # Each run alone is a generation: it never overwrites what one before has left.
         generation=0 if newest is None else newest + 1,
         checkpoints=checkpoints,
         reporter=ConsoleReporter(),
     )
+
+
+def _submitted_elsewhere() -> dict[str, Any]:
+    """What was submitted of the training that this one repeats; empty: it repeats none. Raises ValueError."""
+    text = os.environ.get(SUBMITTED_ENV)
+    if not text:
+        return {}
+    advice = "copy the whole command that `elasticflow reproduce` prints, or unset it"
+    try:
+        said = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{SUBMITTED_ENV} is no JSON ({error}): {advice}") from error
+    if not isinstance(said, dict) or "global_batch_size" not in said or not said.keys() <= set(SUBMITTED_FIELDS):
+        raise ValueError(f"{SUBMITTED_ENV}={text}: it is an object with global_batch_size and other settings: {advice}")
+    return said
 
 
 def _try_to_write(checkpoints: Path | str, named: str) -> None:

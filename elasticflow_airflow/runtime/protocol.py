@@ -42,6 +42,23 @@ GENERATION_ENV = "ELASTICFLOW_GENERATION"
 WORLD_ENV = "ELASTICFLOW_WORLD"
 """Environment variable: "rank,size" of this worker in the plan that it was started for; torchrun knows only itself."""
 
+SUBMITTED_ENV = "ELASTICFLOW_SUBMITTED"
+"""Environment variable: what was submitted of a training that is repeated alone, as JSON; see SUBMITTED_FIELDS."""
+
+SUBMITTED_FIELDS = (
+    "steps",
+    "epochs",
+    "samples",
+    "global_batch_size",
+    "micro_batch_size",
+    "logical_workers",
+    "consistency",
+    "init_from",
+    "seed",
+    "target_loss",
+)
+"""Of a SessionConfig, what decides on the weights."""
+
 _LONGEST_LINE_BYTES = 1 << 20
 _LARGEST_FILE_BYTES = 1 << 24
 
@@ -159,6 +176,11 @@ class SessionConfig:
             raise ValueError(f"no session file at {path}")
         return cls(**{**raw, "args": tuple(raw.get("args", ()))})
 
+    def submitted(self) -> dict[str, Any]:
+        """What decides on the weights, by SUBMITTED_FIELDS; without what nobody has said."""
+        said = {name: getattr(self, name) for name in SUBMITTED_FIELDS}
+        return {name: value for name, value in said.items() if value is not None}
+
 
 UNTRAINED = "untrained"
 """Kind of a failure: a script that trains with a session ended, with status 0, before its first step."""
@@ -169,10 +191,11 @@ class ReportKind(StrEnum):
 
     STARTED = "started"
     """This worker is in the report's generation; ``step`` is where it goes on. [resumed_from, init_from, samples,
-    steps, micro_batch_size, logical_workers, seed, in_place]: ``samples`` is the size of one epoch and ``steps`` the
-    total length as the session knows them; ``in_place`` says that this session can be rescaled without a restart. A
-    worker that adopted the generation while it trained adds from_generation, pause_s (how long training stood still
-    for it), state_bytes and recovered (whether a worker had died)."""
+    steps, micro_batch_size, logical_workers, seed, threads, in_place]: ``samples`` is the size of one epoch, ``steps``
+    the total length as the session knows them, ``threads`` what torch computes with here; ``in_place`` says that this
+    session can be rescaled without a restart. A worker that adopted the generation while it trained adds
+    from_generation, pause_s (how long training stood still for it), state_bytes and recovered (whether a worker had
+    died)."""
     PROGRESS = "progress"
     """``step`` steps are done in all. [loss, window_steps, window_s, epoch]: speed = window_steps / window_s.
 

@@ -90,7 +90,7 @@ class Session(SessionSteps):
         """
         if self._loader is not None:
             raise ValueError("session.dataloader() is for the training set and may be called once")
-        size = self.config.global_batch_size if self._context.managed else global_batch_size
+        size = self.config.global_batch_size if self._context.submitted else global_batch_size
         if size is None:
             raise ValueError("session.dataloader() needs global_batch_size= when the script runs without the service")
         refuse_own_options(options)

@@ -62,6 +62,18 @@ class NonFiniteLoss(FloatingPointError):  # noqa: N818  (it is named for what it
     """The loss, or a weight, is NaN or infinite: what would be trained from here on is worth nothing."""
 
 
+def _overruled(context: Context, **said: object) -> list[str]:
+    """Warnings of what the script says beside what was submitted, which decides."""
+    if not context.submitted:
+        return []
+    submitted = {name: getattr(context.config, name) for name in said}
+    return [
+        f"{name}={said[name]} of the script does not count: {name}={counts} was submitted, or follows from what was"
+        for name, counts in submitted.items()
+        if said[name] is not None and counts is not None and said[name] != counts
+    ]
+
+
 class SessionCore:
     """State of one worker's training run, and what it says and saves of it."""
 
@@ -87,7 +99,7 @@ class SessionCore:
         if shard_checkpoints_above_gb is not None and not shard_checkpoints_above_gb >= 0:
             raise ValueError(f"shard_checkpoints_above_gb={shard_checkpoints_above_gb}: it is 0 or more")
         config = context.config
-        if not context.managed:
+        if not context.submitted:
             config = replace(config, logical_workers=logical_workers, consistency=consistency or config.consistency)
         if config.consistency not in ("consistent", "fast"):
             raise ValueError(f"consistency={config.consistency!r}: it is 'consistent' or 'fast'")
@@ -102,6 +114,7 @@ class SessionCore:
         if checkpoint_interval_s is not None and not context.managed:
             config = replace(config, checkpoint_interval_s=checkpoint_interval_s)
         self.config = config
+        self._overruled = _overruled(context, logical_workers=logical_workers, consistency=consistency, seed=seed)
         self.device = pick_device()
         self._context = context
         self._allow_nonfinite_loss = allow_nonfinite_loss
@@ -304,7 +317,7 @@ class SessionCore:
         samples = self._loader.plan.samples if self._loader else None
         total = self._total_or_none()
         if total is None and self.config.target_loss is None:
-            if not self._context.managed or self._loader is None:
+            if not self._context.submitted or self._loader is None:
                 raise ValueError(
                     "nobody has said how long to train: call session.epochs(n), or give steps=, epochs= or target_loss="
                     " to runtime.init()"
@@ -315,6 +328,8 @@ class SessionCore:
             self._step = self._guess_step()
             return
         self._check_same_data()
+        for sentence in self._overruled:
+            self._warn(sentence)
         self._warn_of_single_samples()
         for sentence in what_may_not_repeat(self.device) if self._consistent else ():
             self._warn(sentence)
@@ -390,7 +405,8 @@ class SessionCore:
         logical = self._logical if self._consistent else None
         in_place = self._place is not None
         sizes = {"micro_batch_size": micro, "logical_workers": logical}
-        self._say(ReportKind.STARTED, **sizes, seed=self.seed, in_place=in_place, **data)
+        threads = torch.get_num_threads()
+        self._say(ReportKind.STARTED, **sizes, seed=self.seed, threads=threads, in_place=in_place, **data)
 
     def _disband(self) -> None:
         if self._loader is not None:

@@ -150,7 +150,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
             args.max_steps, args.num_train_epochs = -1, config.epochs
         steps = args.max_steps
         if steps <= 0:
-            per_epoch = -(-len(self.train_dataset) // (config.global_batch_size if context.managed else size))
+            per_epoch = -(-len(self.train_dataset) // (config.global_batch_size if context.submitted else size))
             steps = math.ceil(args.num_train_epochs * per_epoch)
         return Session(
             context,

@@ -7,7 +7,6 @@ job's end when it refuses too often.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +15,13 @@ from typing import Any
 import structlog
 
 from elasticflow_airflow.engines.port import Engine, EngineError, GangSpec, GangState
-from elasticflow_airflow.runtime.protocol import Promotion, RescaleMode, SessionConfig, checkpoint_dir
+from elasticflow_airflow.runtime.protocol import Promotion, RescaleMode, checkpoint_dir
 from elasticflow_airflow.service import crashpoints
 from elasticflow_airflow.service.books import Books, alive, can_be_stopped, incarnation_dir
 from elasticflow_airflow.service.codec import placement_from_json
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.rescaling import Holders, fall_back
+from elasticflow_airflow.service.sessions import python_of, session_of
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import Snapshots
 from elasticflow_airflow.service.stored_bounds import promotion_of
@@ -188,36 +188,8 @@ class Actuator:
 
     def spec_of(self, row: IncarnationRow, generation: GenerationRow) -> GangSpec:
         """The gang that a generation's row describes."""
-        submission = row.submission
-        command = submission["command"]
-        folder = incarnation_dir(self.settings.state_dir, row.job_id, row.incarnation)
-        code_dir = self.snapshots.path(command["snapshot"])
-        length = submission["length"]
-        session = SessionConfig(
-            job_id=row.job_id,
-            incarnation=row.incarnation,
-            incarnation_dir=str(folder),
-            code_dir=str(code_dir),
-            script=command["script"],
-            module=command["module"],
-            args=tuple(command["args"]),
-            working_dir=command["working_dir"],
-            steps=length["steps"],
-            epochs=length["epochs"],
-            samples=length["samples"],
-            global_batch_size=int(submission["global_batch_size"]),
-            micro_batch_size=row.micro_batch_size,
-            logical_workers=row.logical_workers,
-            consistency=submission.get("consistency", "consistent"),
-            init_from=row.init_from_path,
-            seed=row.seed,
-            checkpoint_interval_s=self.settings.checkpoint_interval_s,
-            failures=row.restarts,
-            keep_checkpoints=self.settings.keep_checkpoints,
-            progress_regex=submission["progress_regex"],
-            progress_file=submission["progress_file"],
-            target_loss=submission.get("target_loss"),
-        )
+        command = row.submission["command"]
+        session = session_of(row, self.settings, self.snapshots)
         return GangSpec(
             job_id=row.job_id,
             incarnation=row.incarnation,
@@ -225,7 +197,7 @@ class Actuator:
             cleared_generation=row.cleared_generation,
             placement=placement_from_json(generation.placement).slots,
             session=session,
-            python=command["python"] or sys.executable,
+            python=python_of(row),
             env=dict(command["env"]),
             secret_env=self.secrets(row),
             mode=RescaleMode(generation.mode),

@@ -26,6 +26,7 @@ from elasticflow_airflow.insight import (
     RunOfTask,
     Sample,
     Span,
+    TrainedWith,
     WorkerTimes,
 )
 from elasticflow_airflow.service import recurring, spans
@@ -54,11 +55,15 @@ LONGEST_S = 31 * 86400.0
 
 @dataclass(frozen=True, slots=True)
 class InsightDesk:
-    """The service's side. ``foresee`` tells what the scheduler has in mind, ``nodes`` what is there."""
+    """The service's side. ``foresee`` tells what the scheduler has in mind, ``nodes`` what is there.
+
+    ``trained_with`` tells what decided on the weights of an incarnation with these generations.
+    """
 
     store: Store
     foresee: Callable[[], Foresight | None]
     nodes: Callable[[], tuple[EngineNode, ...]]
+    trained_with: Callable[[IncarnationRow, Sequence[GenerationRow]], TrainedWith | None]
     clock: Callable[[], float]
 
     def cluster(self) -> ClusterNow:
@@ -169,6 +174,7 @@ class InsightDesk:
             curve=_curve({int(size): float(speed) for size, speed in row.speeds.items()}, believed or told),
             workers=_worker_times(workers),
             checkpoints=[_checkpoint(one, row) for one in candidates],
+            trained_with=self.trained_with(row, generations),
         )
 
     def runs(self, job_id: str, limit: int) -> list[RunOfTask]:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -38,6 +39,7 @@ from elasticflow_airflow.service.opening import CANNOT_OPEN, refuse_emptied, why
 from elasticflow_airflow.service.ownership import own
 from elasticflow_airflow.service.reconcile import Reconciler
 from elasticflow_airflow.service.secrets import SecretBox
+from elasticflow_airflow.service.sessions import trained_with
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import Snapshots
 from elasticflow_airflow.service.store import Store
@@ -206,7 +208,13 @@ def assemble(
         started_at=clock(),
         forecasts=forecasts,
         insight=InsightDesks(
-            InsightDesk(store, reconciler.foresee, lambda: reconciler.nodes, clock=clock),
+            InsightDesk(
+                store,
+                reconciler.foresee,
+                lambda: reconciler.nodes,
+                partial(trained_with, settings=settings, snapshots=snapshots),
+                clock=clock,
+            ),
             WhatIfDesk(forecasts),
             CalendarDesk(store, settings, reconciler.hear_of_runs, clock=clock),
         ),

@@ -346,6 +346,8 @@ def _started(books: Books, row: IncarnationRow, generation: GenerationRow, repor
     data = report.data
     if data.get("micro_batch_size") and row.micro_batch_size is None:
         generation.notes = {**generation.notes, "micro_batch_size": data["micro_batch_size"]}
+    if data.get("threads") and report.rank == 0:
+        generation.notes = {**generation.notes, "threads": data["threads"]}
     if data.get("seed") is not None:
         row.seed = int(data["seed"]) if row.seed is None else row.seed
         if first:

@@ -182,6 +182,7 @@ _FIELDS: dict[str, _Read] = {
     "samples": _count(0, bounds.MOST_SAMPLES),
     "micro_batch_size": _count(0, bounds.MOST_COUNT),
     "seed": _count(0, bounds.MOST_COUNT),
+    "threads": _count(1, bounds.MOST_COUNT),
     "in_place": _switch,
     "init_from": _text(bounds.PATH_BYTES),
     "pause_s": _seconds,

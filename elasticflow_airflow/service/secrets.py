@@ -14,10 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elasticflow_airflow.insight import REDACTED
+
 if TYPE_CHECKING:
     from cryptography.fernet import Fernet
 
-REDACTED = "***"
 _SENSITIVE = re.compile(r"apikey|authorization|credentials?|key|pass(?:phrase|wd|word)|pwd|secrets?|token", re.I)
 """Last words of the names of options whose values are secrets; ``--password-file`` and ``--max-tokens`` have none."""
 _OPTION = re.compile(r"(?P<dashes>[-+]{0,2})(?P<name>[A-Za-z][\w.-]*)(?P<value>=.*)?", re.DOTALL)

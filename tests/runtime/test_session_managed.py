@@ -14,6 +14,7 @@ from elasticflow_airflow.runtime import bootstrap
 from elasticflow_airflow.runtime.context import detect
 from elasticflow_airflow.runtime.manifest import adopt, list_candidates
 from elasticflow_airflow.runtime.protocol import (
+    SUBMITTED_ENV,
     Promotion,
     ReportKind,
     RescaleMode,
@@ -57,6 +58,7 @@ def test_the_reports_of_a_whole_training(service, training):
         "micro_batch_size": 2,
         "logical_workers": 2,
         "seed": 0,
+        "threads": torch.get_num_threads(),
         "in_place": True,
         "resumed_from": None,
         "init_from": None,
@@ -390,6 +392,33 @@ def test_a_missing_or_damaged_session_file(service):
     (service.folder / "session.json").write_text(json.dumps([1]))
     with pytest.raises(ValueError, match="does not hold a JSON object"):
         detect()
+
+
+def test_a_submission_that_is_repeated_alone_decides_too(monkeypatch, tmp_path):
+    said = SessionConfig(
+        job_id="j", incarnation=1, incarnation_dir="/there", code_dir="/there", epochs=2, global_batch_size=16, seed=7
+    ).submitted()
+    assert said == {"epochs": 2, "global_batch_size": 16, "seed": 7, "consistency": "consistent"}
+    monkeypatch.setenv(SUBMITTED_ENV, json.dumps(said))
+    context = detect(tmp_path / "checkpoints")
+    assert (context.managed, context.submitted) == (False, True)
+    assert (context.config.epochs, context.config.global_batch_size, context.config.seed) == (2, 16, 7)
+    assert context.config.job_id == "alone"
+
+
+@pytest.mark.parametrize("said", ["{", "[]", "{}", '{"global_batch_size": 8, "incarnation_dir": "/"}'])
+def test_a_submission_that_cannot_be_read_is_refused(monkeypatch, tmp_path, said):
+    monkeypatch.setenv(SUBMITTED_ENV, said)
+    with pytest.raises(ValueError, match=r"ELASTICFLOW_SUBMITTED.*elasticflow reproduce"):
+        detect(tmp_path / "checkpoints")
+
+
+def test_what_the_script_says_and_does_not_count_is_told(service, training):
+    service.configure(epochs=1, logical_workers=2, seed=5)
+    service.start(1)
+    training(logical_workers=4, seed=5).run().session.finish()
+    (warned,) = [report.data["message"] for report in service.reports(1, kind=ReportKind.WARNING)]
+    assert warned.startswith("logical_workers=4 of the script does not count: logical_workers=2 was submitted")
 
 
 def test_the_configuration_comes_through_the_file_as_it_was(service):

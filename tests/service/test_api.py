@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
-from support.service_parts import parts_of
+from support.service_parts import insight_of, parts_of
 
 from elasticflow_airflow.client import ElasticFlowClient, Unauthorized, calls, snapshot_folder
 from elasticflow_airflow.insight import ClusterHistory, ClusterNow, JobStory, StackDump, WhatIf
@@ -19,7 +19,6 @@ from elasticflow_airflow.service.api import build_app
 from elasticflow_airflow.service.autoscaling import CapacityDesk
 from elasticflow_airflow.service.feeding import CalendarDesk
 from elasticflow_airflow.service.forecasting import ForecastDesk
-from elasticflow_airflow.service.insight import InsightDesk
 from elasticflow_airflow.service.insight_routes import InsightDesks
 from elasticflow_airflow.service.whatif import WhatIfDesk
 from elasticflow_airflow.wire import Command, Event, Health, JobIdentity, JobSubmission, Length, Problem
@@ -38,7 +37,7 @@ def app_of(world, token=None):
         forecasts=forecasts,
         capacity=CapacityDesk(forecasts),
         insight=InsightDesks(
-            InsightDesk(world.store, world.reconciler.foresee, lambda: world.reconciler.nodes, clock=world.clock),
+            insight_of(world),
             WhatIfDesk(forecasts),
             CalendarDesk(world.store, world.settings, world.reconciler.hear_of_runs, clock=world.clock),
         ),

@@ -14,12 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
-from support.service_parts import parts_of
+from support.service_parts import insight_of, parts_of
 
 from elasticflow_airflow import bounds
 from elasticflow_airflow.client import snapshot_folder
 from elasticflow_airflow.service.api import build_app
-from elasticflow_airflow.service.insight import InsightDesk
 from elasticflow_airflow.service.openapi import document
 from elasticflow_airflow.wire import JobIdentity, JobSubmission, Problem
 from elasticflow_airflow.wire.fields import OUT_OF_BOUNDS
@@ -224,7 +223,7 @@ def test_whole_numbers_in_a_query_are_what_a_column_holds():
 async def test_an_event_that_nobody_can_have_seen_is_none_of_postgresql_s_troubles(make_world, postgres_url):
     world = make_world(url=postgres_url)
     job_id = world.submit(within=600, scaling_curve={1: 10.0}).job.job_id
-    insight = InsightDesk(world.store, world.reconciler.foresee, lambda: world.reconciler.nodes, clock=world.clock)
+    insight = insight_of(world)
     with world.store.write() as writer:
         row = writer.incarnation(job_id, 1)
         row.verdict = {**(row.verdict or {}), "event_id": 2**40}

@@ -55,6 +55,27 @@ def test_submit_waits_for_the_end_and_says_where_the_checkpoint_is(command, scri
     assert "succeeded after 20 steps" in done.output
 
 
+def test_what_cannot_be_repeated_is_not(command, script):
+    """What can be is in test_reproduce_local: here no session trains."""
+    common = ("submit", script, "--steps", 100000, "--batch", 8, "--best-effort", "--no-wait")
+    unlike = job_of(command(*common, "--name", "unlike", "--consistency", "fast").output)
+    plain = job_of(command(*common, "--name", "plain", "--", "--token=hunter2", "it's").output)
+    end = time.monotonic() + 30
+    while (done := command("reproduce", plain)).exit_code and time.monotonic() < end:
+        assert "has not begun to train" in done.output
+        time.sleep(0.1)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.endswith("""train.py '--token=***' 'it'"'"'s'\n"""), done.stdout
+    assert "may be secret" in done.stderr
+    while "has not begun" in (done := command("reproduce", unlike)).output and time.monotonic() < end:
+        time.sleep(0.1)
+    assert done.exit_code == 1
+    assert "consistency='fast'" in done.output
+    assert command("reproduce", "no-such-job").exit_code == 1
+    for job in (plain, unlike):
+        command("cancel", job, "--yes")
+
+
 def test_a_job_is_submitted_amended_and_cancelled(command, script):
     done = command("submit", script, "--steps", 100000, "--batch", 8, "--best-effort", "--name", "nightly")
     assert done.exit_code == 0, done.output

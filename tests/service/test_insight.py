@@ -5,11 +5,11 @@ from __future__ import annotations
 from statistics import median
 
 import pytest
+from support.service_parts import insight_of
 
 from elasticflow_airflow.insight import CalendarRequest, DueRuns
 from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES
 from elasticflow_airflow.service.feeding import CalendarDesk
-from elasticflow_airflow.service.insight import InsightDesk
 from elasticflow_airflow.service.refusal import Refusal
 from elasticflow_airflow.service.secrets import secrets_in_args, shown_args
 from elasticflow_airflow.wire import Command
@@ -17,10 +17,6 @@ from elasticflow_airflow.wire import Command
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 LONG = {"steps": 32 * 600, "scaling_curve": CURVE}
 """Ten minutes of the whole cluster."""
-
-
-def desk_of(world) -> InsightDesk:
-    return InsightDesk(world.store, world.reconciler.foresee, lambda: world.reconciler.nodes, clock=world.clock)
 
 
 def running(world, **given):
@@ -38,7 +34,7 @@ def test_the_cluster_now_names_every_slot_and_every_live_job(world):
     done = world.submit(task="tiny", within=1.0, scaling_curve=CURVE)
     assert done.job.verdict.decision == "rejected"
     world.step(1.0)
-    now = desk_of(world).cluster()
+    now = insight_of(world).cluster()
     assert now.at == world.now_s
     assert [(slot.node_id, slot.index) for slot in now.slots] == [("node0", index) for index in range(4)]
     assert {slot.job_id for slot in now.slots} == {job.job.job_id}
@@ -49,7 +45,7 @@ def test_the_cluster_now_names_every_slot_and_every_live_job(world):
 
 def test_it_says_the_same_of_a_job_as_its_status(world):
     job = running(world)
-    assert desk_of(world).cluster().jobs == [world.status(job)]
+    assert insight_of(world).cluster().jobs == [world.status(job)]
 
 
 # -- over time ---------------------------------------------------------------------------------------------------
@@ -59,7 +55,7 @@ def test_history_adds_up_what_was_held_and_what_computed(world):
     began = world.now_s
     job = running(world, steps=32 * 60)
     world.ended(job)
-    history = desk_of(world).history(began, world.now_s, 10)
+    history = insight_of(world).history(began, world.now_s, 10)
     assert len(history.held_slot_s) == len(history.computing_slot_s) == 10
     assert history.part_s == pytest.approx((world.now_s - began) / 10)
     assert sum(history.held_slot_s) == pytest.approx(world.status(job).result.gpu_seconds, rel=0.02)
@@ -76,7 +72,7 @@ def test_history_adds_up_what_was_held_and_what_computed(world):
 def test_history_shows_what_is_planned_from_now_on(world):
     first = running(world, task="first", within=3600.0)
     second = world.submit(task="second", within=2 * 3600.0, **LONG)
-    history = desk_of(world).history(world.now_s - 3600, world.now_s + 3 * 3600, 96)
+    history = insight_of(world).history(world.now_s - 3600, world.now_s + 3 * 3600, 96)
     planned = {span.job_id: span for span in history.planned}
     assert planned.keys() == {first.job.job_id, second.job.job_id}
     assert all(span.from_at >= world.now_s for span in history.planned)
@@ -93,7 +89,7 @@ def test_history_knows_room_that_is_kept_free_for_a_run_that_is_expected(world):
     assert world.ended(first, every=5.0).state == "succeeded"
     world.step(due - 600.0 - world.now_s)
     world.submit(task="adhoc", within=7200.0, **LONG)
-    expected = [s for s in desk_of(world).history(None, None, 10).planned if s.purpose == "expected"]
+    expected = [s for s in insight_of(world).history(None, None, 10).planned if s.purpose == "expected"]
     assert [(s.dag_id, s.task_id, s.job_id) for s in expected][:1] == [("daily", "nightly", "")]
     assert expected[0].from_at >= due
 
@@ -104,8 +100,8 @@ def test_history_is_only_of_the_time_that_was_asked_for(world):
     world.ended(job, every=2.0)
     ended = world.now_s
     world.step(1000.0)
-    assert desk_of(world).history(ended + 1, world.now_s, 4).spans == []
-    part = desk_of(world).history(began, began + 30.0, 1)
+    assert insight_of(world).history(ended + 1, world.now_s, 4).spans == []
+    part = insight_of(world).history(began, began + 30.0, 1)
     assert len(part.spans) == 1
     assert part.held_slot_s[0] <= 4 * 30.0
 
@@ -115,7 +111,7 @@ def test_history_is_only_of_the_time_that_was_asked_for(world):
 )
 def test_history_refuses_moments_that_make_no_sense(world, from_at, until_at, says):
     with pytest.raises(Refusal) as refused:
-        desk_of(world).history(from_at, until_at, 4)
+        insight_of(world).history(from_at, until_at, 4)
     assert refused.value.status == 422
     assert says in f"{refused.value.message} {refused.value.hint}"
 
@@ -128,7 +124,7 @@ def test_a_change_in_place_shows_no_slot_twice(world):
     other = world.submit(task="other", within=700.0, steps=32 * 120, scaling_curve=CURVE)
     world.until(lambda: world.status(other).state == "running", "the other runs")
     world.run(20.0)
-    history = desk_of(world).history(world.now_s - 3600, world.now_s, 10)
+    history = insight_of(world).history(world.now_s - 3600, world.now_s, 10)
     assert len(history.spans) >= 3
     for one in history.spans:
         for another in history.spans:
@@ -142,7 +138,7 @@ def test_a_change_in_place_shows_no_slot_twice(world):
 
 
 def why(world, job) -> str:
-    return desk_of(world).cluster().why[job.job.job_id]
+    return insight_of(world).cluster().why[job.job.job_id]
 
 
 def test_why_names_who_needs_the_other_slots_and_until_when(world):
@@ -162,7 +158,7 @@ def test_why_names_who_needs_the_other_slots_and_until_when(world):
     assert said.startswith("waits until 08:"), said
     assert "then it gets" in said
     assert "daily.urgent" in said
-    assert desk_of(world).story(first.job.job_id, None).why == said
+    assert insight_of(world).story(first.job.job_id, None).why == said
 
 
 def test_why_says_that_more_would_not_help(world):
@@ -193,14 +189,14 @@ def test_why_says_whose_the_tasks_are_that_it_names(world):
     job = running(world, task="adhoc", within=7200.0, min_workers=4, steps=32 * 3000)
     waiting = world.submit(task="spare", **LONG)
     world.step(1.0)
-    now = desk_of(world).cluster()
+    now = insight_of(world).cluster()
     told = {
         job_id: [(said[one.at : one.at + one.length], one.namespace, one.dag_id) for one in now.why_names[job_id]]
         for job_id, said in now.why.items()
     }
     expected, adhoc = ("secretteam_eu.nightly", "elsewhere", "secretteam_eu"), ("daily.adhoc", "default", "daily")
     assert told == {job.job.job_id: [expected], waiting.job.job_id: [adhoc, expected]}, now.why
-    story = desk_of(world).story(waiting.job.job_id, None)
+    story = insight_of(world).story(waiting.job.job_id, None)
     assert (story.why, story.why_names) == (now.why[waiting.job.job_id], now.why_names[waiting.job.job_id])
 
 
@@ -227,7 +223,7 @@ def test_a_story_has_everything_and_no_secret(world):
     job = world.attached(world.desk.submit(submission.identity.job_id, submission))
     world.reach(job, "running")
     world.run(40.0, every=1.0)
-    story = desk_of(world).story(job.job.job_id, None)
+    story = insight_of(world).story(job.job.job_id, None)
     assert story.status == world.status(job)
     assert story.incarnations == 1
     assert story.submission["length"] == {"steps": LONG["steps"], "epochs": None, "samples": None}
@@ -242,10 +238,27 @@ def test_a_story_has_everything_and_no_secret(world):
     assert all(point.reckoned_steps_per_s for point in story.curve)
 
 
+def test_a_story_tells_with_what_a_run_can_be_repeated(world):
+    job = running(world, within=780.0)
+    told = insight_of(world).story(job.job.job_id, None).trained_with
+    assert told.submitted == {
+        "consistency": "consistent",
+        "global_batch_size": 32,
+        "logical_workers": 4,
+        "steps": 19200,
+    }
+    assert told.code_dir.startswith(str(world.settings.state_dir))
+    assert (told.threads, told.threads_differed, told.micro_batch_changed) == (None, False, False)
+    with world.store.write() as writer:
+        (first,) = writer.generations(job.job.job_id, 1)
+        first.notes = {**first.notes, "threads": 2}
+    assert insight_of(world).story(job.job.job_id, None).trained_with.threads == 2
+
+
 def test_a_story_shows_no_secret_of_the_arguments(world):
     args = ("--token=hunter2", "https://me:hunter2@hub/x", "--data", "s3://b/d", "--api-key", "hunter2", "-v")
     job = world.submit(args=args, **LONG)
-    told = desk_of(world).story(job.job.job_id, None).submission["command"]
+    told = insight_of(world).story(job.job.job_id, None).submission["command"]
     shown = ["--token=***", "https://me:***@hub/x", "--data", "s3://b/d", "--api-key", "***", "-v"]
     assert told["args"] == shown
     assert "args_shown" not in told
@@ -258,7 +271,7 @@ def test_a_story_shows_of_the_arguments_what_their_submitter_would(world):
     submission = submission.model_copy(update={"command": Command.model_validate(command)})
     job = world.attached(world.desk.submit(submission.identity.job_id, submission))
     assert world.ended(job).state == "failed"
-    story = desk_of(world).story(job.job.job_id, None)
+    story = insight_of(world).story(job.job.job_id, None)
     assert story.submission["command"]["args"] == ["/data", "***", "x=***;y"]
     assert "no '***' in /data" in (story.status.failure or "")
     assert "hunter22" not in story.model_dump_json() + "".join(world.story())
@@ -286,7 +299,7 @@ def test_options_that_are_called_like_secrets_keep_their_values(args, shown):
 def test_a_story_knows_the_checkpoint_that_counts(world):
     job = world.submit(steps=320, scaling_curve=CURVE)
     world.ended(job)
-    story = desk_of(world).story(job.job.job_id, 1)
+    story = insight_of(world).story(job.job.job_id, 1)
     assert [one.promoted for one in story.checkpoints].count(True) == 1
     assert story.why == world.status(job).state_reason
     assert story.planned == []
@@ -295,7 +308,7 @@ def test_a_story_knows_the_checkpoint_that_counts(world):
 def test_a_story_tells_where_the_time_of_each_worker_went(world):
     job = running(world, fake={"slow_slots": {"node0:0": 1.01}}, within=3600.0)
     world.run(40.0, every=1.0)
-    story = desk_of(world).story(job.job.job_id, None)
+    story = insight_of(world).story(job.job.job_id, None)
     assert [one.rank for one in story.workers] == [0, 1, 2, 3]
     assert len({one.worker_id for one in story.workers}) == 4
     assert all(one.compute_s > 0.0 and one.window_steps > 0 for one in story.workers)
@@ -309,7 +322,7 @@ def test_a_story_of_an_earlier_incarnation_can_be_asked_for(world):
     again = world.submit(steps=320, scaling_curve=CURVE)
     assert again.job.incarnation == 2
     world.reach(again, "running")
-    first, second = (desk_of(world).story(job.job.job_id, number) for number in (1, 2))
+    first, second = (insight_of(world).story(job.job.job_id, number) for number in (1, 2))
     assert (first.status.state, second.status.state) == ("succeeded", "running")
     assert first.incarnations == second.incarnations == 2
     assert first.planned == []
@@ -320,7 +333,7 @@ def test_a_story_of_an_earlier_incarnation_can_be_asked_for(world):
 def test_a_story_of_nobody_is_refused(world, job_id, incarnation):
     job = world.submit(**LONG)
     with pytest.raises(Refusal) as refused:
-        desk_of(world).story(job_id or job.job.job_id, incarnation)
+        insight_of(world).story(job_id or job.job.job_id, incarnation)
     assert refused.value.status == 404
 
 
@@ -331,11 +344,11 @@ def test_the_runs_of_a_task_stand_beside_each_other(world):
         jobs.append(world.submit(task="nightly", run=f"r{number}", steps=320, scaling_curve=CURVE))
         world.ended(jobs[-1], every=2.0)
     world.submit(task="other", run="r1", **LONG)
-    runs = desk_of(world).runs(jobs[0].job.job_id, 10)
+    runs = insight_of(world).runs(jobs[0].job.job_id, 10)
     assert [run.run_id for run in runs] == ["r3", "r2", "r1"]
     assert all(run.samples and run.samples[0].at < 60.0 for run in runs)
     assert runs[0].slot_s == pytest.approx(world.status(jobs[2]).result.gpu_seconds)
-    assert [run.run_id for run in desk_of(world).runs(jobs[0].job.job_id, 2)] == ["r3", "r1"]
+    assert [run.run_id for run in insight_of(world).runs(jobs[0].job.job_id, 2)] == ["r3", "r1"]
 
 
 # -- both databases ----------------------------------------------------------------------------------------------
@@ -347,7 +360,7 @@ def test_both_databases_answer_alike(make_world, database_url):
     world.ended(job, every=2.0)
     world.submit(task="adhoc", **LONG)
     world.run(5.0, every=1.0)
-    desk = desk_of(world)
+    desk = insight_of(world)
     assert len(desk.cluster().jobs) == 1
     history = desk.history(None, None, 4)
     assert len({span.job_id for span in history.spans}) == len(history.admissions) == 2
@@ -377,7 +390,7 @@ def test_sums_are_of_all_that_was_also_where_not_all_is_told(make_world, databas
     whose = other.identity.model_copy(update={"namespace": "elsewhere", "dag_id": "weekly"})
     world.desk.submit(whose.job_id, other.model_copy(update={"identity": whose}))
     world.run(10.0, every=2.0)
-    desk = desk_of(world)
+    desk = insight_of(world)
     full = desk.history(began + 10.0, world.now_s, 7)
     assert (full.complete, full.spans_from_at, full.admissions_from_at) == (True, None, None)
     for dag in full.by_dag:
@@ -418,7 +431,7 @@ def test_with_any_policy_the_pages_have_something_to_show(make_world, policy):
     world = make_world(policy=policy)
     jobs = [world.submit(task=f"t{number}", within=3600.0, **LONG) for number in range(3)]
     world.run(10.0, every=1.0)
-    desk = desk_of(world)
+    desk = insight_of(world)
     assert all(desk.cluster().why.values())
     history = desk.history(None, None, 4)
     assert all(span.until_at is None or span.until_at > world.now_s for span in history.planned)

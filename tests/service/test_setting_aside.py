@@ -10,13 +10,12 @@ import sqlalchemy as sa
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
-from support.service_parts import parts_of
+from support.service_parts import insight_of, parts_of
 
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.service import observing, promotion, rescaling, stragglers, watching
 from elasticflow_airflow.service.api import build_app
 from elasticflow_airflow.service.faults import Faults, ServiceFaultError, find_culprits
-from elasticflow_airflow.service.insight import InsightDesk
 from elasticflow_airflow.service.insight_routes import InsightDesks
 from elasticflow_airflow.service.models import (
     AmendmentRow,
@@ -341,7 +340,7 @@ PAGES_OF_A_JOB = ("", "/story", "/runs", "/events")
 @contextmanager
 def served(world):
     """The routes, over HTTP; what they do not catch is raised."""
-    insight = InsightDesk(world.store, world.reconciler.foresee, lambda: world.reconciler.nodes, clock=world.clock)
+    insight = insight_of(world)
     with TestClient(build_app(parts_of(world, insight=InsightDesks(insight, None, None)), None)) as client:
         yield client
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from elasticflow_airflow.service.api import ServiceParts, Traffic
+from elasticflow_airflow.service.insight import InsightDesk
 from elasticflow_airflow.service.notify import Notifier
+from elasticflow_airflow.service.sessions import trained_with
 
 
 def parts_of(world: Any, **more: Any) -> ServiceParts:
@@ -23,3 +26,14 @@ def parts_of(world: Any, **more: Any) -> ServiceParts:
         "started_at": world.now_s,
     }
     return ServiceParts(**{**parts, **more})
+
+
+def insight_of(world: Any) -> InsightDesk:
+    """The desk that tells about jobs and the cluster."""
+    return InsightDesk(
+        world.store,
+        world.reconciler.foresee,
+        lambda: world.reconciler.nodes,
+        partial(trained_with, settings=world.settings, snapshots=world.snapshots),
+        clock=world.clock,
+    )

@@ -1,0 +1,71 @@
+"""What the workers of an incarnation are told of their training, and what is needed to repeat it alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+
+from elasticflow_airflow.insight import TrainedWith
+from elasticflow_airflow.runtime.protocol import SessionConfig
+from elasticflow_airflow.service.books import incarnation_dir
+from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.snapshots import Snapshots
+
+
+def session_of(row: IncarnationRow, settings: ServiceSettings, snapshots: Snapshots) -> SessionConfig:
+    """What to train, as the row says it now."""
+    submission = row.submission
+    command, length = submission["command"], submission["length"]
+    return SessionConfig(
+        job_id=row.job_id,
+        incarnation=row.incarnation,
+        incarnation_dir=str(incarnation_dir(settings.state_dir, row.job_id, row.incarnation)),
+        code_dir=str(snapshots.path(command["snapshot"])),
+        script=command["script"],
+        module=command["module"],
+        args=tuple(command["args"]),
+        working_dir=command["working_dir"],
+        steps=length["steps"],
+        epochs=length["epochs"],
+        samples=length["samples"],
+        global_batch_size=int(submission["global_batch_size"]),
+        micro_batch_size=row.micro_batch_size,
+        logical_workers=row.logical_workers,
+        consistency=submission.get("consistency", "consistent"),
+        init_from=row.init_from_path,
+        seed=row.seed,
+        checkpoint_interval_s=settings.checkpoint_interval_s,
+        failures=row.restarts,
+        keep_checkpoints=settings.keep_checkpoints,
+        progress_regex=submission["progress_regex"],
+        progress_file=submission["progress_file"],
+        target_loss=submission.get("target_loss"),
+    )
+
+
+def python_of(row: IncarnationRow) -> str:
+    """The interpreter of its workers."""
+    return str(row.submission["command"]["python"] or sys.executable)
+
+
+def trained_with(
+    row: IncarnationRow, generations: Sequence[GenerationRow], settings: ServiceSettings, snapshots: Snapshots
+) -> TrainedWith | None:
+    """What decided on the weights; None: its workers have not begun to train."""
+    began = sorted((one for one in generations if one.first_step is not None), key=lambda one: one.generation)
+    if not began:
+        return None
+    session = session_of(row, settings, snapshots)
+    threads = [one.notes["threads"] for one in began if one.notes.get("threads")]
+    return TrainedWith(
+        code_dir=session.code_dir,
+        python=python_of(row),
+        submitted=session.submitted(),
+        threads=threads[0] if threads else None,
+        threads_differed=len(set(threads)) > 1,
+        micro_batch_changed=any(
+            one.notes.get("out_of_memory") is not None and (after.first_step or 0) > 0 for one, after in pairwise(began)
+        ),
+    )
