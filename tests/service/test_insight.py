@@ -244,7 +244,8 @@ def test_a_story_tells_with_what_a_run_can_be_repeated(world):
     assert told.submitted == {
         "consistency": "consistent",
         "global_batch_size": 32,
-        "logical_workers": 4,
+        "logical_workers": 8,
+        "seed": 0,
         "steps": 19200,
     }
     assert told.code_dir.startswith(str(world.settings.state_dir))
