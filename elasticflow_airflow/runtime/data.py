@@ -59,10 +59,14 @@ class BatchPlan:
         return order[start : start + self.global_batch_size]
 
 
-def share(batch: Sequence[int], rank: int, world_size: int) -> Sequence[int]:
-    """Give a worker its contiguous part of a global batch; parts differ by one sample at most and may be empty."""
-    start = rank * len(batch) // world_size
-    return batch[start : (rank + 1) * len(batch) // world_size]
+def share(batch: Sequence[int], rank: int, world_size: int, fewest: int = 1) -> Sequence[int]:
+    """Give a worker its contiguous part of a global batch; parts differ by one sample at most and may be empty.
+
+    ``fewest``: so many samples a part has at least, if it has any and the batch has so many; then more are empty.
+    """
+    parts = min(world_size, max(1, len(batch) // fewest)) if fewest > 1 else world_size
+    part, after = rank * parts // world_size, (rank + 1) * parts // world_size
+    return batch[part * len(batch) // parts : after * len(batch) // parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +166,7 @@ class ElasticLoader:
     ``position`` tells where the session stands: (epoch, step in the epoch), asked at the beginning of each pass;
     ``owned``, which logical workers are this worker's, is asked before each batch, and so is ``finished``: a rescale
     in the middle of an epoch changes the next batch, and reads nothing twice: the order is computed, not replayed.
+    ``fewest`` is how many samples a share needs (2 where single ones cannot be trained on), as far as a batch has them.
     Length: steps in one epoch.
     """
 
@@ -174,8 +179,10 @@ class ElasticLoader:
         position: Callable[[], tuple[int, int]],
         owned: Callable[[], range],
         finished: Callable[[], bool] = lambda: False,
+        fewest: Callable[[], int] = lambda: 1,
     ) -> None:
         self.plan = plan
+        self._fewest = fewest
         self._logical_workers = logical_workers
         self._fetcher = fetcher
         self._position, self._owned, self._finished = position, owned, finished
@@ -227,12 +234,13 @@ class ElasticLoader:
         if self._order[0] != epoch:
             self._order = (epoch, self.plan.order(epoch))
         batch, logical_workers = self.plan.global_batch(self._order[1], step), self._logical_workers()
+        fewest = self._fewest()
         return [
             Ticket(
                 epoch=epoch,
                 step_in_epoch=step,
                 logical=logical,
-                indices=tuple(share(batch, logical, logical_workers)),
+                indices=tuple(share(batch, logical, logical_workers, fewest)),
                 seed=mix_seed(self.plan.seed, 0xDA7A, epoch, step, logical),
             )
             for logical in owned

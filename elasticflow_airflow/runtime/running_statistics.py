@@ -8,12 +8,13 @@ May import torch and the standard library only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from elasticflow_airflow.runtime.group import WorkerGroup, sum_in_tree
 from elasticflow_airflow.runtime.logical import is_power_of_two
@@ -21,6 +22,27 @@ from elasticflow_airflow.runtime.tensor_bytes import add_tensor
 
 _MAX_BUFFER_ELEMENTS = 1 << 20
 """Larger buffers are masks and tables, which no forward pass changes."""
+
+
+def batch_norms(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model that need two values or more of each channel."""
+    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+
+
+def refuse_single_values(layers: Iterable[nn.Module], message: str) -> None:
+    """Let the first forward pass raise ValueError if one sample alone has a single value of a channel in these layers.
+
+    Images have many values a sample: for them a batch of one is enough.
+    """
+    handles: dict[int, RemovableHandle] = {}
+
+    def look(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        handles.pop(id(layer)).remove()
+        if layer.training and inputs and inputs[0].shape[2:].numel() == 1:
+            raise ValueError(message)
+
+    for layer in layers:
+        handles[id(layer)] = layer.register_forward_pre_hook(look)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from elasticflow_airflow.runtime.manifest import CheckpointError
 from elasticflow_airflow.runtime.measuring import Activity, TimedFetcher
 from elasticflow_airflow.runtime.protocol import ReportKind
 from elasticflow_airflow.runtime.reduction import refuse_optimizer, refuse_unsupported
+from elasticflow_airflow.runtime.running_statistics import batch_norms
 from elasticflow_airflow.runtime.session_core import trained_parameters
 from elasticflow_airflow.runtime.session_steps import SessionSteps
 from elasticflow_airflow.runtime.step import Step
@@ -58,6 +59,7 @@ class Session(SessionSteps):
         refuse_optimizer(optimizer)
         named = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, **others}
         self._registered = Registered(model, {name: part for name, part in named.items() if part is not None})
+        self._has_batch_norm = bool(batch_norms(model))
         model.to(self.device)
         try:
             if not self._is_rehearsing:
@@ -130,6 +132,7 @@ class Session(SessionSteps):
             position=self._position,
             owned=lambda: owned_by(self.rank, self.world_size, self.logical_workers),
             finished=self._all_done,
+            fewest=lambda: 2 if self._has_batch_norm else 1,
         )
         self._streams = reader is not None
         self._register_stream()

@@ -40,6 +40,7 @@ from elasticflow_airflow.runtime.reduction import broadcast_model
 from elasticflow_airflow.runtime.reporting import Speedometer
 from elasticflow_airflow.runtime.resume import agree_on_checkpoint
 from elasticflow_airflow.runtime.room import lack_of_room, refuse_full_disk
+from elasticflow_airflow.runtime.running_statistics import batch_norms, refuse_single_values
 from elasticflow_airflow.runtime.saving import PARTS_LIMIT_S, Saver
 from elasticflow_airflow.runtime.snapshot import size_of
 from elasticflow_airflow.runtime.storage import Part, is_remote
@@ -150,6 +151,7 @@ class SessionCore:
         self._script_epochs: int | None = None
         self._step = 0
         self._knows_size = False
+        self._has_batch_norm = False
         self._started = self._leaving = self._saving = self._finished = False
         self._parts = 0, 0
         self._resumed_from: CandidateInfo | None = None
@@ -330,7 +332,7 @@ class SessionCore:
         self._check_same_data()
         for sentence in self._overruled:
             self._warn(sentence)
-        self._warn_of_single_samples()
+        self._look_for_single_samples()
         for sentence in what_may_not_repeat(self.device) if self._consistent else ():
             self._warn(sentence)
         self._look_for_room(self._registered, steps=0)
@@ -382,21 +384,23 @@ class SessionCore:
                 f"{self._step}, but samples of this epoch may be used twice or not at all"
             )
 
-    def _warn_of_single_samples(self) -> None:
-        """BatchNorm over shares of one sample: torch refuses, or its statistics are worth nothing."""
+    def _look_for_single_samples(self) -> None:
+        """BatchNorm over one sample: torch refuses, or its statistics are worth nothing."""
         if self._registered is None or self._loader is None:
             return
-        if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self._registered.model.modules()):
-            return
         plan, micro = self._loader.plan, self.config.micro_batch_size
-        sizes = [len(plan.global_batch(range(plan.samples), step)) for step in (0, plan.steps_per_epoch - 1)]
-        least = min(max(1, size // self.logical_workers) for size in sizes)
-        if least == 1 or micro == 1:
-            self._warn(
-                f"BatchNorm sees single samples: each of {self.logical_workers} logical workers has its own share of a "
-                f"batch (of {sizes[0]} samples, {sizes[1]} at the end of an epoch). Give fewer logical_workers=, or "
-                "another global batch size, so that every share has two samples or more"
+        last = plan.samples - (plan.steps_per_epoch - 1) * plan.global_batch_size
+        if not self._has_batch_norm or (last > 1 and micro != 1):
+            return
+        if last == 1:
+            why = (
+                f"the last batch of an epoch has a single sample ({plan.samples} samples in batches of "
+                f"{plan.global_batch_size}): choose another global batch size, or leave one sample out of the dataset"
             )
+        else:
+            why = "micro_batch_size=1: choose 2 or more"
+        refuse_single_values(batch_norms(self._registered.model), f"BatchNorm cannot be trained on one sample; {why}")
+        self._warn(f"BatchNorm sees single samples: {why}")
 
     def _say_started(self, **data: Any) -> None:
         micro = self.config.micro_batch_size

@@ -44,8 +44,8 @@ class SessionSteps(SessionCore):
         """Report an out-of-memory with the micro-batch that was too large; explain what torch does not."""
         if "more than 1 value per channel" in str(error):
             error.add_note(
-                "BatchNorm got a share of one sample. Give fewer logical_workers=, or a global batch "
-                "size that leaves two samples or more to each logical worker, in the last batch of an epoch, too."
+                "BatchNorm got a micro-batch of one sample: choose another global batch size, or a micro-batch size "
+                "that leaves no single sample over, in the last batch of an epoch, too"
             )
         if bootstrap.is_out_of_memory(error):
             self._say(ReportKind.OUT_OF_MEMORY, micro_batch_size=micro_batch_size, message=str(error)[:500])

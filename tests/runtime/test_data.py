@@ -83,6 +83,17 @@ def test_every_sample_of_an_epoch_exactly_once_across_changes_of_the_workers(pla
     assert all(sorted(samples) == list(range(plan.samples)) for samples in used.values())
 
 
+@given(samples=st.integers(0, 70), power=st.integers(0, 5), fewest=st.integers(1, 4))
+def test_no_share_has_fewer_samples_than_it_needs(samples, power, fewest):
+    batch, workers = range(samples), 1 << power
+    shares = [share(batch, rank, workers, fewest) for rank in range(workers)]
+    assert [index for part in shares for index in part] == list(batch)
+    sizes = [len(part) for part in shares if part]
+    assert not sizes or min(sizes) >= min(fewest, samples)
+    if samples >= fewest * workers:
+        assert shares == [share(batch, rank, workers) for rank in range(workers)]
+
+
 @settings(deadline=None)
 @given(plan=plans, stages=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), max_size=4))
 def test_loaders_deal_out_the_plan_and_resume_in_the_middle(plan, stages):

@@ -80,8 +80,8 @@ def test_a_whole_training(training, capsys):
     run.session.finish()
     out = capsys.readouterr().out
     assert (
-        "elasticflow: started step=0 micro_batch_size=3 logical_workers=2 seed=0 in_place=False samples=20 steps=8"
-        in out
+        "elasticflow: started step=0 micro_batch_size=3 logical_workers=2 seed=0 "
+        f"threads={torch.get_num_threads()} in_place=False samples=20 steps=8" in out
     )
     assert out.count("elasticflow: finished step=8 metrics={'accuracy': 0.5}") == 1
     found = promoted(HERE.absolute(), pytest.fail)
@@ -615,20 +615,58 @@ def test_checkpoints_at_a_url(training, tmp_path, where):
     assert third.session.steps_done == 0
 
 
-def test_batchnorm_over_single_samples_is_foretold_and_explained(session_globals, capsys):
-    session = runtime.init(steps=4, logical_workers=2)
+def train_with_batchnorm(samples: int, batch: int, logical_workers: int, **options):
+    """Two epochs; returns the number of steps."""
+    session = runtime.init(epochs=2, logical_workers=logical_workers, **options)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session.register(model=model, optimizer=optimizer)
-    loader = session.dataloader(regression(), global_batch_size=6)  # the last batch of an epoch has two samples
-    with pytest.raises(ValueError, match="more than 1 value") as failure:
-        for _ in session.epochs():
-            for batch in loader:
-                with session.step() as step:
-                    for inputs, targets in step.split(batch):
-                        step.backward((model(inputs) - targets).square().mean())
-                    optimizer.step()
-                    optimizer.zero_grad()
-    assert session.steps_done == 3
-    assert "BatchNorm sees single samples: each of 2 logical workers" in capsys.readouterr().err
-    assert "Give fewer logical_workers=" in failure.value.__notes__[0]
+    inputs = torch.randn(samples, 4)
+    loader = session.dataloader(TensorDataset(inputs, inputs[:, :2]), global_batch_size=batch)
+    for _ in session.epochs():
+        for dealt in loader:
+            with session.step() as step:
+                for inputs, targets in step.split(dealt):
+                    step.backward((model(inputs) - targets).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    session.finish()
+    return session.steps_done
+
+
+@pytest.mark.parametrize("last", [2, 3, 7, 8, 15])
+def test_batchnorm_is_trained_on_a_short_last_batch(session_globals, capsys, last):
+    """Cut into eight, it would leave single samples to some: fewer shares have them all."""
+    assert train_with_batchnorm(16 + last, 16, 8) == 4
+    assert "BatchNorm" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "remedy"),
+    [
+        (17, {}, "17 samples in batches of 16.*choose another global batch size"),
+        (32, {"micro_batch_size": 1}, "micro_batch_size=1: choose 2 or more"),
+    ],
+)
+def test_what_batchnorm_cannot_be_trained_on_is_refused_before_a_step_counts(
+    session_globals, capsys, samples, options, remedy
+):
+    with pytest.raises(ValueError, match=f"BatchNorm cannot be trained on one sample; .*{remedy}"):
+        train_with_batchnorm(samples, 16, 8, **options)
+
+
+def test_batchnorm_over_images_takes_a_single_one(session_globals, capsys):
+    session = runtime.init(epochs=1)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.register(model=model, optimizer=optimizer)
+    loader = session.dataloader(TensorDataset(torch.randn(9, 1, 4, 4)), global_batch_size=8)
+    for _ in session.epochs():
+        for batch in loader:
+            with session.step() as step:
+                for (images,) in step.split(batch):
+                    step.backward(model(images).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    session.finish()
+    assert "BatchNorm sees single samples: the last batch of an epoch has a single sample" in capsys.readouterr().err
