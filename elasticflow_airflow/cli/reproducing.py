@@ -73,6 +73,8 @@ def _cautions(story: JobStory, trained: TrainedWith) -> Iterator[str]:
             f"the code is not here: run this where the service runs, or put a checkout of the same code in the place "
             f"of {trained.code_dir}"
         )
+    if said.get("python"):
+        yield f"{trained.python} must find elasticflow_airflow: install it there, or add its folder to PYTHONPATH"
     if said.get("env"):
         yield f"the job had variables whose values are not shown; set them first: {', '.join(said['env'])}"
     if any(REDACTED in arg for arg in said.get("args", ())):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from types import SimpleNamespace
 
@@ -59,7 +60,8 @@ def test_what_cannot_be_repeated_is_not(command, script):
     """What can be is in test_reproduce_local: here no session trains."""
     common = ("submit", script, "--steps", 100000, "--batch", 8, "--best-effort", "--no-wait")
     unlike = job_of(command(*common, "--name", "unlike", "--consistency", "fast").output)
-    plain = job_of(command(*common, "--name", "plain", "--", "--token=hunter2", "it's").output)
+    more = ("--name", "plain", "--python", sys.executable, "--", "--token=hunter2", "it's")
+    plain = job_of(command(*common, *more).output)
     end = time.monotonic() + 30
     while (done := command("reproduce", plain)).exit_code and time.monotonic() < end:
         assert "has not begun to train" in done.output
@@ -67,6 +69,7 @@ def test_what_cannot_be_repeated_is_not(command, script):
     assert done.exit_code == 0, done.output
     assert done.stdout.endswith("""train.py '--token=***' 'it'"'"'s'\n"""), done.stdout
     assert "may be secret" in done.stderr
+    assert f"{sys.executable} must find elasticflow_airflow" in done.stderr
     while "has not begun" in (done := command("reproduce", unlike)).output and time.monotonic() < end:
         time.sleep(0.1)
     assert done.exit_code == 1
