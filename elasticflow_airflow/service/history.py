@@ -99,7 +99,10 @@ def length_of(length: Length, global_batch_size: int, past: Past) -> int | None:
 def remember(
     tx: UnitOfWork, job: JobRow, row: IncarnationRow, now: float, *, complete: bool = False, success: bool = False
 ) -> None:
-    """Keep what this run has shown so far; newer numbers replace older ones of the same size."""
+    """Keep what this run has shown so far; newer numbers replace older ones of the same size.
+
+    How long a script says it is counts once it has succeeded: else one wrong word would keep all its later runs out.
+    """
     past = tx.history(job.recurring_key, row.signature)
     if past is None:
         past = HistoryRow(
@@ -119,7 +122,7 @@ def remember(
     past.costs = {**_costs(past.costs), **row.costs}
     past.complete = past.complete or complete
     length = Length.as_stored(row.submission["length"])
-    if row.total_steps is not None and length.steps is None:
+    if success and row.total_steps is not None and length.steps is None:
         past.total_steps, past.epochs = row.total_steps, length.epochs
     if success and (row.target or {}).get("curve"):
         past.loss_curve = dict(row.target["curve"])

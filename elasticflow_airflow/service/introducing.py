@@ -81,7 +81,9 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
     row.costs = {**past.costs, **row.costs}
     length = Length.as_stored(submission["length"])
     row.total_steps = history.length_of(length, int(submission["global_batch_size"]), past)
-    speeds = known_speeds(submission, past.speeds)
+    # Where only its script can tell how long it is, it is measured once more: meanwhile the script tells.
+    needs_length = row.total_steps is None and not row.best_effort
+    speeds = known_speeds(submission, None if needs_length else past.speeds)
     _say_where_it_starts(books, row)
     outlook.begin(books, row, past.loss_curve)
     most, least = most_workers(submission, row.logical_workers), int(submission["min_workers"])

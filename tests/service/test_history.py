@@ -44,6 +44,19 @@ def test_how_long_the_script_was_that_said_so_itself_is_known_the_next_time(worl
     assert world.row(again).total_steps == steps
 
 
+def test_how_long_a_script_says_it_is_counts_once_it_has_succeeded(world):
+    """Two thousand million steps, by mistake: the run of the mended script is not refused for it."""
+    first = world.submit(
+        run="run0", within=900, steps=None, fake={"samples": 64 * 10**9}, max_workers=2, on_reject="best_effort"
+    )
+    world.reach(first, "running")
+    assert (world.row(first).total_steps, world.row(first).best_effort) == (2 * 10**9, True)
+    world.desk.cancel(first.job.job_id, first.claim, "so long?")
+    again = world.submit(run="run1", within=900, steps=None, fake={"samples": 6400}, max_workers=2)
+    assert world.ended(again).state == "succeeded"
+    assert world.status(again).verdict.decision == "admitted"
+
+
 @pytest.mark.parametrize("rubbish", [-1.0, 1e30, "1", None, [], True])
 def test_what_is_stored_out_of_bounds_is_as_if_it_were_not_there(rubbish):
     row = HistoryRow(
