@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
+from support.served import train
 from typer.testing import CliRunner
 
 from elasticflow_airflow.cli.main import app
@@ -54,12 +54,7 @@ def test_command_repeats_run(script, needs, batch, daemons, open_client, tmp_pat
         seed=11,
         best_effort=True,
     )
-    job_id = submission.identity.job_id
-    claim, end_s = client.submit(submission).claim, time.monotonic() + 300.0
-    while not (status := client.renew(job_id, claim)).state.terminal:
-        assert time.monotonic() < end_s, [(event.kind, event.reason) for event in client.events(job_id)]
-        time.sleep(0.5)
-    assert status.state == "succeeded", status.failure
+    job_id, status = submission.identity.job_id, train(client, submission)
     assert status.result is not None
     assert status.result.checkpoint_path is not None
 

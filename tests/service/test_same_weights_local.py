@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from support import digests
+from support.served import train
 
 from elasticflow_airflow.client import Endpoint, snapshot_folder
 from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
@@ -73,12 +73,7 @@ def test_alone_and_served_give_the_same_weights(daemons, open_client, tmp_path: 
             best_effort=True,
             **given,
         )
-        job_id = submission.identity.job_id
-        claim, end_s = client.submit(submission).claim, time.monotonic() + 200.0
-        while not (status := client.renew(job_id, claim)).state.terminal:
-            assert time.monotonic() < end_s, [(event.kind, event.reason) for event in client.events(job_id)]
-            time.sleep(0.5)
-        assert status.state == "succeeded", status.failure
+        status = train(client, submission)
         assert status.result is not None
         return status.result.metrics["weights"], status.logical_workers, status.seed
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import httpx
 import psutil
 
-from elasticflow_airflow.client import Endpoint
+from elasticflow_airflow.client import ElasticFlowClient, Endpoint
+from elasticflow_airflow.wire import JobStatus, JobSubmission
 
 
 @dataclass
@@ -113,3 +114,14 @@ class Served:
             one.kill()
         if self.process is not None:
             self.process.wait()
+
+
+def train(client: ElasticFlowClient, submission: JobSubmission, limit_s: float = 300.0) -> JobStatus:
+    """Submit a job, and wait until it has succeeded; fails the test where it does not."""
+    job_id = submission.identity.job_id
+    claim, end_s = client.submit(submission).claim, time.monotonic() + limit_s
+    while not (status := client.renew(job_id, claim)).state.terminal:
+        assert time.monotonic() < end_s, [(event.kind, event.reason) for event in client.events(job_id)]
+        time.sleep(0.5)
+    assert status.state == "succeeded", status.failure
+    return status
