@@ -37,7 +37,10 @@ def refuse_single_values(layers: Iterable[nn.Module], message: str) -> None:
     handles: dict[int, RemovableHandle] = {}
 
     def look(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        handles.pop(id(layer)).remove()
+        handle = handles.pop(id(layer), None)
+        if handle is None:
+            return  # A copy of the layer, or a pass that came together with the first.
+        handle.remove()
         if layer.training and inputs and inputs[0].shape[2:].numel() == 1:
             raise ValueError(message)
 
