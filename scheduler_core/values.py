@@ -19,6 +19,11 @@ class Slot(NamedTuple):
     node_id: str
     index: int  # type: ignore[assignment]  # hides tuple.index(), which nobody needs of a slot
 
+    @property
+    def name(self) -> str:
+        """As messages name it: ``node:index``."""
+        return f"{self.node_id}:{self.index}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:

@@ -31,6 +31,7 @@ from elasticflow_airflow.engines.port import (
     GangOutcome,
     GangSpec,
     LogChunk,
+    SlotsHeldError,
 )
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core.values import Slot
@@ -173,6 +174,11 @@ class FakeEngine:
             if self.world.standing(spec.job_id) != before:  # leases, and what others did, when gangs are observed
                 self.world.save(spec.job_id)
         self._call("apply", spec.job_id, "after")
+
+    def latest(self, job_id: str) -> int:
+        """The highest generation that is remembered."""
+        with self.world.lock:
+            return max((gang.spec.generation for gang in self.world.of(job_id)), default=0)
 
     def stop(self, job_id: str, grace_s: float, reason: str = "") -> None:  # noqa: ARG002  (the port's signature)
         """Tell all workers of the job to save and leave."""
@@ -415,13 +421,13 @@ class FakeEngine:
         for slot in spec.placement:
             holder = self.world.nodes[slot.node_id].busy.get(slot.index)
             if holder is not None:
-                raise EngineError(f"slot {slot.node_id}:{slot.index} is held by {holder}")
+                raise SlotsHeldError({slot: holder})
         ours = self.world.of(spec.job_id)
         for gang in (*self.world.on_slots(spec.placement, spec.job_id), *ours):
             taken = {gang.spec.placement[rank] for rank in gang.living()} & set(spec.placement)
             if taken and not any(gang is one for one in but):
                 slot = min(taken)
-                raise EngineError(f"slot {slot.node_id}:{slot.index} is held by job {gang.spec.job_id}")
+                raise SlotsHeldError({slot: f"job {gang.spec.job_id}"})
 
     def _behaviour(self, spec: GangSpec) -> FakeBehaviour:
         behaviour = self.world.behaviours.get(spec.job_id, self.world.behaviour)

@@ -146,6 +146,14 @@ class EngineError(Exception):
     """The engine could not do what it was asked; the message says what to do about it."""
 
 
+class SlotsHeldError(EngineError):
+    """A gang was not started because somebody holds its slots; ``held`` names who. Nothing is wrong with it."""
+
+    def __init__(self, held: Mapping[Slot, str]) -> None:
+        super().__init__("; ".join(f"slot {slot.name} is held by {holder}" for slot, holder in held.items()))
+        self.held = dict(held)
+
+
 class Engine(Protocol):
     """What every engine can do. One contract test suite runs over all adapters."""
 
@@ -155,7 +163,7 @@ class Engine(Protocol):
         ...
 
     def inventory(self) -> tuple[EngineNode, ...]:
-        """Nodes that are there now, with the slots that others hold."""
+        """Nodes that are there now, with the slots that others hold, or gangs that this engine has no record of."""
         ...
 
     def apply(self, spec: GangSpec) -> None:
@@ -163,7 +171,14 @@ class Engine(Protocol):
 
         Idempotent; repeated on every pass. A lower generation than one applied before is ignored. Renews the
         supervisor's lease. Raises EngineError when a worker cannot even be tried (interpreter or script missing,
-        disk full).
+        disk full), and SlotsHeldError when others hold slots of it.
+        """
+        ...
+
+    def latest(self, job_id: str) -> int:
+        """The highest generation that was ever applied for a job and is remembered; 0: none.
+
+        A service whose database was lost knows of none, and must not count from 1 again.
         """
         ...
 

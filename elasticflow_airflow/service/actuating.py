@@ -14,11 +14,12 @@ from typing import Any
 
 import structlog
 
-from elasticflow_airflow.engines.port import Engine, EngineError, GangSpec, GangState
+from elasticflow_airflow.engines.port import Engine, EngineError, GangSpec, GangState, SlotsHeldError
 from elasticflow_airflow.runtime.protocol import Promotion, RescaleMode, checkpoint_dir
 from elasticflow_airflow.service import crashpoints
 from elasticflow_airflow.service.books import Books, alive, can_be_stopped, incarnation_dir
 from elasticflow_airflow.service.codec import placement_from_json
+from elasticflow_airflow.service.leftovers import Leftovers
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.rescaling import Holders, fall_back
 from elasticflow_airflow.service.sessions import python_of, session_of
@@ -26,6 +27,8 @@ from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import Snapshots
 from elasticflow_airflow.service.stored_bounds import promotion_of
 from elasticflow_airflow.wire import State
+
+_OF_NOBODY = "this service has no such job"
 
 log = structlog.get_logger()
 
@@ -41,6 +44,8 @@ class Refusals:
     message: str = ""
     told: bool = False
     """An event has said so."""
+    held: bool = False
+    """Somebody else is on its slots: nothing is wrong with the job, however long that takes."""
 
 
 @dataclass(slots=True)
@@ -52,9 +57,12 @@ class Actuator:
     snapshots: Snapshots
     secrets: Secrets
     monotonic: Callable[[], float]
+    leftovers: Leftovers
     refusals: dict[str, Refusals] = field(default_factory=dict)
     drained: set[tuple[str, int]] = field(default_factory=set)
     """Terminal incarnations whose gangs the engine has forgotten; the next pass writes it down."""
+    refused_slots: bool = False
+    """Whether the engine has refused slots in the last pass because somebody holds them."""
     _renewed_at_s: float = -math.inf
     _applied: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By job: the generation, and the fence with it, that the engine took."""
@@ -68,6 +76,9 @@ class Actuator:
             self._renewed_at_s = self.monotonic()
         self._held = sorted({row.job_id for row in (*books.rows, *books.aside) if books.open_of(row)})
         on_slots = Holders(books)
+        self.refused_slots = False
+        for job_id in self.leftovers.to_leave(books):
+            self._try("stop", self.engine.stop, job_id, self.settings.grace_s, _OF_NOBODY)
         for row in books.rows:
             with books.on_behalf_of(row.job_id, "starting, changing or stopping its workers"):
                 self._act(books, row, on_slots, renew=renew)
@@ -118,7 +129,7 @@ class Actuator:
     def _apply_or_wait(self, books: Books, row: IncarnationRow, due: GenerationRow, on_slots: Holders) -> None:
         """Have the engine bring a generation about, once nobody else is on its slots."""
         if not on_slots.before(due) and not _own_leavers(books, row, due):
-            self._apply(row, due)
+            self._apply(row, due, books.now)
         elif due.notes.get("vacate") and any(alive(g) for g in books.open_of(row)):
             self._try("stop", self.engine.stop, row.job_id, self.settings.grace_s, due.reason)
 
@@ -142,7 +153,7 @@ class Actuator:
             crashpoints.point("after promotion")
         self._written[key] = dict(row.promoted)
 
-    def _apply(self, row: IncarnationRow, generation: GenerationRow) -> None:
+    def _apply(self, row: IncarnationRow, generation: GenerationRow, now: float) -> None:
         crashpoints.point("before apply")
         try:
             incarnation_dir(self.settings.state_dir, row.job_id, row.incarnation).mkdir(
@@ -163,8 +174,14 @@ class Actuator:
                 refusals = self.refusals.setdefault(row.job_id, Refusals(self.monotonic()))
                 refusals.count += 1
                 refusals.message = str(error)
+                refusals.held = isinstance(error, SlotsHeldError)
+                if isinstance(error, SlotsHeldError):
+                    self.leftovers.refuse(error.held, now)
+                    self.refused_slots = True
         else:
             self.refusals.pop(row.job_id, None)
+            if alive(generation):
+                self.leftovers.took(placement_from_json(generation.placement).slots)
             self._applied[row.job_id] = (generation.generation, row.cleared_generation)
         crashpoints.point("after apply")
 
@@ -246,11 +263,15 @@ def _record_refusals(books: Books, row: IncarnationRow, refusals: Refusals, actu
         books.event("not_started", reason, row)
     refused_s = actuator.monotonic() - refusals.since_monotonic_s
     due = books.due(row)
-    if due is not None and due.mode == RescaleMode.IN_PLACE:
+    if due is None or due.state == GangState.ENDED:
+        del actuator.refusals[row.job_id]  # Nobody asks for it any more.
+    elif due.mode == RescaleMode.IN_PLACE:
         # The gang before it trains on, so there is time; and it can be done in another way.
         if refused_s >= books.settings.grace_s:
             del actuator.refusals[row.job_id]
             fall_back(books, row, due, f"the workers could not be changed in place ({refusals.message})")
+    elif refusals.held:
+        refusals.since_monotonic_s, refusals.count = actuator.monotonic(), 0
     elif refused_s >= books.settings.apply_limit_s and refusals.count >= books.settings.apply_attempts:
         books.end(row, State.FAILED, f"could not be started: {refusals.message}", failure=refusals.message)
 

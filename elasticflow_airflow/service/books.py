@@ -15,7 +15,7 @@ from elasticflow_airflow.engines.port import STANDING, GangState, WorkerObservat
 from elasticflow_airflow.runtime.protocol import RescaleMode, checkpoint_dir
 from elasticflow_airflow.scheduler_core.events import CalendarEvent, Event, GangStarted, JobProgressed
 from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
-from elasticflow_airflow.scheduler_core.values import JobState, RescaleCosts
+from elasticflow_airflow.scheduler_core.values import JobState, RescaleCosts, Slot
 from elasticflow_airflow.service.faults import Faults, SchedulerFaultError
 from elasticflow_airflow.service.measuring import Enough
 from elasticflow_airflow.service.models import AmendmentRow, GenerationRow, IncarnationRow, JobRow
@@ -26,6 +26,14 @@ from elasticflow_airflow.wire import State
 
 _GAIN_UNKNOWN = 0.75
 """From one worker to four, if four are four times as fast."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Somebody holds a slot, who is not known to the service: nothing is planned on it before ``until_s`` (UTC)."""
+
+    holder: str
+    until_s: float
 
 
 @dataclass(slots=True)
@@ -49,6 +57,8 @@ class Books:
     """The members of each generation, as this pass observed them."""
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Columns of the samples of this pass that are not stored yet."""
+    held: Mapping[Slot, Held] = field(default_factory=dict)
+    """Slots that somebody holds whom the service does not know (see ``leftovers.py``)."""
     amendment: AmendmentRow | None = None
     """The one that the scheduler is asked about right now."""
     wake_at: float | None = None

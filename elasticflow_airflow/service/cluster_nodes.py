@@ -23,7 +23,10 @@ def nodes_now(books: Books, seen: Iterable[EngineNode]) -> list[Node]:
             slots=node.slots,
             busy=frozenset((*node.busy, *held.get(node.node_id, ()))),
             draining_until_s=drains[node.node_id] - lead_s if node.node_id in drains else None,
-            avoided={row.slot_index: row.until_at for row in avoided if row.node_id == node.node_id},
+            avoided={
+                **{row.slot_index: row.until_at for row in avoided if row.node_id == node.node_id},
+                **{slot.index: one.until_s for slot, one in books.held.items() if slot.node_id == node.node_id},
+            },
         )
         for node in seen
     ]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elasticflow_airflow import bounds
+from elasticflow_airflow.service.books import incarnation_dir
 from elasticflow_airflow.service.deciding import when
 from elasticflow_airflow.service.models import AmendmentRow, DrainRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.notify import Notifier
@@ -350,6 +351,8 @@ class JobDesk:
     ) -> IncarnationRow:
         """A new incarnation. What the ``resumed`` one reached is known when this is introduced: when that has ended."""
         job.incarnation += 1
+        while incarnation_dir(self.settings.state_dir, job.job_id, job.incarnation).exists():
+            job.incarnation += 1  # What trained there is of a database that was lost: nothing goes on from it.
         init_from = submission.init_from
         if init_from == "latest":
             latest = tx.last_success(job.recurring_key, job.job_id)

@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import structlog
 
@@ -22,11 +23,12 @@ from elasticflow_airflow.scheduler_core.config import Objective
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
 from elasticflow_airflow.scheduler_core.policies.registry import DEFAULT_POLICY, make_policy
-from elasticflow_airflow.scheduler_core.values import JobState, Node
+from elasticflow_airflow.scheduler_core.values import JobState, Node, Slot
 from elasticflow_airflow.service import (
     crashpoints,
     endings,
     introducing,
+    leftovers,
     observing,
     promotion,
     recurring,
@@ -38,7 +40,7 @@ from elasticflow_airflow.service import (
     watching,
 )
 from elasticflow_airflow.service.actuating import Actuator, record_drained, record_refusals
-from elasticflow_airflow.service.books import Books, alive
+from elasticflow_airflow.service.books import Books, Held, alive
 from elasticflow_airflow.service.candidates import CandidateDesk, Looked
 from elasticflow_airflow.service.cluster_nodes import nodes_now, tell_nodes
 from elasticflow_airflow.service.codec import state_from_json, state_to_json
@@ -91,7 +93,8 @@ class Reconciler:
     ) -> None:
         self._store, self._engine, self._settings, self._notifier = store, engine, settings, notifier
         self._box, self._desk, self._clock, self._monotonic = secrets, desk, clock, monotonic
-        self._actuator = Actuator(engine, settings, snapshots, self._secrets_of, monotonic)
+        self._leftovers = leftovers.Leftovers()
+        self._actuator = Actuator(engine, settings, snapshots, self._secrets_of, monotonic, self._leftovers)
         self._inbox = observing.Inbox()
         self.renewals = Renewals()
         """Who has asked for its job, in the threads of handlers."""
@@ -111,6 +114,7 @@ class Reconciler:
         self._ignored: list[str] = []
         """What is stored of nodes and slots and cannot be heeded."""
         self._bounds = setting_aside.BoundsCheck()
+        self._held: Mapping[Slot, Held] = {}
         self._written: dict[str, JobState] = {}
         """What the store has of what the scheduler remembers."""
         self._has_begun = False
@@ -121,8 +125,11 @@ class Reconciler:
 
     @property
     def nodes(self) -> tuple[EngineNode, ...]:
-        """The nodes as last seen; empty before the first pass."""
-        return self._nodes
+        """The nodes as last seen, with who is on their slots and no job of ours; empty before the first pass."""
+        held: dict[str, dict[int, str]] = {}
+        for slot, one in self._held.items():
+            held.setdefault(slot.node_id, {})[slot.index] = one.holder
+        return tuple(replace(node, busy={**held.get(node.node_id, {}), **node.busy}) for node in self._nodes)
 
     @property
     def wake_at(self) -> float | None:
@@ -136,9 +143,10 @@ class Reconciler:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong now: with the last pass, with jobs (or recurring tasks) that are set aside, and with nodes."""
+        """What is wrong now: with the last pass, jobs (or recurring tasks) that are set aside, nodes and slots."""
         aside = [f"{owner} is set aside: {fault}" for owner, fault in list(self._faults.aside.items())]
-        return [*([self._problem] if self._problem else []), *aside, *self._ignored]
+        strange = self._leftovers.problems(self._clock())
+        return [*([self._problem] if self._problem else []), *aside, *self._ignored, *strange]
 
     @property
     def device_type(self) -> str:
@@ -249,6 +257,10 @@ class Reconciler:
             books = Books.open(work, now, self._settings, self._scheduler or Scheduler(), self._wake_at, self._faults)
             books.singly = self._singly
             try:
+                if observations is not None:
+                    self._leftovers.look(books, observations, self._nodes)
+                books.held = self._leftovers.held(books)
+                leftovers.number_above(books, self._engine.latest, everyone=self._scheduler is None)
                 self._bounds.check(books, observations or ())
                 setting_aside.place(books, observations or ())
                 if self._scheduler is None:
@@ -274,7 +286,9 @@ class Reconciler:
         self._wake_at, self._has_begun, self._singly = books.wake_at, True, False
         self._written = written
         self._passed_over = frozenset() if books.more else books.not_introduced()
+        self._held = books.held
         if observations is not None:
+            self._leftovers.stored()
             self._inbox.stored()
             self._leases.stored()
             self._desk.settled(looked)
@@ -284,6 +298,8 @@ class Reconciler:
         if observations is None:
             return 0.0
         self._actuator.act(books)
+        if self._actuator.refused_slots:
+            self._looked_at_nodes_s = -math.inf  # Whoever is there, the engine may see it by now.
         for job_id, _ in self._actuator.drained:
             gangs = [g for g in books.generations.values() if g.job_id == job_id]
             self._inbox.forget(job_id, {g.generation for g in gangs if g.state != GangState.ENDED})

@@ -180,12 +180,12 @@ def held_slots(books: Books) -> dict[str, dict[int, str]]:
     for row in books.aside:
         for generation in books.open_of(row):
             if alive(generation):
-                for slot in _slots(generation):
+                for slot in slots_of(generation):
                     found.setdefault(slot.node_id, {})[slot.index] = f"{row.job_id}, which is set aside"
     return found
 
 
-def _slots(generation: GenerationRow) -> tuple[Slot, ...]:
+def slots_of(generation: GenerationRow) -> tuple[Slot, ...]:
     """Where a gang stands; nowhere if that cannot be read, and the engine has not said it either."""
     try:
         return placement_from_json(generation.placement).slots

@@ -172,3 +172,10 @@ def test_slots_that_another_service_holds_are_busy(bench: Bench) -> None:
     assert "job other of the service in" in busy[1]
     with pytest.raises(EngineError, match="held by job other"):
         bench.engine.apply(bench.spec(1, workers=2))
+
+
+def test_the_latest_generation_is_known_in_every_life(bench: Bench) -> None:
+    assert bench.engine.latest("job") == 0
+    bench.engine.apply(bench.spec(7))
+    bench.restart()
+    assert bench.engine.latest("job") == 7

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from elasticflow_airflow.engines.local import detect_nodes, engine
+from elasticflow_airflow.engines.local import detect_nodes, engine, slots
 from elasticflow_airflow.engines.local.folder import SupervisorFolder, SupervisorSpec
 from elasticflow_airflow.engines.local.processes import ProcessId, children_of
-from elasticflow_airflow.engines.port import EngineError, GangObservation, GangOutcome, GangState
+from elasticflow_airflow.engines.port import EngineError, GangObservation, GangOutcome, GangState, SlotsHeldError
 from elasticflow_airflow.runtime.protocol import Membership, ReportKind
 from elasticflow_airflow.scheduler_core.values import Slot
 
@@ -356,3 +356,33 @@ def test_a_warm_up_that_is_killed_is_made_up_for(local_bench: LocalBench, victim
 
 def _command(process: ProcessId) -> bytes:
     return Path(f"/proc/{process.pid}/cmdline").read_bytes()
+
+
+@pytest.mark.slow
+def test_who_is_slower_on_a_slot_has_lost_its_workers_and_not_failed(local_bench, monkeypatch):
+    """Two services look at a slot in the same moment, and both find it free."""
+    bench = local_bench
+    holder = {"job_id": "other", "state_dir": "/elsewhere", "pid": 7, "generation": 1}
+    lock = slots.acquire(bench.base / "locks", "cpu-0", holder)
+    monkeypatch.setattr(bench.engine._starter, "check_slots", lambda wanted: None)
+    bench.engine.apply(bench.spec(1))
+    gang = bench.wait_state(1, GangState.ENDED)
+    assert gang.outcome is GangOutcome.LOST
+    assert "slot cpu-0 is held by job other of the service in /elsewhere" in gang.failure
+    os.close(lock)
+
+
+def test_slots_that_are_held_from_a_state_that_was_lost_are_busy(local_bench):
+    """Somebody has emptied the state directory, and left the processes."""
+    bench = local_bench
+    holder = {"job_id": "left", "state_dir": str(bench.engine._state_dir), "pid": 7, "generation": 3}
+    lock = slots.acquire(bench.base / "locks", "cpu-1", holder)
+    busy = bench.engine.inventory()[0].busy
+    assert list(busy) == [1]
+    assert "job left of the service in" in busy[1]
+    assert "no record of it: it leaves by itself when its lease ends, or now with kill 7" in busy[1]
+    with pytest.raises(SlotsHeldError, match="held by job left") as refused:
+        bench.engine.apply(bench.spec(1, workers=2))
+    assert list(refused.value.held) == [Slot(bench.nodes[0], 1)]
+    os.close(lock)
+    assert not bench.engine.inventory()[0].busy

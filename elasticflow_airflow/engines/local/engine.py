@@ -11,7 +11,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from elasticflow_airflow import bounds
@@ -86,8 +86,14 @@ class LocalEngine:
     # The port.
 
     def inventory(self) -> tuple[EngineNode, ...]:
-        """This machine's nodes; slots that another service's supervisors hold are busy."""
-        return look_at_nodes(self._starter.nodes.values(), self._lock_dir, self._state_dir)
+        """This machine's nodes; slots that supervisors hold of which there is no record here are busy."""
+        with self._lock:
+            return look_at_nodes(self._starter.nodes.values(), self._lock_dir, self._state_dir, self._has_gang)
+
+    def latest(self, job_id: str) -> int:
+        """The highest generation that was ever applied for a job."""
+        with self._lock:
+            return self._jobs[job_id].latest if job_id in self._jobs else 0
 
     def apply(self, spec: GangSpec) -> None:
         """Start, keep or replace the gang of a job (see the port)."""
@@ -376,6 +382,11 @@ class LocalEngine:
 
     # Small things.
 
+    def _has_gang(self, job_id: str) -> bool:
+        """Whether there is a record of a gang of a job that may hold slots."""
+        job = self._jobs.get(job_id)
+        return job is not None and any(not self._observer.has_ended(job, gang) for gang in job.gangs.values())
+
     def _renew(self, job: JobRecord) -> None:
         for gang in job.gangs.values():
             if not self._observer.has_ended(job, gang):
@@ -397,8 +408,14 @@ class LocalEngine:
         self._jobs[job.job_id] = job
 
 
-def look_at_nodes(nodes: Iterable[NodeLayout], lock_dir: Path, state_dir: Path) -> tuple[EngineNode, ...]:
-    """Nodes as they are offered; slots that supervisors of a service in another state directory hold are busy."""
+def look_at_nodes(
+    nodes: Iterable[NodeLayout], lock_dir: Path, state_dir: Path, has_gang: Callable[[str], bool] = lambda _: True
+) -> tuple[EngineNode, ...]:
+    """Nodes as they are offered; slots that supervisors of a service in another state directory hold are busy.
+
+    ``has_gang`` says of a job whether the service in this one has a gang of it: what other supervisors of this
+    directory hold is left from a state that was lost.
+    """
     found = []
     for node in nodes:
         busy = {}
@@ -406,6 +423,11 @@ def look_at_nodes(nodes: Iterable[NodeLayout], lock_dir: Path, state_dir: Path) 
             holder = slots.holder_of(lock_dir, slot.lock_name)
             if holder is not None and holder.get("state_dir") != str(state_dir):
                 busy[index] = slots.describe(holder)
+            elif holder is not None and not has_gang(str(holder.get("job_id"))):
+                busy[index] = (
+                    f"{slots.describe(holder)}, which has no record of it: it leaves by itself when its lease ends, or"
+                    f" now with kill {holder.get('pid')}"
+                )
         found.append(
             EngineNode(
                 node_id=node.node_id,

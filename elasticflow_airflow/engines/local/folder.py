@@ -106,7 +106,8 @@ class Status:
     """What is, in the supervisor's words. ``ended`` is the last thing it writes.
 
     ``told``: the workers were told to leave (why: ``reason``). ``terminated``: a plain script got SIGTERM.
-    ``failed``: a worker left by itself without success before anything was told. ``failure``: nothing was started.
+    ``failed``: a worker left by itself without success before anything was told. ``failure``: nothing was started;
+    ``slot_held``: because somebody else was faster on a slot.
     """
 
     supervisor: ProcessId | None = None
@@ -116,6 +117,7 @@ class Status:
     terminated: bool = False
     failed: bool = False
     failure: str | None = None
+    slot_held: bool = False
     ended: bool = False
 
     def to_json(self) -> dict[str, Any]:

@@ -88,9 +88,11 @@ def judge_ended(gang: GangRecord, statuses: Mapping[str, Status | None], lost: l
         return Verdict(GangState.ENDED, GangOutcome.LOST, f"the supervisor on {nodes} died, and its workers with it")
     if any(status.failed for status in known):
         return _judge_failed(gang, known, heard)
-    unstarted = next((status.failure for status in known if status.failure is not None), None)
+    unstarted = next((status for status in known if status.failure is not None), None)
     if unstarted is not None:
-        return Verdict(GangState.ENDED, GangOutcome.FAILED, unstarted)
+        # Where somebody else was faster on a slot, nothing is wrong with the job.
+        outcome = GangOutcome.LOST if unstarted.slot_held else GangOutcome.FAILED
+        return Verdict(GangState.ENDED, outcome, unstarted.failure)
     if heard.finished:
         return Verdict(GangState.ENDED, GangOutcome.FINISHED)
     if told and gang.plain and _ended_well_by_itself(gang, known):

@@ -20,7 +20,7 @@ from elasticflow_airflow.engines.local.layout import NodeLayout, SlotLayout
 from elasticflow_airflow.engines.local.pool import WarmPool
 from elasticflow_airflow.engines.local.records import GangRecord
 from elasticflow_airflow.engines.local.supervisor import EXIT_NOT_NEEDED
-from elasticflow_airflow.engines.port import EngineError, GangSpec
+from elasticflow_airflow.engines.port import EngineError, GangSpec, SlotsHeldError
 from elasticflow_airflow.runtime.protocol import Membership, RescaleMode
 from elasticflow_airflow.scheduler_core.values import Slot
 
@@ -76,11 +76,11 @@ class Starter:
             self._pool.warm(sys.executable, env | _threads_of(slot))
 
     def check_slots(self, wanted: Iterable[Slot]) -> None:
-        """Raise EngineError when somebody holds a slot."""
-        for slot in wanted:
-            holder = slots.holder_of(self._lock_dir, self.layout(slot).lock_name)
-            if holder is not None:
-                raise EngineError(f"slot {slot.node_id}:{slot.index} is held by {slots.describe(holder)}")
+        """Raise SlotsHeldError when somebody holds a slot."""
+        holders = {slot: slots.holder_of(self._lock_dir, self.layout(slot).lock_name) for slot in wanted}
+        held = {slot: slots.describe(holder) for slot, holder in holders.items() if holder is not None}
+        if held:
+            raise SlotsHeldError(held)
 
     def warm_up(self, gang: GangRecord, spec: GangSpec) -> None:
         """Start supervisors that import what the workers need and wait: the generation before may still train."""

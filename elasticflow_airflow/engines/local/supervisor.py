@@ -91,6 +91,7 @@ class Supervisor:
             self._lock_slots()
             self._start(outputs)
         except (slots.SlotHeldError, OSError, ValueError) as error:
+            self.status.slot_held = isinstance(error, slots.SlotHeldError)
             self._end_unstarted(str(error))
             return True
         while not all(worker.status.ended for worker in self._workers.values()):
