@@ -267,3 +267,25 @@ def test_whoever_is_killed_in_the_middle_the_result_is_right(trial):
         if "service" in victim:
             trial.start()
     trial.finish(restarts=len(victims))
+
+
+@pytest.mark.slow
+def test_what_a_lost_database_leaves_on_the_slots_makes_room_for_others(trial):
+    """Its trainer is told to leave, and nobody else's start fails for it; submitted again, it trains again."""
+    trial.start()
+    trial.submit("left", 2000, min_workers=2, scaling_curve={2: 9.0})
+    job = next(iter(trial.claims))
+    trial.wait(lambda: trial.step(job, 1) > 3, "it trains")
+    trainers = trial.trainers(job, 1)
+    trial.kill()
+    for file in trial.state_dir.glob("elasticflow.db*"):
+        file.unlink()
+    trial.claims.clear()
+    trial.start()
+    other = trial.submit("other", 3, min_workers=2, scaling_curve={2: 9.0}, deadline_at=time.time() + 300)
+    trial.wait(lambda: trial.client.status(other).state == "running", "the other trains")
+    assert not any(trainer.is_alive() for trainer in trainers)
+    kinds = [event.kind for event in trial.client.events(other)]
+    assert "failed" not in kinds
+    trial.wait(lambda: not trial.client.health().problems, "nothing is left of it")
+    trial.finish()
