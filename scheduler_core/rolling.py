@@ -7,7 +7,9 @@ around them, start in the smallest free block that holds them; others migrate on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from operator import or_
 
 from elasticflow_airflow.scheduler_core.filling import Share
 from elasticflow_airflow.scheduler_core.placement import Layout, level_of
@@ -62,8 +64,12 @@ class _Roll:
         self.usable = layout.usable_at(now)
         self.taken = 0
         self.block = 0
-        for mask in self.held:
-            self.taken |= mask
+        self.by_size: dict[int, int] = {}
+        """By number of slots: all slots of the gangs of that size."""
+        self.owner: dict[int, int] = {}
+        """By slot: whose it is. Most gangs hold none at any one time, so that nobody is asked in vain."""
+        for i, mask in enumerate(self.held):
+            self._own(i, 0, mask)
 
     def step(self, changes: list[tuple[int, int]], when: float, *, check_all: bool) -> None:
         """Bring about the sizes that ``changes`` asks for at ``when``."""
@@ -104,8 +110,19 @@ class _Roll:
             self._write(i, when)
 
     def _hold(self, i: int, mask: int) -> None:
-        self.taken = self.taken & ~self.held[i] | mask
+        self._own(i, self.held[i], mask)
         self.held[i] = mask
+
+    def _own(self, i: int, before: int, after: int) -> None:
+        """Gang ``i`` has ``after`` instead of ``before``."""
+        self.taken = self.taken & ~before | after
+        if before:
+            self.by_size[before.bit_count()] &= ~before
+        if after:
+            size = after.bit_count()
+            self.by_size[size] = self.by_size.get(size, 0) | after
+            for slot in _slots(after):
+                self.owner[slot] = i
 
     def _put(self, i: int, size: int) -> list[int]:
         """Find a block for gang ``i`` (left in ``self.block``); returns the gangs that must make room."""
@@ -118,10 +135,9 @@ class _Roll:
             self.block = layout.find(free & ~(self.avoid & ~own), size) or layout.find(free, size)
         if self.block:
             return []
-        larger = 0
-        for j, mask in enumerate(self.held):
-            if j != i and mask.bit_count() >= size:
-                larger |= mask
+        larger = reduce(or_, (mask for many, mask in self.by_size.items() if many >= size), 0)
+        if own.bit_count() >= size:
+            larger &= ~own
         starts = layout.blocks(self.usable & ~larger, level_of(size))
         if not starts:
             raise NoPlaceError
@@ -132,7 +148,7 @@ class _Roll:
             if count < least:
                 self.block, least = shape * low, count
             starts ^= low
-        return [j for j, mask in enumerate(self.held) if j != i and mask & self.block]
+        return sorted({self.owner[slot] for slot in _slots(self.block & self.taken & ~own)})
 
     def _write(self, i: int, when: float) -> None:
         """Note that gang ``i`` holds something else from ``when`` on."""
@@ -146,3 +162,11 @@ class _Roll:
             self.holdings[i].append(Holding(self.since[i], when, before))
         self.written[i] = after
         self.since[i] = when
+
+
+def _slots(mask: int) -> Iterator[int]:
+    """Each slot of a mask, as a mask of its own."""
+    while mask:
+        slot = mask & -mask
+        yield slot
+        mask ^= slot
