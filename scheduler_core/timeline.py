@@ -65,7 +65,7 @@ class FreeCapacity:
         """Say anew which is the largest gang that fits in each of the segments ``i:j``."""
         if j - i <= _FEW:
             least = np.minimum.accumulate(self.rows[:, i:j], axis=0)
-            self.largest[i:j] = (least >= _SIZES[: self.levels, None]).sum(axis=0)
+            np.add.reduce(least >= _SIZES[: self.levels, None], axis=0, dtype=np.int8, out=self.largest[i:j])
             return
         lowest = self.rows[0, i:j].copy()
         count = (lowest >= 1).astype(np.int8)

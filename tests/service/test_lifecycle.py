@@ -47,8 +47,8 @@ def wait_until(condition, what: str, limit_s: float = 30.0):
 
 
 def test_racing_callers_start_one_service(daemons, open_client):
-    with ThreadPoolExecutor(8) as pool:
-        endpoints = list(pool.map(lambda _: daemons.embedded(), range(8)))
+    with ThreadPoolExecutor(4) as pool:
+        endpoints = list(pool.map(lambda _: daemons.embedded(), range(4)))
     assert len(set(endpoints)) == 1
     pid = open_client(endpoints[0]).health().pid
     wait_until(lambda: daemons.pids() == [pid], "the losers of the race have left")
@@ -77,7 +77,7 @@ def test_a_second_service_on_the_same_state_directory_leaves_quietly(daemons):
 
 
 def test_it_leaves_when_nobody_needs_it_and_comes_back_when_somebody_does(daemons, open_client, tmp_path):
-    client = open_client(daemons.embedded(idle_exit_s=2))
+    client = open_client(daemons.embedded(idle_exit_s=1))
     job = client.submit(submission_for(client, tmp_path)).job.job_id
     client.close()
     wait_until(lambda: not daemons.pids(), "it is idle and leaves")
@@ -169,6 +169,7 @@ def test_the_daemon_imports_neither_airflow_nor_torch(daemons, open_client, tmp_
     assert not [name for name in imported if name.split(".")[0] in ("airflow", "torch", "scipy", "pandas")]
 
 
+@pytest.mark.slow
 def test_told_to_stop_it_leaves_in_order_and_the_job_goes_on_with_the_next(daemons, open_client, tmp_path):
     process = daemons.popen()
     client = open_client(Endpoint(socket_path=daemons.state_dir() / "service.sock"))

@@ -62,12 +62,12 @@ def test_by_value_a_job_that_would_take_what_many_need_is_refused_and_says_why(m
     for number in range(20):
         small = world.submit(task=f"small{number}", within=200, steps=700, scaling_curve={1: 8.0})
         assert small.job.verdict.decision == "admitted"
-        world.run(60)
+        world.run(60, every=5)
     for task in ("monster", "another"):
         monster = world.submit(task=task, within=1000, steps=26_000, scaling_curve={1: 8.0, 2: 16.0, 4: 32.0})
         assert monster.job.verdict.decision == "rejected"
         assert "objective: value" in monster.job.verdict.reason
-        world.run(300)
+        world.run(300, every=20)
         world.restart()  # what was seen to come is remembered
 
 
