@@ -1,7 +1,7 @@
 """A midnight burst: many submits at once, onto a cluster that trains already; what everybody else waits meanwhile.
 
     python benchmarks/bench_burst.py [--submits 500] [--clients 50] [--running 100] [--database sqlite postgresql]
-        [--kill] [--one-by-one] [--page docs/explanation/load.md]
+        [--kill] [--one-by-one] [--not-alone] [--page docs/explanation/load.md]
 
 Starts `elasticflow serve` as users do, with the default configuration and modelled workers on 64 x 8 slots, and lets
 jobs train that report every five seconds. Then many clients submit jobs at once: deadlines from ten minutes to six
@@ -401,7 +401,7 @@ def one_round(service: Service, options: argparse.Namespace, clients: int, kill:
     return Round(
         answers=answers,
         decided=what,
-        alone=alone(before, what.order),
+        alone=[] if options.not_alone else alone(before, what.order),
         took_s={name: values for name, (values, _) in took.items()},
         failed={name: failed for name, (_, failed) in took.items()},
         memory_mib=(memory, memory_after),
@@ -423,7 +423,7 @@ def rows_of(one: Round, options: argparse.Namespace) -> list[tuple[str, str]]:
     """What is printed of a round, by name."""
     asked = [
         (admitted, own)
-        for (job, admitted, _), own in zip(one.decided.order, one.alone, strict=True)
+        for (job, admitted, _), own in zip(one.decided.order, one.alone, strict=bool(one.alone))
         if not job.best_effort
     ]
     own_share = sum(own for _, own in asked) / max(1, len(asked))
@@ -440,8 +440,14 @@ def rows_of(one: Round, options: argparse.Namespace) -> list[tuple[str, str]]:
         ("answers 503", str(one.answers.statuses[503])),
         ("exchanges without an answer", str(one.answers.statuses[0])),
         ("admitted of those with a deadline", f"{100 * one.decided.share:.1f} %"),
-        ("... by the scheduler alone, one by one", f"{100 * own_share:.1f} %"),
-        ("... verdicts that differ", str(sum(admitted != own for admitted, own in asked))),
+        *(
+            [
+                ("... by the scheduler alone, one by one", f"{100 * own_share:.1f} %"),
+                ("... verdicts that differ", str(sum(admitted != own for admitted, own in asked))),
+            ]
+            if one.alone
+            else []
+        ),
         ("lost, or decided twice", str(len(one.decided.problems) + options.submits - len(one.decided.order))),
         ("jobs that trained before and do not any more", str(one.lost_running)),
         *(
@@ -465,6 +471,11 @@ def main() -> None:
     parser.add_argument("--database", nargs="+", choices=["sqlite", "postgresql"], default=["sqlite", "postgresql"])
     parser.add_argument("--kill", action="store_true", help="kill the service in the middle, and start it again")
     parser.add_argument("--one-by-one", action="store_true", help="also serve the same jobs one by one, beside it")
+    parser.add_argument(
+        "--not-alone",
+        action="store_true",
+        help="do not compare with the scheduler alone, which plans anew for each job and takes longer",
+    )
     parser.add_argument("--settle-s", type=float, default=5.0)
     parser.add_argument("--profile", type=Path, help="where py-spy writes what it saw of the service")
     parser.add_argument("--page", type=Path)
