@@ -129,8 +129,8 @@ class Fetcher(Protocol):
         """Say what will be asked for from now on, in order. What was expected before is dropped."""
         ...
 
-    def get(self, ticket: Ticket) -> Any:
-        """Return the collated content of any ticket, expected or not."""
+    def get(self, tickets: Sequence[Ticket]) -> list[Any]:
+        """Return the collated contents of any tickets of one step, expected or not."""
         ...
 
     def close(self) -> None:
@@ -141,12 +141,16 @@ class Fetcher(Protocol):
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Draw random numbers (torch on the CPU, Python, numpy where it is imported) from a seed, and undo that after."""
+    with random_state_kept():
+        seed_host(seed)
+        yield
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Leave the generators of torch on the CPU, Python, and numpy where it is imported, as they were before."""
     numpy = sys.modules.get("numpy")
     before = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if numpy:
-        numpy.random.seed(seed & 0xFFFFFFFF)
     try:
         yield
     finally:
@@ -154,6 +158,15 @@ def seeded(seed: int) -> Iterator[None]:
         random.setstate(before[1])
         if numpy:
             numpy.random.set_state(before[2])
+
+
+def seed_host(seed: int) -> None:
+    """Seed torch on the CPU, Python, and numpy where it is imported."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        numpy.seed(seed & 0xFFFFFFFF)
 
 
 _OWN_OPTIONS = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last", "in_order", "generator"})
@@ -218,10 +231,9 @@ class ElasticLoader:
         if self._expected != (epoch, step_in_epoch, owned, logical_workers):
             self._fetcher.expect(self._upcoming(epoch, step_in_epoch, owned))
         self._expected = (epoch, step_in_epoch + 1, owned, logical_workers)
-        shares = tuple(
-            Share(ticket, self._fetcher.get(ticket) if ticket.indices else None)
-            for ticket in self._tickets(epoch, step_in_epoch, owned)
-        )
+        tickets = self._tickets(epoch, step_in_epoch, owned)
+        contents = iter(self._fetcher.get([ticket for ticket in tickets if ticket.indices]))
+        shares = tuple(Share(ticket, next(contents) if ticket.indices else None) for ticket in tickets)
         size = len(self.plan.global_batch(self._order[1], step_in_epoch))
         return Batch(shares=shares, global_samples=size, epoch=epoch, step_in_epoch=step_in_epoch)
 

@@ -7,7 +7,7 @@ May import torch and the standard library only.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset
 
-from elasticflow_airflow.runtime.data import Fetcher, Ticket, seeded
+from elasticflow_airflow.runtime.data import Fetcher, Ticket, random_state_kept, seed_host
 
 Collate = Callable[[list[Any]], Any]
 
@@ -28,11 +28,11 @@ class TicketDataset(Dataset[Any]):
         self.dataset, self._collate = dataset, collate_fn
 
     def __getitem__(self, ticket: Ticket) -> Any:
-        """Fetch; the random state of the caller stays as it was."""
-        with seeded(ticket.seed):
-            if hasattr(self.dataset, "__getitems__"):
-                return self._collate(self.dataset.__getitems__(list(ticket.indices)))
-            return self._collate([self.dataset[index] for index in ticket.indices])
+        """Fetch; the random state of the caller is another one after."""
+        seed_host(ticket.seed)
+        if hasattr(self.dataset, "__getitems__"):
+            return self._collate(self.dataset.__getitems__(list(ticket.indices)))
+        return self._collate([self.dataset[index] for index in ticket.indices])
 
 
 class DirectFetcher:
@@ -44,9 +44,12 @@ class DirectFetcher:
     def expect(self, tickets: Iterable[Ticket]) -> None:
         """Nothing is fetched ahead."""
 
-    def get(self, ticket: Ticket) -> Any:
-        """Fetch it now."""
-        return self.tickets[ticket]
+    def get(self, tickets: Sequence[Ticket]) -> list[Any]:
+        """Fetch them now; the random state of the caller stays as it was."""
+        if not tickets:
+            return []
+        with random_state_kept():
+            return [self.tickets[ticket] for ticket in tickets]
 
     def close(self) -> None:
         """Nothing is held."""
@@ -137,10 +140,13 @@ class WorkerFetcher:
         self._held = {ticket: content for ticket, content in self._held.items() if ticket in self._kept}
         self._queue.upcoming, self._queue.dry = upcoming, False
 
-    def get(self, ticket: Ticket) -> Any:
-        """Take it from what was fetched ahead, or is under way in the processes; else fetch it here."""
+    def get(self, tickets: Sequence[Ticket]) -> list[Any]:
+        """Take them from what was fetched ahead, or is under way in the processes; else fetch them here."""
+        return [self._get(ticket) for ticket in tickets]
+
+    def _get(self, ticket: Ticket) -> Any:
         if self._loader is None:
-            return self._direct.get(ticket)
+            return self._direct.get([ticket])[0]
         sent = self._queue.sent
         if ticket not in self._held and not sent and not self._queue.dry:
             # Fills the processes' queues; what they still have under way is waited for and dropped.
@@ -148,7 +154,7 @@ class WorkerFetcher:
         while ticket not in self._held and (ticket in sent or self._before_change):
             self._take(ticket)
         if ticket not in self._held:
-            return self._direct.get(ticket)
+            return self._direct.get([ticket])[0]
         return _opened(self._held.pop(ticket))
 
     def _take(self, wanted: Ticket) -> None:

@@ -217,11 +217,11 @@ class TimedFetcher:
         finally:
             self._meter.enter(before)
 
-    def get(self, ticket: Any) -> Any:
+    def get(self, tickets: Any) -> Any:
         """See :class:`elasticflow_airflow.runtime.data.Fetcher`."""
         before = self._meter.enter(Activity.DATA)
         try:
-            return self._fetcher.get(ticket)
+            return self._fetcher.get(tickets)
         finally:
             self._meter.enter(before)
 

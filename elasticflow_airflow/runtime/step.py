@@ -8,8 +8,6 @@ May import torch and the standard library only.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol
@@ -17,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from elasticflow_airflow.runtime.data import Batch, Share, mix_seed, split_content, to_device
+from elasticflow_airflow.runtime.data import Batch, Share, mix_seed, seed_host, split_content, to_device
 from elasticflow_airflow.runtime.group import GroupBroken
 from elasticflow_airflow.runtime.machinery import Machinery, Sums
 from elasticflow_airflow.runtime.reduction import refuse_leftovers
@@ -177,8 +175,10 @@ class Step:
 
 def seed_everything(seed: int) -> None:
     """Seed torch (all devices), Python, and numpy where it is imported."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        numpy.seed(seed & 0xFFFFFFFF)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own
+        torch.cuda.manual_seed_all(seed)
+    elif torch.accelerator.is_available():
+        # Not in use yet: torch remembers the seed until then, and who has called, which takes longer than a small
+        # net's forward pass: not where there is no device.
+        torch.manual_seed(seed)
+    seed_host(seed)

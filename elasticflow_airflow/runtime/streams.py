@@ -15,7 +15,7 @@ import copy
 import itertools
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -232,8 +232,11 @@ class StreamFetcher:
         self._read = None
         self._source.expect(self._steps(tickets))
 
-    def get(self, ticket: Ticket) -> Any:
-        """Take it from the step that is read, or read on; a ticket that nobody expected is read for itself."""
+    def get(self, tickets: Sequence[Ticket]) -> list[Any]:
+        """Take them from the step that is read, or read on; a ticket that nobody expected is read for itself."""
+        return [self._get(ticket) for ticket in tickets]
+
+    def _get(self, ticket: Ticket) -> Any:
         if not self._has(ticket):
             self._next()
         if not self._has(ticket):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections import namedtuple
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +22,7 @@ from elasticflow_airflow.runtime.data import (
     to_device,
 )
 from elasticflow_airflow.runtime.fetching import DirectFetcher
+from elasticflow_airflow.runtime.step import seed_everything
 
 
 class Squares(Dataset[int]):
@@ -166,6 +169,46 @@ def test_augmentation_depends_on_the_logical_worker_alone():
     everything = drawn(range(4))
     assert drawn(range(2)) + drawn(range(2, 4)) == everything
     assert len({str(part) for part in everything}) == 4
+
+
+def test_fetching_leaves_every_generator_as_it_was():
+    plan = BatchPlan(samples=8, global_batch_size=8, seed=1, shuffle=True)
+    trainer = Trainer(plan, 0)
+    trainer.world_size = 4
+
+    def drawn() -> tuple[float, float, float]:
+        return torch.rand(()).item(), random.random(), numpy.random.rand()
+
+    seed_everything(5)
+    expected = drawn()
+    seed_everything(5)
+    trainer.loader.batch(0, 0)
+    assert drawn() == expected
+
+
+def test_every_generator_is_seeded_on_devices_too(monkeypatch):
+    seed = 2**63 - 5
+    torch.manual_seed(seed)
+    expected = torch.rand(3).tolist()
+    seen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seen.append)
+    for in_use, is_there in ((False, False), (True, True)):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda in_use=in_use: in_use)
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda is_there=is_there: is_there)
+        seed_everything(seed)
+        assert torch.rand(3).tolist() == expected
+        assert (random.random(), numpy.random.rand()) == (
+            random.Random(seed).random(),
+            numpy.random.RandomState(seed & 0xFFFFFFFF).rand(),
+        )
+        assert seen == [seed] * in_use
+    # A device that is there and not in use: torch is to remember the seed.
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    remembered: list[int] = []
+    monkeypatch.setattr(torch, "manual_seed", remembered.append)
+    seed_everything(seed)
+    assert remembered == [seed]
+    assert torch.rand(3).tolist() == expected
 
 
 def test_a_pass_given_up_in_the_middle_loses_nothing():

@@ -221,7 +221,7 @@ def test_a_ticket_that_nobody_expected_is_read_for_itself():
     worker = Worker(plan, Numbers(24))
     worker.read()
     (ticket,) = [t for t in worker.loader._tickets(1, 2, range(LOGICAL)) if t.logical == 3]
-    assert [one["number"] for one in worker.fetcher.get(ticket)] == expected(plan, 5)[6:]
+    assert [one["number"] for one in worker.fetcher.get([ticket])[0]] == expected(plan, 5)[6:]
     assert "reading through 16 samples" in worker.warnings[0]
 
 
