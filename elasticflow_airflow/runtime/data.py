@@ -1,8 +1,8 @@
 """Which samples make which step: a pure function of (seed, epoch, step), independent of who computes it.
 
 Every sample of an epoch is used exactly once, whatever the number of workers and however often it changes: the
-global batch of a step is fixed, and the workers of the moment share it. The last batch of an epoch is short; nothing
-is padded, repeated or dropped. May import torch and the standard library only.
+global batch of a step is fixed, and the workers of the moment share it. The last batch of an epoch is short, or left
+out where that is asked for; nothing is padded or repeated. May import torch and the standard library only.
 """
 
 from __future__ import annotations
@@ -19,30 +19,50 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """How a dataset of ``samples`` is cut into steps of ``global_batch_size``."""
+    """How a dataset of ``samples`` is cut into steps of ``global_batch_size``.
+
+    ``drop_last``: what is left at the end of an epoch, and would be a short batch, is not trained on in that epoch.
+    """
 
     samples: int
     global_batch_size: int
     seed: int
     shuffle: bool
+    drop_last: bool = False
 
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise ValueError("the dataset is empty: there is nothing to train on")
         if self.global_batch_size < 1:
             raise ValueError(f"global_batch_size={self.global_batch_size}: it must be at least 1")
+        if not self.steps_per_epoch:
+            raise ValueError(
+                f"drop_last=True leaves no batch: the dataset has {self.samples} samples, fewer than "
+                f"global_batch_size={self.global_batch_size}. Choose a smaller batch, or leave drop_last out"
+            )
 
     @property
     def steps_per_epoch(self) -> int:
         """Number of steps in one epoch; the last may be short."""
-        return -(-self.samples // self.global_batch_size)
+        return steps_per_epoch(self.samples, self.global_batch_size, drop_last=self.drop_last)
+
+    @property
+    def smallest_batch(self) -> int:
+        """Samples of an epoch's last batch; the others have ``global_batch_size``."""
+        return min(self.global_batch_size, self.samples - (self.steps_per_epoch - 1) * self.global_batch_size)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, as JSON."""
+        return asdict(self)
 
     def changes_since(self, metadata: Mapping[str, Any]) -> str:
         """Say how this plan differs from that in a checkpoint's metadata; empty: steps mean the same samples."""
+        before = {**_UNSAID, **metadata} if metadata else {}
         return ", ".join(
-            f"{name} was {metadata[name]}, is {value}"
-            for name, value in asdict(self).items()
-            if metadata.get(name, value) != value
+            f"{name} was {before[name]}, is {value}"
+            for name, value in self.metadata.items()
+            if before.get(name, value) != value
         )
 
     def order(self, epoch: int) -> Sequence[int]:
@@ -57,6 +77,15 @@ class BatchPlan:
         """Samples of one step, over all workers."""
         start = step_in_epoch * self.global_batch_size
         return order[start : start + self.global_batch_size]
+
+
+_UNSAID: Mapping[str, Any] = {"drop_last": False}
+"""What a checkpoint means that was written before it said this."""
+
+
+def steps_per_epoch(samples: int, global_batch_size: int, *, drop_last: bool) -> int:
+    """Steps in one epoch; without ``drop_last`` the last may be short."""
+    return samples // global_batch_size if drop_last else -(-samples // global_batch_size)
 
 
 def share(batch: Sequence[int], rank: int, world_size: int, fewest: int = 1) -> Sequence[int]:
@@ -169,7 +198,7 @@ def seed_host(seed: int) -> None:
         numpy.seed(seed & 0xFFFFFFFF)
 
 
-_OWN_OPTIONS = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last", "in_order", "generator"})
+_OWN_OPTIONS = frozenset({"batch_size", "sampler", "batch_sampler", "in_order", "generator"})
 """Options of ``DataLoader`` that would contradict the plan."""
 
 

@@ -122,9 +122,8 @@ def options_of(loader: Any) -> tuple[Any, bool, dict[str, Any]]:
         _refuse("a DataLoader that draws samples more than once, or not all", _PLAIN)
     if type(loader.batch_sampler) is not BatchSampler and hasattr(loader.dataset, "__len__"):
         _refuse("a DataLoader with a batch_sampler, or without batch_size", _PLAIN)
-    if loader.drop_last:
-        _refuse("DataLoader(drop_last=True)", "leave it out: every sample of an epoch is used, the last batch is short")
     options: dict[str, Any] = {"num_workers": loader.num_workers, "pin_memory": loader.pin_memory}
+    options["drop_last"] = loader.drop_last
     if loader.num_workers:
         options |= {
             "prefetch_factor": loader.prefetch_factor,

@@ -79,6 +79,7 @@ class Session(SessionSteps):
         num_workers: int = 0,
         samples: int | None = None,
         transform: Callable[[Any], Any] | None = None,
+        drop_last: bool = False,
         **options: Any,
     ) -> ElasticLoader:
         """Deal out a training set: every sample of an epoch exactly once, whoever trains.
@@ -86,8 +87,9 @@ class Session(SessionSteps):
         ``global_batch_size`` counts samples of one optimizer step over all workers; under the service the submitted
         one is used. A map-style set is shuffled unless ``shuffle=False``. A stream (an iterable with ``state_dict``
         and ``load_state_dict``) is read by every worker in its own order; ``samples`` says how many it has in an epoch,
-        and ``transform`` is done to each sample that a worker keeps. Other ``options`` go to
-        ``torch.utils.data.DataLoader``. For validation use an ordinary loader. Raises TypeError and ValueError for a
+        and ``transform`` is done to each sample that a worker keeps. With ``drop_last`` an epoch has full global
+        batches only: what would be a short one, other samples each time if shuffled, is left out. Other ``options`` go
+        to ``torch.utils.data.DataLoader``. For validation use an ordinary loader. Raises TypeError and ValueError for a
         set that could not be dealt out exactly.
         """
         if self._loader is not None:
@@ -111,7 +113,7 @@ class Session(SessionSteps):
         else:
             refuse_stream_options(transform, samples)
             samples, shuffle = len(cast(Sized, dataset)), shuffle is not False
-        plan = BatchPlan(samples=samples, global_batch_size=size, seed=self._seed, shuffle=shuffle)
+        plan = BatchPlan(samples=samples, global_batch_size=size, seed=self._seed, shuffle=shuffle, drop_last=drop_last)
         said = self.config.samples
         if said is not None and said != samples:
             self._warn(f"the submission says samples={said}, the dataset has {samples}; the dataset counts")

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -389,13 +389,12 @@ class SessionCore:
         if self._registered is None or self._loader is None:
             return
         plan, micro = self._loader.plan, self.config.micro_batch_size
-        last = plan.samples - (plan.steps_per_epoch - 1) * plan.global_batch_size
-        if not self._has_batch_norm or (last > 1 and micro != 1):
+        if not self._has_batch_norm or (plan.smallest_batch > 1 and micro != 1):
             return
-        if last == 1:
+        if plan.smallest_batch == 1:
             why = (
                 f"the last batch of an epoch has a single sample ({plan.samples} samples in batches of "
-                f"{plan.global_batch_size}): choose another global batch size, or leave one sample out of the dataset"
+                f"{plan.global_batch_size}): choose another global batch size, or drop_last=True"
             )
         else:
             why = "micro_batch_size=1: choose 2 or more"
@@ -489,7 +488,7 @@ class SessionCore:
             "loss_track": self._track.state(),
             "trained": {"incarnation": self.config.incarnation, "seconds": self._saver.trained_s},
             "logical_workers": self._logical if self._consistent else None,
-            **(asdict(self._loader.plan) if self._loader else {}),
+            **(self._loader.plan.metadata if self._loader else {}),
         }
 
         def save() -> list[Saved]:

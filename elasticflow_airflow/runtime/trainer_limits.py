@@ -34,11 +34,6 @@ def refuse_unsupported(trainer: Any, *, ours: type) -> None:
             f"train_sampling_strategy={args.train_sampling_strategy!r}: which samples make a batch must follow from "
             "seed, epoch and step alone: use 'random' or 'sequential'"
         )
-    if args.dataloader_drop_last:
-        raise ValueError(
-            "dataloader_drop_last=True: every sample of an epoch is used exactly once, its short last batch included; "
-            "leave it out"
-        )
     if args.auto_find_batch_size:
         raise ValueError(
             "auto_find_batch_size=True: the batch is part of the result, and the same for every number of workers; "

@@ -23,7 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback, TrainerState
 
 from elasticflow_airflow.runtime.context import detect
-from elasticflow_airflow.runtime.data import Batch, ElasticLoader
+from elasticflow_airflow.runtime.data import Batch, ElasticLoader, steps_per_epoch
 from elasticflow_airflow.runtime.session import Session
 from elasticflow_airflow.runtime.step import Step
 from elasticflow_airflow.runtime.trainer_limits import refuse_sharding, refuse_sharding_at_once, refuse_unsupported
@@ -132,6 +132,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
             global_batch_size=size,
             shuffle=args.train_sampling_strategy == "random",
             collate_fn=collate,
+            drop_last=args.dataloader_drop_last,
             **options,
         )
         data = _TrainLoader(dataset, loader, args.gradient_accumulation_steps)
@@ -150,7 +151,11 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
             args.max_steps, args.num_train_epochs = -1, config.epochs
         steps = args.max_steps
         if steps <= 0:
-            per_epoch = -(-len(self.train_dataset) // (config.global_batch_size if context.submitted else size))
+            per_epoch = steps_per_epoch(
+                len(self.train_dataset),
+                config.global_batch_size if context.submitted else size,
+                drop_last=args.dataloader_drop_last,
+            )
             steps = math.ceil(args.num_train_epochs * per_epoch)
         return Session(
             context,

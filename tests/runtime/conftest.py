@@ -131,11 +131,14 @@ def training(session_globals: None) -> Callable[..., Training]:
         global_batch_size: int | None = 6,
         dataset: Any = None,
         shuffle: bool = True,
+        drop_last: bool = False,
         register: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> Training:
         session = runtime.init(**arguments)
-        loader = session.dataloader(dataset or regression(), global_batch_size=global_batch_size, shuffle=shuffle)
+        loader = session.dataloader(
+            dataset or regression(), global_batch_size=global_batch_size, shuffle=shuffle, drop_last=drop_last
+        )
         torch.manual_seed(11)
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import namedtuple
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -120,6 +121,35 @@ def test_loaders_deal_out_the_plan_and_resume_in_the_middle(plan, stages):
     assert sorted(used) == list(range(plan.samples))
 
 
+@given(plan=plans, epoch=st.integers(0, 3))
+def test_without_the_short_last_batch_all_are_full(plan, epoch):
+    if plan.samples < plan.global_batch_size:
+        with pytest.raises(ValueError, match=f"drop_last=True leaves no batch: the dataset has {plan.samples} samples"):
+            replace(plan, drop_last=True)
+        return
+    full = replace(plan, drop_last=True)
+    assert full.steps_per_epoch == full.samples // full.global_batch_size
+    order = full.order(epoch)
+    assert order == plan.order(epoch)
+    batches = [full.global_batch(order, step) for step in range(full.steps_per_epoch)]
+    assert {len(batch) for batch in batches} == {full.global_batch_size}
+    used = [index for batch in batches for index in batch]
+    assert len(set(used)) == len(used)  # none twice
+    trainer = Trainer(full, 0)
+    assert len(trainer.loader) == len(batches)
+    for batch in trainer.loader:
+        assert batch.global_samples == batch.samples == full.global_batch_size
+        trainer.step += 1
+        trainer.last_step = full.steps_per_epoch
+    assert trainer.step == full.steps_per_epoch
+
+
+def test_other_samples_are_left_over_in_each_epoch():
+    plan = BatchPlan(samples=11, global_batch_size=4, seed=2, shuffle=True, drop_last=True)
+    left_over = [frozenset(plan.order(epoch)[8:]) for epoch in range(30)]
+    assert frozenset.union(*left_over) == frozenset(range(11))
+
+
 def test_fewer_samples_than_workers_leaves_some_shares_empty():
     plan = BatchPlan(samples=3, global_batch_size=8, seed=0, shuffle=False)
     batches = []
@@ -232,8 +262,8 @@ def test_wrong_sizes_and_contradicting_options_are_refused():
         BatchPlan(samples=0, global_batch_size=1, seed=0, shuffle=True)
     with pytest.raises(ValueError, match="global_batch_size=0: it must be at least 1"):
         BatchPlan(samples=5, global_batch_size=0, seed=0, shuffle=True)
-    with pytest.raises(ValueError, match=r"batch_size, drop_last: the session decides.*global_batch_size="):
-        refuse_own_options({"batch_size": 4, "drop_last": True})
+    with pytest.raises(ValueError, match=r"batch_sampler, batch_size: the session decides.*global_batch_size="):
+        refuse_own_options({"batch_size": 4, "batch_sampler": [[0]]})
     with pytest.raises(ValueError, match="in_order: the session decides"):
         refuse_own_options({"num_workers": 2, "in_order": False})
 
@@ -244,6 +274,12 @@ def test_changes_since_names_what_differs():
         "global_batch_size was 4, is 2"
     )
     assert plan.changes_since({}) == ""
+    full = replace(plan, drop_last=True)
+    assert full.changes_since(plan.metadata) == "drop_last was False, is True"
+    assert plan.changes_since(full.metadata) == "drop_last was True, is False"
+    before_there_was_such_a_thing = {"samples": 5, "global_batch_size": 2, "seed": 0, "shuffle": True}
+    assert full.changes_since(before_there_was_such_a_thing) == "drop_last was False, is True"
+    assert plan.changes_since(before_there_was_such_a_thing) == full.changes_since(full.metadata) == ""
 
 
 # -- cutting a batch into micro-batches ---------------------------------------------------------------------------

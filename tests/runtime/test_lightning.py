@@ -249,7 +249,6 @@ REFUSED = {
     "WeightAveraging": lambda fit: fit(callbacks=[pl.callbacks.StochasticWeightAveraging(swa_lrs=0.1)]),
     "FSDPPrecision": lambda fit: fit(plugins=[pl.plugins.FSDPPrecision("bf16-true")]),
     "DeepSpeedPrecision": lambda fit: fit(plugins=[pl.plugins.DeepSpeedPrecision("32-true")]),
-    "drop_last": lambda fit: fit(loader=DataLoader(dataset(), batch_size=4, drop_last=True)),
     "WeightedRandomSampler": lambda fit: fit(
         loader=DataLoader(dataset(), batch_size=4, sampler=WeightedRandomSampler([1.0] * 20, 20))
     ),
@@ -390,6 +389,23 @@ def test_one_logical_worker_is_what_lightning_does_without_us(fit):
         results.append((hooks.calls, weights(module), metrics, trainer.global_step, trainer.current_epoch))
     ours, theirs = results
     assert ours == theirs
+
+
+def test_an_epoch_without_its_short_last_batch_is_what_lightning_makes_of_it(fit, capsys):
+    results = []
+    for elastic in (True, False):
+        module = logged()
+        loader = DataLoader(dataset(), batch_size=6, drop_last=True)
+        if elastic:
+            trainer = fit(module, loader, logical_workers=1)
+        else:
+            quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+            trainer = pl.Trainer(accelerator="cpu", max_epochs=2, **quiet)
+            trainer.fit(module, loader)
+        results.append((weights(module), trainer.global_step, trainer.current_epoch, trainer.num_training_batches))
+    assert results[0] == results[1]
+    assert results[0][1:] == (6, 2, 3)
+    assert "samples=20 steps=6" in capsys.readouterr().out
 
 
 def test_sigterm_saves_at_the_next_step_and_the_next_start_goes_on(fit, tmp_path, monkeypatch):

@@ -89,6 +89,26 @@ def test_a_whole_training(training, capsys):
     assert (found.step, found.metadata["epoch"], found.metadata["step_in_epoch"]) == (8, 2, 0)
 
 
+def test_an_epoch_without_its_short_last_batch(training, capsys):
+    run = training(epochs=2, drop_last=True, checkpoint_dir="undisturbed").run()
+    assert (len(run.loader), run.session.total_steps, run.session.steps_done) == (3, 6, 6)
+    assert run.epochs_seen == [0, 1]
+    for epoch in (run.used[:18], run.used[18:]):
+        assert len(set(epoch)) == 18
+    assert "in_place=False samples=20 steps=6" in capsys.readouterr().out
+    before = interrupted(training, 3, epochs=2, drop_last=True)
+    assert before.session.epoch == 1
+    after = training(epochs=2, drop_last=True).run()
+    assert before.used + after.used == run.used
+    assert torch.equal(after.parameters(), run.parameters())
+
+
+def test_the_short_last_batch_comes_back_with_a_warning(training, capsys):
+    interrupted(training, 1, epochs=2, drop_last=True)
+    training(epochs=2).run()
+    assert "(drop_last was True, is False): training goes on at step 2" in capsys.readouterr().err
+
+
 def test_steps_end_in_the_middle_of_an_epoch(training):
     run = training(steps=6).run()
     assert run.epochs_seen == [0, 1]
@@ -615,14 +635,14 @@ def test_checkpoints_at_a_url(training, tmp_path, where):
     assert third.session.steps_done == 0
 
 
-def train_with_batchnorm(samples: int, batch: int, logical_workers: int, **options):
+def train_with_batchnorm(samples: int, batch: int, logical_workers: int, *, drop_last: bool = False, **options):
     """Two epochs; returns the number of steps."""
     session = runtime.init(epochs=2, logical_workers=logical_workers, **options)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session.register(model=model, optimizer=optimizer)
     inputs = torch.randn(samples, 4)
-    loader = session.dataloader(TensorDataset(inputs, inputs[:, :2]), global_batch_size=batch)
+    loader = session.dataloader(TensorDataset(inputs, inputs[:, :2]), global_batch_size=batch, drop_last=drop_last)
     for _ in session.epochs():
         for dealt in loader:
             with session.step() as step:
@@ -653,6 +673,11 @@ def test_what_batchnorm_cannot_be_trained_on_is_refused_before_a_step_counts(
 ):
     with pytest.raises(ValueError, match=f"BatchNorm cannot be trained on one sample; .*{remedy}"):
         train_with_batchnorm(samples, 16, 8, **options)
+
+
+def test_batchnorm_needs_no_second_sample_in_a_batch_that_is_dropped(session_globals, capsys):
+    assert train_with_batchnorm(17, 16, 8, drop_last=True) == 2
+    assert "BatchNorm" not in capsys.readouterr().err
 
 
 def test_batchnorm_over_images_takes_a_single_one(session_globals, capsys):

@@ -396,6 +396,17 @@ def test_sigterm_saves_where_the_stream_stands(session_globals, capsys, kind, st
     assert "reading through" not in "".join(capsys.readouterr())
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_without_its_short_last_batch(session_globals, workers):
+    options = {"samples": 20, "drop_last": True, "num_workers": workers}
+    undisturbed = Run(Numbers(20), folder="undisturbed", **options).train()
+    assert undisturbed.used == Numbers(20).order(0)[:18] + Numbers(20).order(1)[:18]
+    before = stopped(lambda: Run(Numbers(20), **options), 3)
+    after = Run(Numbers(20), **options).train()
+    assert before.used + after.used == undisturbed.used
+    assert torch.equal(after.weights(), undisturbed.weights())
+
+
 def test_a_step_that_nobody_saved_the_stream_for_is_read_up_to(session_globals, capsys):
     undisturbed = Run(Numbers(20), folder="undisturbed", samples=20).train()
     run = Run(Numbers(20), samples=20)

@@ -166,7 +166,6 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "CUDA_VISIBLE_DEVICES": two_gpus,
     "streaming": lambda make: make(dataset=samples().to_iterable_dataset(), max_steps=3),
     "train_sampling_strategy": lambda make: make(train_sampling_strategy="group_by_length"),
-    "dataloader_drop_last": lambda make: make(dataloader_drop_last=True),
     "auto_find_batch_size": lambda make: make(auto_find_batch_size=True),
     "enable_jit_checkpoint": lambda make: make(enable_jit_checkpoint=True),
     "optim": lambda make: make(optim="galore_adamw_layerwise", optim_target_modules=["line"]),
@@ -262,6 +261,28 @@ def test_one_logical_worker_is_what_the_trainer_does_without_us(make):
     assert logged(ours) == logged(theirs)
     assert outputs[0].training_loss == outputs[1].training_loss
     assert len(logged(ours)) == 12 + 1
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_epoch_without_its_short_last_batch(make, accumulation, capsys):
+    """21 samples in global batches of 4 or 8; where gradients accumulate, none is made of fewer micro-batches."""
+    options = {"dataloader_drop_last": True, "gradient_accumulation_steps": accumulation}
+    trainer = make(**options)
+    trainer.train()
+    per_epoch = 5 // accumulation
+    assert trainer.state.global_step == trainer.state.max_steps == 2 * per_epoch
+    assert (trainer.state.epoch, trainer.state.num_train_epochs) == (2.0, 2)
+    assert f"samples=21 steps={2 * per_epoch}" in capsys.readouterr().out
+
+
+def test_with_whole_batches_only_one_logical_worker_is_what_the_trainer_does(make):
+    options = {"dataloader_drop_last": True, "train_sampling_strategy": "sequential"}
+    ours = make(callbacks=[elastic.ElasticCallback(logical_workers=1)], **options)
+    theirs = make(callbacks=[], **options)
+    for trainer in (ours, theirs):
+        trainer.train()
+    assert weights(ours) == weights(theirs)
+    assert logged(ours) == logged(theirs)
 
 
 class Own(elastic.ElasticTrainer):
