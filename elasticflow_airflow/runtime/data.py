@@ -11,10 +11,12 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+
+from elasticflow_airflow.runtime.length_groups import length_grouped_order, lengths_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +24,7 @@ class BatchPlan:
     """How a dataset of ``samples`` is cut into steps of ``global_batch_size``.
 
     ``drop_last``: what is left at the end of an epoch, and would be a short batch, is not trained on in that epoch.
+    ``lengths``, (samples,) of int64: those of similar length come together (length_groups.py).
     """
 
     samples: int
@@ -29,6 +32,7 @@ class BatchPlan:
     seed: int
     shuffle: bool
     drop_last: bool = False
+    lengths: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -39,6 +43,10 @@ class BatchPlan:
             raise ValueError(
                 f"drop_last=True leaves no batch: the dataset has {self.samples} samples, fewer than "
                 f"global_batch_size={self.global_batch_size}. Choose a smaller batch, or leave drop_last out"
+            )
+        if self.lengths is not None and not self.shuffle:
+            raise ValueError(
+                "lengths= makes batches of shuffled samples: shuffle, or leave lengths= out to keep the dataset's order"
             )
 
     @property
@@ -53,8 +61,15 @@ class BatchPlan:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, as JSON."""
-        return asdict(self)
+        """What a checkpoint keeps of it, as JSON; of the lengths a digest."""
+        return {
+            "samples": self.samples,
+            "global_batch_size": self.global_batch_size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+            "lengths": None if self.lengths is None else f"sha256:{lengths_digest(self.lengths):012x}",
+        }
 
     def changes_since(self, metadata: Mapping[str, Any]) -> str:
         """Say how this plan differs from that in a checkpoint's metadata; empty: steps mean the same samples."""
@@ -66,10 +81,12 @@ class BatchPlan:
         )
 
     def order(self, epoch: int) -> Sequence[int]:
-        """Order of the samples in an epoch: a permutation that depends on seed and epoch alone."""
+        """Order of the samples in an epoch: a permutation that depends on seed, epoch and lengths alone."""
         if not self.shuffle:
             return range(self.samples)
         generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))
+        if self.lengths is not None:
+            return length_grouped_order(self.lengths, self.global_batch_size, generator)
         order: list[int] = torch.randperm(self.samples, generator=generator).tolist()
         return order
 
@@ -79,7 +96,7 @@ class BatchPlan:
         return order[start : start + self.global_batch_size]
 
 
-_UNSAID: Mapping[str, Any] = {"drop_last": False}
+_UNSAID: Mapping[str, Any] = {"drop_last": False, "lengths": None}
 """What a checkpoint means that was written before it said this."""
 
 
@@ -298,7 +315,8 @@ def refuse_own_options(options: Mapping[str, Any]) -> None:
     if refused:
         raise ValueError(
             f"{', '.join(refused)}: the session decides which samples make a batch; leave it out, and give "
-            "global_batch_size= and shuffle= to session.dataloader()"
+            "global_batch_size= and shuffle= to session.dataloader(); with lengths=, samples of similar length come in "
+            "the same batch"
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -105,7 +105,8 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
     """Trains a LightningModule elastically: ``Trainer(strategy=ElasticStrategy(), max_epochs=3)``.
 
     The training DataLoader's ``batch_size`` is the global one, over all workers; under the service what was submitted
-    wins over it and over ``max_epochs`` and ``max_steps``. The other arguments are those of
+    wins over it and over ``max_epochs`` and ``max_steps``. ``lengths``, one a sample of the training set, puts samples
+    of similar length into the same batch. The other arguments are those of
     :func:`elasticflow_airflow.runtime.init`. What it cannot train, manual optimisation for one, it refuses with a
     ValueError or TypeError when ``fit`` begins.
     """
@@ -123,6 +124,7 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
         logical_workers: int | None = None,
         consistency: str | None = None,
         shard_checkpoints_above_gb: float | None = None,
+        lengths: Iterable[int] | Tensor | None = None,
         accelerator: Any = None,
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
@@ -146,6 +148,7 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
             precision_plugin=precision_plugin,
         )
         self._notes = Notes(lambda: self._trainer, _CALL)
+        self._lengths = lengths
         self._loader: ElasticLoader | None = None
         self._opened: Step | None = None
         self._current: GlobalBatch | None = None
@@ -194,7 +197,9 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
             raise ValueError("ElasticStrategy cannot train with several training DataLoaders: join their datasets")
         dataset, shuffle, options = limits.options_of(dataloader)
         session = self.session
-        self._loader = session.dataloader(dataset, global_batch_size=dataloader.batch_size, shuffle=shuffle, **options)
+        self._loader = session.dataloader(
+            dataset, global_batch_size=dataloader.batch_size, shuffle=shuffle, lengths=self._lengths, **options
+        )
         self._set_length(len(self._loader))
         return _GlobalBatches(self._loader, self._begin_step)
 

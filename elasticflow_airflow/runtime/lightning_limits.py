@@ -21,7 +21,10 @@ _CALLBACKS = {
     "BatchSizeFinder": "the batch size is part of the result; give ElasticStrategy micro_batch_size= to save memory",
     "LearningRateFinder": "it trains before the training; run it in a script of its own",
 }
-_PLAIN = "give it dataset, batch_size= and shuffle= only: which samples make a batch must not depend on who trains"
+_PLAIN = (
+    "give it dataset, batch_size= and shuffle= only: which samples make a batch must not depend on who trains. Samples "
+    "of similar length come into the same batch with ElasticStrategy(lengths=[...])"
+)
 _SHARDED = ("deepspeed", "fairscale", "colossalai")
 
 
@@ -91,7 +94,8 @@ def refuse_number_of_optimizers(number: str) -> NoReturn:
     """Raise ValueError."""
     _refuse(
         f"{number} optimizers from configure_optimizers()" if number == "several" else "no optimizer",
-        "let configure_optimizers() return exactly one; give it parameter groups where parts of the model differ",
+        "let configure_optimizers() return exactly one; give it parameter groups where parts of the model differ. Where"
+        " they take turns, as in a GAN, write a loop of your own (runtime.init), which may have several",
     )
 
 

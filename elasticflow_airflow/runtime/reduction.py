@@ -272,17 +272,21 @@ def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     return left.add_(right)
 
 
-def refuse_optimizer(optimizer: object) -> None:
-    """Raise TypeError for an optimizer that makes no single step of summed gradients, or is not one."""
+def refuse_optimizer(name: str, optimizer: object) -> None:
+    """Raise TypeError for an optimizer that makes no single step of summed gradients, or is not one.
+
+    ``name`` is the one that it is registered by.
+    """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(
             "torch.optim.LBFGS computes the loss several times in a step, each time on one worker's part of the batch:"
             " use an optimizer that takes one step of the gradients, such as AdamW or SGD"
         )
-    if isinstance(optimizer, list | tuple | dict):
+    if isinstance(optimizer, list | tuple | dict) and not hasattr(optimizer, "state_dict"):
         raise TypeError(
-            f"optimizer= is a {type(optimizer).__name__}: register one optimizer; its groups of parameters may have"
-            " settings of their own (torch.optim, per-parameter options)"
+            f"{name}= is a {type(optimizer).__name__}: register each by a name of its own, as in"
+            " register(model, optimizer=first, second_optimizer=second); parameters of one optimizer may have settings"
+            " of their own (torch.optim, per-parameter options)"
         )
 
 

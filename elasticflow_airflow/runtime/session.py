@@ -9,7 +9,7 @@ May import torch and the standard library only.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from elasticflow_airflow.runtime.context import detect
 from elasticflow_airflow.runtime.data import BatchPlan, ElasticLoader, Fetcher, mix_seed, refuse_own_options
 from elasticflow_airflow.runtime.fetching import make_fetcher
 from elasticflow_airflow.runtime.group import GroupBroken
+from elasticflow_airflow.runtime.length_groups import lengths_digest, lengths_of
 from elasticflow_airflow.runtime.logical import choose_logical_workers, owned_by
 from elasticflow_airflow.runtime.machinery import Machinery
 from elasticflow_airflow.runtime.manifest import CheckpointError
@@ -50,14 +51,15 @@ class Session(SessionSteps):
     ) -> None:
         """Name what a checkpoint holds, and restore it: from the one to resume from, else ``init_from``'s weights.
 
-        Call it once, when everything is built. Raises CheckpointError when a checkpoint does not fit, TypeError for
-        what cannot be trained here.
+        Call it once, when everything is built. Several optimizers have a name each, the second among ``others``. Raises
+        CheckpointError when a checkpoint does not fit, TypeError for what cannot be trained here.
         """
         if self._registered is not None:
             raise ValueError("session.register() was called before; name everything in one call")
         refuse_unsupported(model, consistent=self._consistent)
-        refuse_optimizer(optimizer)
         named = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, **others}
+        for name, part in named.items():
+            refuse_optimizer(name, part)
         self._registered = Registered(model, {name: part for name, part in named.items() if part is not None})
         self._has_batch_norm = bool(batch_norms(model))
         model.to(self.device)
@@ -80,6 +82,7 @@ class Session(SessionSteps):
         samples: int | None = None,
         transform: Callable[[Any], Any] | None = None,
         drop_last: bool = False,
+        lengths: Iterable[int] | Tensor | None = None,
         **options: Any,
     ) -> ElasticLoader:
         """Deal out a training set: every sample of an epoch exactly once, whoever trains.
@@ -88,9 +91,10 @@ class Session(SessionSteps):
         one is used. A map-style set is shuffled unless ``shuffle=False``. A stream (an iterable with ``state_dict``
         and ``load_state_dict``) is read by every worker in its own order; ``samples`` says how many it has in an epoch,
         and ``transform`` is done to each sample that a worker keeps. With ``drop_last`` an epoch has full global
-        batches only: what would be a short one, other samples each time if shuffled, is left out. Other ``options`` go
-        to ``torch.utils.data.DataLoader``. For validation use an ordinary loader. Raises TypeError and ValueError for a
-        set that could not be dealt out exactly.
+        batches only: what would be a short one, other samples each time if shuffled, is left out. ``lengths``, one a
+        sample (its tokens, say), the same on every worker, puts samples of similar length into the same batch. Other
+        ``options`` go to ``torch.utils.data.DataLoader``. For validation use an ordinary loader. Raises TypeError and
+        ValueError for a set that could not be dealt out exactly.
         """
         if self._loader is not None:
             raise ValueError("session.dataloader() is for the training set and may be called once")
@@ -101,6 +105,8 @@ class Session(SessionSteps):
         options = {"num_workers": num_workers, **options}
         reader = None
         if is_stream(dataset):
+            if lengths is not None:
+                raise ValueError("lengths= is for a map-style dataset: a stream is read in its own order")
             reader, self._order = stream_reader(
                 dataset,
                 samples=samples if samples is not None or hasattr(dataset, "__len__") else self.config.samples,
@@ -113,7 +119,17 @@ class Session(SessionSteps):
         else:
             refuse_stream_options(transform, samples)
             samples, shuffle = len(cast(Sized, dataset)), shuffle is not False
-        plan = BatchPlan(samples=samples, global_batch_size=size, seed=self._seed, shuffle=shuffle, drop_last=drop_last)
+        found = None if lengths is None else lengths_of(lengths, samples)
+        plan = BatchPlan(
+            samples=samples,
+            global_batch_size=size,
+            seed=self._seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            lengths=found,
+        )
+        if found is not None:
+            self._order = lengths_digest(found)
         said = self.config.samples
         if said is not None and said != samples:
             self._warn(f"the submission says samples={said}, the dataset has {samples}; the dataset counts")

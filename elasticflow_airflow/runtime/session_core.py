@@ -147,7 +147,7 @@ class SessionCore:
         self._book = StreamBook(self._position)
         self._streams = False
         self._order = 0
-        """Of a stream: a fingerprint of its first samples, which must be the same on every worker."""
+        """What must be the same on every worker: a stream's first samples, or lengths, as a fingerprint."""
         self._script_epochs: int | None = None
         self._step = 0
         self._knows_size = False

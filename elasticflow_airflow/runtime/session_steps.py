@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from elasticflow_airflow.runtime import bootstrap
 from elasticflow_airflow.runtime.data import Batch
 from elasticflow_airflow.runtime.group import GroupBroken
+from elasticflow_airflow.runtime.length_groups import OTHER_LENGTHS
 from elasticflow_airflow.runtime.logical import owned_by
 from elasticflow_airflow.runtime.machinery import Sums, from_rows, to_row
 from elasticflow_airflow.runtime.measuring import Activity
@@ -84,7 +85,7 @@ class SessionSteps(SessionCore):
 
         Who gets the answer knows that everybody has the whole sums: should it alone hear of it, the others can still
         follow. Raises GroupBroken; TypeError when forward passes have changed what cannot be merged, or the workers
-        read a stream in different orders.
+        read a stream in different orders, or were given different lengths.
         """
         self._meter.reduced()
         if self._is_rehearsing:
@@ -108,7 +109,7 @@ class SessionSteps(SessionCore):
             # All hear of it, and all end here; the model is not what it should be any more.
             raise TypeError(self._machinery.statistics.refusal(strayed))
         if len({vote[7] for vote in votes}) > 1:
-            raise TypeError(OTHER_ORDERS)
+            raise TypeError(OTHER_ORDERS if self._streams else OTHER_LENGTHS)
         self._leaving, self._saving = any(vote[0] for vote in votes), any(vote[1] for vote in votes)
         self._parts = int(votes[0][5]), int(votes[0][6])
         if self._place is not None:

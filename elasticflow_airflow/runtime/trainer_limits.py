@@ -29,10 +29,10 @@ def refuse_unsupported(trainer: Any, *, ours: type) -> None:
     args = trainer.args
     _refuse_parallelism(trainer)
     _refuse_dataset(trainer.train_dataset)
-    if args.train_sampling_strategy not in ("random", "sequential"):
+    if args.train_sampling_strategy not in ("random", "sequential", "group_by_length"):
         raise ValueError(
-            f"train_sampling_strategy={args.train_sampling_strategy!r}: which samples make a batch must follow from "
-            "seed, epoch and step alone: use 'random' or 'sequential'"
+            f"train_sampling_strategy={args.train_sampling_strategy!r} deals samples out by the number of workers, "
+            "which changes: use 'random', 'sequential' or 'group_by_length'"
         )
     if args.auto_find_batch_size:
         raise ValueError(

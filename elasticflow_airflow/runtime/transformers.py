@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,8 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
         loader = session.dataloader(
             dataset,
             global_batch_size=size,
-            shuffle=args.train_sampling_strategy == "random",
+            shuffle=args.train_sampling_strategy != "sequential",
+            lengths=self._lengths() if args.train_sampling_strategy == "group_by_length" else None,
             collate_fn=collate,
             drop_last=args.dataloader_drop_last,
             **options,
@@ -139,6 +140,21 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
         self._elastic = _Run(session, data, collate, TrainerProgress(self))
         self.accelerator.backward = self._elastic.backward
         return data
+
+    def _lengths(self) -> list[int]:
+        """Lengths of the training samples: of their column, or counted, as the Trainer itself would."""
+        dataset, column = self.train_dataset, self.args.length_column_name
+        if column in (getattr(dataset, "column_names", None) or ()):
+            return list(dataset[column])
+        processing: Any = self.processing_class
+        name = "input_ids" if processing is None else processing.model_input_names[0]
+        first = dataset[0] if len(dataset) else {}
+        if not isinstance(first, Mapping) or (first and name not in first):
+            raise ValueError(
+                f"train_sampling_strategy='group_by_length' counts what samples have under {name!r}, and these have "
+                f"nothing there: give them a column of lengths, and its name as length_column_name= (now {column!r})"
+            )
+        return [len(dataset[index][name]) for index in range(len(dataset))]
 
     def _begin_session(self, size: int) -> Session:
         args, options = self.args, self._elastic_options

@@ -212,9 +212,10 @@ def fit(session_globals: None) -> Callable[..., Any]:
         loader: Any = None,
         ckpt_path: str | None = None,
         logical_workers: int | None = None,
+        lengths: Any = None,
         **options: Any,
     ) -> Any:
-        strategy = ElasticStrategy(logical_workers=logical_workers)
+        strategy = ElasticStrategy(logical_workers=logical_workers, lengths=lengths)
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         settings = {"max_epochs": 2, "accelerator": "cpu", "enable_checkpointing": False, **quiet, **options}
         module = module or Small()
@@ -252,6 +253,10 @@ REFUSED = {
     "WeightedRandomSampler": lambda fit: fit(
         loader=DataLoader(dataset(), batch_size=4, sampler=WeightedRandomSampler([1.0] * 20, 20))
     ),
+    r"batch_sampler, or without batch_size.*ElasticStrategy\(lengths=": lambda fit: fit(
+        loader=DataLoader(dataset(), batch_sampler=[[0, 1], [2, 3]])
+    ),
+    "makes batches of shuffled samples": lambda fit: fit(lengths=range(20), loader=DataLoader(dataset(), batch_size=4)),
     "how long to train": lambda fit: fit(max_epochs=-1),
 }
 
@@ -406,6 +411,21 @@ def test_an_epoch_without_its_short_last_batch_is_what_lightning_makes_of_it(fit
     assert results[0] == results[1]
     assert results[0][1:] == (6, 2, 3)
     assert "samples=20 steps=6" in capsys.readouterr().out
+
+
+def test_samples_of_similar_length_share_a_batch(fit):
+    lengths = [(3 * number) % 20 for number in range(20)]
+    seen: list[list[int]] = []
+
+    class Look(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            seen.append([lengths[index] for index in batch.batch.indices])
+
+    fit(lengths=lengths, callbacks=[Look()])
+    assert len(seen) == 10
+    assert all(found == sorted(found, reverse=True) for found in seen)
+    assert 19 in seen[0]
+    assert 19 in seen[5]
 
 
 def test_sigterm_saves_at_the_next_step_and_the_next_start_goes_on(fit, tmp_path, monkeypatch):

@@ -165,7 +165,8 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "device_map": lambda make: make(model=spread_model()),
     "CUDA_VISIBLE_DEVICES": two_gpus,
     "streaming": lambda make: make(dataset=samples().to_iterable_dataset(), max_steps=3),
-    "train_sampling_strategy": lambda make: make(train_sampling_strategy="group_by_length"),
+    "train_sampling_strategy": lambda make: make(train_sampling_strategy="batch_rebalance"),
+    "length_column_name": lambda make: make(train_sampling_strategy="group_by_length").train(),
     "auto_find_batch_size": lambda make: make(auto_find_batch_size=True),
     "enable_jit_checkpoint": lambda make: make(enable_jit_checkpoint=True),
     "optim": lambda make: make(optim="galore_adamw_layerwise", optim_target_modules=["line"]),
@@ -283,6 +284,53 @@ def test_with_whole_batches_only_one_logical_worker_is_what_the_trainer_does(mak
         trainer.train()
     assert weights(ours) == weights(theirs)
     assert logged(ours) == logged(theirs)
+
+
+class Tokens(nn.Module):
+    """As much of a language model as a Trainer needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.values = nn.Embedding(10, 1)
+        self.widths: list[int] = []
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.widths.append(input_ids.shape[1])
+        predictions = self.values(input_ids).mean(dim=(1, 2))
+        return {"loss": nn.functional.mse_loss(predictions, labels), "logits": predictions}
+
+
+def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    tokens = [torch.as_tensor(row["input_ids"]) for row in rows]
+    labels = torch.tensor([float(row["labels"]) for row in rows])
+    return {"input_ids": nn.utils.rnn.pad_sequence(tokens, batch_first=True), "labels": labels}
+
+
+@pytest.mark.parametrize("kind", ["counted", "column"])
+def test_samples_of_similar_length_share_a_batch(make, monkeypatch, tmp_path, kind):
+    lengths = [1 + (7 * number) % 40 for number in range(40)]
+    rows = datasets.Dataset.from_dict(
+        {"input_ids": [[1] * length for length in lengths], "labels": [1.0] * 40, "tokens": lengths}
+    )
+    found = {}
+    for strategy in ("group_by_length", "random"):
+        (tmp_path / strategy).mkdir()
+        monkeypatch.chdir(tmp_path / strategy)
+        trainer = make(
+            dataset=rows,
+            model=Tokens(),
+            callbacks=[elastic.ElasticCallback(logical_workers=1)],
+            more={"data_collator": padded},
+            train_sampling_strategy=strategy,
+            length_column_name="tokens" if kind == "column" else "length",
+        )
+        trainer.train()
+        plan = trainer._elastic.data.loader.plan
+        assert plan.lengths is None or plan.lengths.tolist() == lengths
+        found[strategy] = sum(trainer.model.widths)
+        assert trainer.state.global_step == 20
+    assert found["group_by_length"] < 0.9 * found["random"]
 
 
 class Own(elastic.ElasticTrainer):

@@ -44,14 +44,14 @@ def test_several_models_and_several_optimizers_are_told_how_to_be_one():
         refuse_unsupported(parts, consistent=True)
     refuse_unsupported(nn.ModuleList(parts), consistent=True)
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
-    with pytest.raises(TypeError, match="optimizer= is a list: register one optimizer; its groups of parameters"):
-        refuse_optimizer(optimizers)
-    refuse_optimizer(optimizers[0])
+    with pytest.raises(TypeError, match="optimizer= is a list: register each by a name of its own"):
+        refuse_optimizer("optimizer", optimizers)
+    refuse_optimizer("optimizer", optimizers[0])
 
 
 def test_an_optimizer_that_computes_the_loss_itself():
     with pytest.raises(TypeError, match=r"LBFGS computes the loss several times in a step.*AdamW or SGD"):
-        refuse_optimizer(torch.optim.LBFGS(nn.Linear(2, 2).parameters()))
+        refuse_optimizer("optimizer", torch.optim.LBFGS(nn.Linear(2, 2).parameters()))
 
 
 def test_sparse_gradients():
