@@ -25,8 +25,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-way, kind, shares, turn = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-BATCH = 32
+way, kind, shares, BATCH, turn = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6])
 torch.set_num_threads(1)
 torch.manual_seed(0)
 if kind == "perceptron":
@@ -82,7 +81,8 @@ while sys.stdin.readline().strip():
     os.write(1, f"TURN {(time.perf_counter() - began_s) / turn}\\n".encode())
 os._exit(0)
 """
-KINDS = {"perceptron": "perceptron, 4 parameters", "conv": "convolutions with BatchNorm, 10 parameters"}
+KINDS = {"perceptron": "perceptron, 2 layers", "conv": "2 convolutions with BatchNorm"}
+BATCH = 32
 SHARES = (1, 8)
 
 
@@ -99,7 +99,7 @@ class Training:
         }
         self.milliseconds: list[float] = []
         self._process = subprocess.Popen(
-            [sys.executable, str(script), way, kind, str(shares), str(steps)],
+            [sys.executable, str(script), way, kind, str(shares), str(BATCH), str(steps)],
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -158,7 +158,7 @@ def main() -> None:
             added = statistics.median(b - a for a, b in zip(plain, session, strict=True))
             ratio = statistics.median(b / a for a, b in zip(plain, session, strict=True))
             numbers = f"{statistics.median(plain):.2f}", f"{statistics.median(session):.2f}"
-            rows.append([f"{name}: {shares} of a batch of 32", *numbers, f"{added:.2f}", f"{ratio:.2f}"])
+            rows.append([f"{name}: {shares} of {BATCH // shares} samples", *numbers, f"{added:.2f}", f"{ratio:.2f}"])
     heads = ["micro-batches", "plain ms a step", "session ms a step", "added ms", "times plain"]
     show("overhead", [f"Medians of {options.turns} turns:", "", *table(heads, rows)], options.page)
 
