@@ -11,12 +11,12 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from elasticflow_airflow.runtime.length_groups import length_grouped_order, lengths_digest
+from elasticflow_airflow.runtime.length_groups import SampleLengths, length_grouped_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class BatchPlan:
     """How a dataset of ``samples`` is cut into steps of ``global_batch_size``.
 
     ``drop_last``: what is left at the end of an epoch, and would be a short batch, is not trained on in that epoch.
-    ``lengths``, (samples,) of int64: those of similar length come together (length_groups.py).
+    ``lengths``: samples of similar length come together.
     """
 
     samples: int
@@ -32,7 +32,7 @@ class BatchPlan:
     seed: int
     shuffle: bool
     drop_last: bool = False
-    lengths: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    lengths: SampleLengths | None = None
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -68,7 +68,7 @@ class BatchPlan:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
-            "lengths": None if self.lengths is None else f"sha256:{lengths_digest(self.lengths):012x}",
+            "lengths": None if self.lengths is None else f"sha256:{self.lengths.digest:012x}",
         }
 
     def changes_since(self, metadata: Mapping[str, Any]) -> str:
@@ -86,7 +86,7 @@ class BatchPlan:
             return range(self.samples)
         generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))
         if self.lengths is not None:
-            return length_grouped_order(self.lengths, self.global_batch_size, generator)
+            return length_grouped_order(self.lengths.values, self.global_batch_size, generator)
         order: list[int] = torch.randperm(self.samples, generator=generator).tolist()
         return order
 
@@ -210,9 +210,9 @@ def seed_host(seed: int) -> None:
     """Seed torch on the CPU, Python, and numpy where it is imported."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
-    numpy = sys.modules.get("numpy.random")
+    numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.seed(seed & 0xFFFFFFFF)
+        numpy.random.seed(seed & 0xFFFFFFFF)
 
 
 _OWN_OPTIONS = frozenset({"batch_size", "sampler", "batch_sampler", "in_order", "generator"})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,26 +27,38 @@ OTHER_LENGTHS = (
 )
 
 
-def lengths_of(lengths: Iterable[int] | Tensor, samples: int) -> Tensor:
-    """Lengths as a tensor (samples,) of int64 on the CPU.
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class SampleLengths:
+    """How long each sample of a dataset is. ``values``: (samples,) of int64, on the CPU."""
 
-    Raises TypeError for what are no whole numbers, ValueError for a wrong count and for negative ones.
-    """
-    found: Any = lengths if isinstance(lengths, Tensor) or hasattr(lengths, "__array__") else list(lengths)
-    try:
-        tensor = torch.as_tensor(found).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"lengths= must be whole numbers, one for each sample of the dataset: {error}") from error
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise TypeError(f"lengths= must be whole numbers, one for each sample of the dataset, not {tensor.dtype}")
-    if tensor.shape != (samples,):
-        raise ValueError(
-            f"lengths= has the shape {tuple(tensor.shape)}, and the dataset {samples} samples: give one number for each"
-            " sample, in their order"
-        )
-    if samples and int(tensor.min()) < 0:
-        raise ValueError(f"lengths= has {int(tensor.min())}: a length is 0 or more")
-    return tensor.to(torch.int64)
+    values: Tensor
+    digest: int
+    """A number that other lengths do not have, for all practical purposes."""
+
+    @classmethod
+    def of(cls, lengths: Iterable[int] | Tensor, samples: int) -> SampleLengths:
+        """Take what a script gives, for so many samples.
+
+        Raises TypeError for what are no whole numbers, ValueError for a wrong count and for negative ones.
+        """
+        found: Any = lengths if isinstance(lengths, Tensor) or hasattr(lengths, "__array__") else list(lengths)
+        try:
+            tensor = torch.as_tensor(found).detach().cpu()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"lengths= must be whole numbers, one for each sample of the dataset: {error}") from error
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+            raise TypeError(f"lengths= must be whole numbers, one for each sample of the dataset, not {tensor.dtype}")
+        if tensor.shape != (samples,):
+            raise ValueError(
+                f"lengths= has the shape {tuple(tensor.shape)}, and the dataset {samples} samples: give one number for "
+                "each sample, in their order"
+            )
+        if samples and int(tensor.min()) < 0:
+            raise ValueError(f"lengths= has {int(tensor.min())}: a length is 0 or more")
+        values = tensor.to(torch.int64)
+        digest = hashlib.sha256()
+        add_tensor(digest, values)
+        return cls(values, int.from_bytes(digest.digest()[:_DIGEST_BYTES], "big"))
 
 
 def length_grouped_order(lengths: Tensor, global_batch_size: int, generator: torch.Generator) -> list[int]:
@@ -70,13 +83,6 @@ def length_grouped_order(lengths: Tensor, global_batch_size: int, generator: tor
         full = batches.reshape(-1)
     order: list[int] = torch.cat([full, _longest_first(rest, lengths)]).tolist()
     return order
-
-
-def lengths_digest(lengths: Tensor) -> int:
-    """A number that other lengths do not have, for all practical purposes."""
-    digest = hashlib.sha256()
-    add_tensor(digest, lengths)
-    return int.from_bytes(digest.digest()[:_DIGEST_BYTES], "big")
 
 
 def _longest_first(samples: Tensor, lengths: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from elasticflow_airflow.runtime.context import detect
 from elasticflow_airflow.runtime.data import BatchPlan, ElasticLoader, Fetcher, mix_seed, refuse_own_options
 from elasticflow_airflow.runtime.fetching import make_fetcher
 from elasticflow_airflow.runtime.group import GroupBroken
-from elasticflow_airflow.runtime.length_groups import lengths_digest, lengths_of
+from elasticflow_airflow.runtime.length_groups import SampleLengths
 from elasticflow_airflow.runtime.logical import choose_logical_workers, owned_by
 from elasticflow_airflow.runtime.machinery import Machinery
 from elasticflow_airflow.runtime.manifest import CheckpointError
@@ -119,7 +119,7 @@ class Session(SessionSteps):
         else:
             refuse_stream_options(transform, samples)
             samples, shuffle = len(cast(Sized, dataset)), shuffle is not False
-        found = None if lengths is None else lengths_of(lengths, samples)
+        found = None if lengths is None else SampleLengths.of(lengths, samples)
         plan = BatchPlan(
             samples=samples,
             global_batch_size=size,
@@ -129,7 +129,7 @@ class Session(SessionSteps):
             lengths=found,
         )
         if found is not None:
-            self._order = lengths_digest(found)
+            self._order = found.digest
         said = self.config.samples
         if said is not None and said != samples:
             self._warn(f"the submission says samples={said}, the dataset has {samples}; the dataset counts")

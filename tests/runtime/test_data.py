@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections import namedtuple
 from dataclasses import replace
 
@@ -239,6 +241,15 @@ def test_every_generator_is_seeded_on_devices_too(monkeypatch):
     seed_everything(seed)
     assert remembered == [seed]
     assert torch.rand(3).tolist() == expected
+
+
+def test_numpys_generator_is_seeded_before_anybody_has_used_it():
+    """numpy brings its generators in with their first use: after the seed, that would be another draw each time."""
+    script = "import numpy; from elasticflow_airflow.runtime.step import seed_everything; seed_everything(5)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{script}; print(numpy.random.rand())"], capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout) == numpy.random.RandomState(5).rand()
 
 
 def test_a_pass_given_up_in_the_middle_loses_nothing():

@@ -18,14 +18,14 @@ from support.bare_torchrun import torchrun
 from elasticflow_airflow import runtime
 from elasticflow_airflow.runtime import consistency_check
 from elasticflow_airflow.runtime.data import BatchPlan
-from elasticflow_airflow.runtime.length_groups import length_grouped_order, lengths_digest, lengths_of
+from elasticflow_airflow.runtime.length_groups import SampleLengths, length_grouped_order
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/train_lengths.py"
 
 
 def plan_of(lengths: Any, batch: int, **options: Any) -> BatchPlan:
-    found = lengths_of(lengths, len(lengths))
-    return BatchPlan(samples=len(found), global_batch_size=batch, seed=3, shuffle=True, lengths=found, **options)
+    found = SampleLengths.of(lengths, len(lengths))
+    return BatchPlan(samples=len(lengths), global_batch_size=batch, seed=3, shuffle=True, lengths=found, **options)
 
 
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=80), batch=st.integers(1, 9), epoch=st.integers(0, 2))
@@ -74,9 +74,10 @@ def test_what_is_left_out_is_chosen_whatever_its_length():
 
 def test_lengths_of_any_kind():
     for lengths in ([1, 2], (1, 2), torch.tensor([1, 2], dtype=torch.int32), numpy.array([1, 2]), range(1, 3)):
-        found = lengths_of(lengths, 2)
-        assert (found.tolist(), found.dtype) == ([1, 2], torch.int64)
-    assert lengths_digest(lengths_of([1, 2], 2)) != lengths_digest(lengths_of([2, 1], 2)) < 2**48
+        found = SampleLengths.of(lengths, 2)
+        assert (found.values.tolist(), found.values.dtype) == ([1, 2], torch.int64)
+        assert found.digest == SampleLengths.of([1, 2], 2).digest < 2**48
+    assert found.digest != SampleLengths.of([2, 1], 2).digest
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def test_lengths_of_any_kind():
 )
 def test_what_are_no_lengths_is_refused(lengths, error, message):
     with pytest.raises(error, match=message):
-        lengths_of(lengths, 2)
+        SampleLengths.of(lengths, 2)
 
 
 def test_an_order_of_nobody_elses_making():
