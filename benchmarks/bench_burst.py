@@ -46,7 +46,6 @@ from elasticflow_airflow.scheduler_core.decisions import Admit, Reject, Resize
 from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, Placement
 from elasticflow_airflow.service.books import costs_from
 from elasticflow_airflow.service.codec import curve_from_json
-from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.wire import Command, JobIdentity, JobStatus, JobSubmission, Length
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -280,14 +279,7 @@ def alone(
     before: Sequence[tuple[JobSubmission, bool, float]], asked: Sequence[tuple[JobSubmission, bool, float]]
 ) -> list[bool]:
     """The verdicts of the scheduler alone: jobs one by one, in the order and at the moments that the service had."""
-    s = ServiceSettings(engine="fake")
-    config = SchedulerConfig(
-        speed_error=s.throughput_error,
-        deadline_margin_s=s.deadline_margin_s,
-        offer_margin_s=s.offer_margin_s,
-        offer_round_s=60.0,
-        explore_gain=s.explore_gain,
-    )
+    s, config = ServiceSettings(engine="fake"), SchedulerConfig.served()
     scheduler = Scheduler(config, [Node(node_id=f"node{n}", slots=SLOTS) for n in range(NODES)])
     starting: dict[str, tuple[float, Placement]] = {}
     verdicts = []

@@ -127,7 +127,7 @@ def bad_days(seeds: int, full: bool) -> list[Run]:
         "a slot is slow every 200 h, for 4 h": (slow, None),
         "the same, named after 3 min": (slow, 180.0),
     }
-    quiet, config = Conditions(pause_s=PAUSE_S), SchedulerConfig(speed_smoothing=1.0)
+    quiet, config = Conditions(pause_s=PAUSE_S), SchedulerConfig()
     runs = []
     for case in CELLS[:2] if full else CELLS[:1]:
         for name, (troubles, after_s) in cases.items():

@@ -185,13 +185,7 @@ class Admission:
 
     def _least(self, work: Work) -> float:
         """Seconds to the promise with all the cluster to itself."""
-        now = self.planner.now
-        best = INFINITY
-        for size in work.sizes:
-            if size == work.size:
-                best = min(best, work.since_s - now + work.remaining / work.speeds[size])
-            best = min(best, work.cost_of_change(now) + work.left_at(now) / work.speeds[size])
-        return best + work.tail_s
+        return work.soonest_s(self.planner.now) - self.planner.now
 
     def _earliest(self, work: Work) -> float | None:
         """The earliest deadline that would be admitted now, by bisection between hopeless and surely possible."""

@@ -13,7 +13,16 @@ from heapq import heappop, heappush
 
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.draft import Draft
-from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding, Work, course_of, likely_end
+from elasticflow_airflow.scheduler_core.work import (
+    INFINITY,
+    TOLERANCE_S,
+    Course,
+    Holding,
+    Work,
+    course_of,
+    left_after,
+    likely_end,
+)
 
 _PIECES = 6
 """How many stretches of free slots a job without a promise is planned over; later ones are found when they come."""
@@ -133,10 +142,20 @@ def _longest(draft: Draft, size: int, index: int, own: int) -> tuple[int, float]
 
 
 def as_soon_as_possible(draft: Draft, work: Work) -> Course | None:
-    """Find the earliest end in free slots, for a job whose deadline is lost."""
+    """Find the earliest end in free slots, for a job whose deadline is lost.
+
+    Where no end is in sight: what begins at once, and makes most progress; whatever becomes free is looked at then.
+    """
     options = [share_later(draft, work, INFINITY)] + [while_free(draft, work, size) for size in work.sizes]
     found = [course for course in options if course is not None]
-    return min(found, key=lambda course: course.promised_s, default=None)
+
+    def rank(course: Course) -> tuple[float, bool, float]:
+        if course.promised_s < INFINITY:
+            return course.promised_s, False, 0.0
+        waits = course.holdings[0].start_s > draft.now + TOLERANCE_S
+        return INFINITY, waits, left_after(work, course.holdings, draft.now)
+
+    return min(found, key=rank, default=None)
 
 
 def grow(draft: Draft, works: Iterable[Work], config: SchedulerConfig) -> None:

@@ -310,6 +310,14 @@ class Board:
 
     # -- when to look again --------------------------------------------------------------------------------------
 
+    def is_due(self, now: float) -> bool:
+        """Whether a stored course says that its job should hold other slots by now."""
+        return any(
+            job.course is not None and not overdue(job, now) and mask_at(job.course, now) != job.mask
+            for job in self.jobs.values()
+            if job.job_id not in self.late
+        )
+
     def wake(self, now: float) -> list[Decision]:
         """The next time at which the plan itself asks for something."""
         times: list[float] = []
@@ -326,8 +334,8 @@ class Board:
                     if end > now + TOLERANCE_S and end < INFINITY:
                         done = course.finish_s < INFINITY and end >= course.promised_s - TOLERANCE_S
                         times.append(end + self.config.overdue_s if done and course.promised_s > now else end)
-                if held != job.mask and job.job_id in self.late:
-                    times.append(now + 1.0)
+                if held != job.mask:  # a change is due, and was not ordered: nothing was planned at this moment
+                    times.append(now + (1.0 if job.job_id in self.late else 2 * TOLERANCE_S))
             if job.phase is Phase.PROFILING:
                 if job.profiling is not None:
                     times.append(job.profiling.until_s)

@@ -94,6 +94,8 @@ class ExpectedRun:
     max_workers: int | None = None
     probability: float = 1.0
     latest_s: float | None = None
+    speed_sigma: float | None = None
+    """How wrong ``curve`` may be, as :attr:`Job.speed_sigma`."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.probability <= 1.0:
@@ -136,6 +138,7 @@ def expect(
     costs: RescaleCosts | None = None,
     min_workers: int = 1,
     max_workers: int | None = None,
+    speed_sigma: float | None = None,
 ) -> ExpectedRun | None:
     """The next run of a task by its history; None when no run with a deadline was seen yet.
 
@@ -155,6 +158,7 @@ def expect(
         costs=costs or RescaleCosts(),
         min_workers=min_workers,
         max_workers=max_workers,
+        speed_sigma=speed_sigma,
         probability=how_surely(history),
     )
 

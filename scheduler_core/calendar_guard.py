@@ -13,6 +13,7 @@ from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, Expected
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.draft import Draft
 from elasticflow_airflow.scheduler_core.filling import minimum_share
+from elasticflow_airflow.scheduler_core.learning import promised
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.planner import Planner
 from elasticflow_airflow.scheduler_core.proof import deadline_order
@@ -34,10 +35,10 @@ def stand_in(
     None when it cannot at any: what cannot be kept is not reserved for.
     """
     largest = 1 << (layout.levels - 1)
-    usable = run.curve.usable(run.min_workers, min(run.max_workers or largest, largest))
-    if not usable:
+    sigma = config.speed_sigma if run.speed_sigma is None else run.speed_sigma
+    speeds = promised(run.curve, sigma, config).usable(run.min_workers, min(run.max_workers or largest, largest))
+    if not speeds:
         return None
-    speeds = {size: speed * (1.0 - config.speed_error) for size, speed in usable.items()}
     limit = run.deadline_s - config.deadline_margin_s
     seen = len(run.steps.values)
     for part in parts:
@@ -121,7 +122,7 @@ def keepable(planner: Planner, works: Sequence[Work]) -> list[Work]:
     fitting = _fitting(planner, works)
     if len(fitting) == len(works):
         return fitting
-    promises = [*planner.promised(), *planner.turns()]
+    promises = [*planner.promised(), *planner.turns(), *planner.held_at_risk()]
     left_out = _left_out(planner, deadline_order([*promises, *works]), {work.job_id for work in works})
     if left_out is not None:
         kept = [work for work in works if work.job_id not in left_out]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, Self
 
 
 class Objective(StrEnum):
@@ -19,20 +21,21 @@ class Objective(StrEnum):
 class SchedulerConfig:
     """Settings of one :class:`~elasticflow_airflow.scheduler_core.scheduler.Scheduler`.
 
-    The defaults promise to the last second, which is right for a simulator with exact curves. A service that drives
-    real processes sets the margins.
+    The defaults promise to the last second, which is right where speeds are known exactly. :meth:`served` is what the
+    service does, and what is simulated unless somebody asks for something else.
     """
 
-    speed_error: float = 0.0
-    """Fraction by which any speed may be too high, also a measured one: plans use ``speed * (1 - speed_error)``."""
     speed_sigma: float = 0.0
-    """Stated error of the curves that jobs come with: the sigma of a log-normal factor per job and size. 0: exact."""
+    """How wrong the curve of a job may be of whose task no past run has shown it: the sigma of a log-normal factor per
+    job and size. 0: exact."""
     speed_shared: float = 0.5
     """Part of that error's variance which is common to all sizes of a job (0: each size is off by itself)."""
     speed_confidence: float = 0.9
     """A size that never ran is as fast as planned with this probability; one that was measured needs no margin."""
     report_sigma: float = 0.0
-    """Error of a reported speed, likewise; together with ``speed_sigma`` only."""
+    """How wrong the speed of one window of reports may be, likewise. 0: exact, and believed at once."""
+    report_window_s: float = 15.0
+    """Reports within so long see the same steps, and count as one."""
     deadline_margin_s: float = 0.0
     """New promises and new plans end this much before the deadline (delays of wake-ups, of the engine)."""
     offer_margin_s: float = 0.0
@@ -87,16 +90,17 @@ class SchedulerConfig:
     """A report that moves a job's end by less than this, and by less than ``deviation_fraction`` of what is left, does
     not make a new plan."""
     deviation_fraction: float = 0.02
-    speed_smoothing: float = 0.5
-    """Weight of a newly reported speed against the curve (0: ignore, 1: believe at once)."""
     overdue_s: float = 5.0
     """A job that should have ended but has not said so keeps its slots; it is looked at again after this time."""
 
+    @classmethod
+    def served(cls, **settings: Any) -> Self:
+        """As ``elasticflow serve`` promises by default; ``settings`` take the place of its defaults."""
+        return cls(**{**_SERVED, **settings})
+
     def __post_init__(self) -> None:
-        for name in ("speed_error", "speed_smoothing", "profile_wait_fraction"):
-            value = getattr(self, name)
-            if not 0.0 <= value <= 1.0:
-                raise ValueError(f"{name} is {value!r}; it is a fraction between 0 and 1")
+        if not 0.0 <= self.profile_wait_fraction <= 1.0:
+            raise ValueError(f"profile_wait_fraction is {self.profile_wait_fraction!r}; it is a fraction from 0 to 1")
         for name in ("speed_sigma", "report_sigma"):
             if not 0.0 <= getattr(self, name) < 10.0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it is the sigma of a log-normal factor, say 0.1")
@@ -104,11 +108,20 @@ class SchedulerConfig:
             raise ValueError(f"speed_shared is {self.speed_shared!r}; it is a fraction between 0 and 1")
         if not 0.5 <= self.speed_confidence < 1.0:
             raise ValueError(f"speed_confidence is {self.speed_confidence!r}; it is a probability from 0.5 to below 1")
-        if self.speed_error == 1.0:
-            raise ValueError("speed_error is 1.0, which would leave no speed to plan with; use less")
         for name in ("deadline_margin_s", "offer_margin_s", "min_saving_pauses", "min_saving_s", "patience_pauses"):
             if getattr(self, name) < 0.0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it cannot be negative")
-        for name in ("ageing_s", "profile_budget_s", "overdue_s", "offer_round_s"):
+        for name in ("ageing_s", "profile_budget_s", "overdue_s", "offer_round_s", "report_window_s"):
             if getattr(self, name) <= 0.0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be above 0")
+
+
+_SERVED: Mapping[str, Any] = {
+    "speed_sigma": 0.10,
+    "report_sigma": 0.05,
+    "deadline_margin_s": 2.0,
+    "offer_margin_s": 60.0,
+    "offer_round_s": 60.0,
+    "profile_startup_s": 120.0,
+    "explore_gain": 0.35,
+}

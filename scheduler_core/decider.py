@@ -40,6 +40,9 @@ from elasticflow_airflow.scheduler_core.values import (
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding
 from elasticflow_airflow.scheduler_core.work import plan_of as public_plan
 
+_WORTH_OF_LATENESS = 0.05
+"""Of the lateness of all jobs at risk: less is not worth the pauses of the others."""
+
 
 class Decider:
     """Live jobs, their plans, and the decisions about them."""
@@ -328,14 +331,22 @@ class Decider:
     def _finish(self, planner: Planner, draft: Draft, now: float, out: list[Decision], why: str) -> None:
         """Complete a draft of promises, prefer a fresh plan if that feeds more jobs, and adopt."""
         draft = planner.complete(planner.reserve(draft))
-        starved = planner.starved(draft)
-        if starved and planner.luxury(draft):
+        starved, late_s = planner.starved(draft), planner.lateness_s(draft)
+        if (starved or late_s) and planner.luxury(draft):
             other = self._afresh(planner, draft)
             if other is not None:
                 other = planner.complete(planner.reserve(other))
-                if planner.starved(other) < starved:
+                gain_s = late_s - planner.lateness_s(other)
+                feeds_more = planner.starved(other) < starved and gain_s >= 0.0
+                if feeds_more or gain_s > self._worth_a_new_plan_s(late_s):
                     draft = other
         self._board.adopt(draft, now, out, why)
+
+    def _worth_a_new_plan_s(self, late_s: float) -> float:
+        """By how much jobs at risk have to end earlier that others give up for it what exceeds their share."""
+        pauses = [job.job.costs.pause_s for job in self._board.jobs.values() if job.mask]
+        least = self.config.patience_pauses * max(pauses, default=0.0)
+        return max(least, _WORTH_OF_LATENESS * late_s, TOLERANCE_S)
 
     def _afresh(self, planner: Planner, draft: Draft) -> Draft | None:
         """All promises planned anew, with every reservation that the draft holds; None when no plan proves them."""

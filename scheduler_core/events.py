@@ -33,6 +33,7 @@ class JobMeasured:
 class JobProgressed:
     """``remaining_steps`` are left now; ``steps_per_s`` was measured at the current size, if not None.
 
+    ``measured_s``: over how long, if that is more than the window within which reports count as one.
     Also how the length becomes known (``total_steps``) when only the running script knows it. ``expected_steps`` are
     left if a prediction is right (a loss to train to, Optimus, EuroSys 2018, section 3.1), at most ``remaining_steps``;
     None: nobody can say. Promises and what is booked for them never depend on it.
@@ -43,6 +44,7 @@ class JobProgressed:
     steps_per_s: float | None = None
     total_steps: float | None = None
     expected_steps: float | None = None
+    measured_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Self
 
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.events import JobProgressed
-from elasticflow_airflow.scheduler_core.learning import believed, planned, smoothed
+from elasticflow_airflow.scheduler_core.learning import Belief, Evidence, belief, believed, planned
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.values import Job, JobState, Phase, Placement, Reservation, ScalingCurve
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Work
@@ -44,7 +44,9 @@ class LiveJob:
     ever_started: bool = False
     at_risk: bool = False
     measured: dict[int, float] = field(default_factory=dict)
-    """Speeds seen in this run, by size."""
+    """Speeds seen in this run, by size, as far as they are believed."""
+    evidence: dict[int, Evidence] = field(default_factory=dict)
+    """What they rest on. A size that has none here was measured for certain."""
     told: ScalingCurve | None = None
     """The curve before anything was seen; ``job.curve`` is what is believed now. None: nothing was seen yet."""
     failed_sizes: set[int] = field(default_factory=set)
@@ -108,7 +110,7 @@ class LiveJob:
         """Usable sizes on this cluster with their planned speeds; speed 0 where nothing is known."""
         most = min(self.job.max_workers or largest, largest)
         if self.job.curve is not None:
-            speeds = planned(self.job.curve, self.measured, config)
+            speeds = self.planned(self.job.curve, config)
             usable = ScalingCurve(speeds).usable(self.job.min_workers, most)
             if usable or not self.best_effort or not self.job.explore:
                 return usable
@@ -145,22 +147,55 @@ class LiveJob:
             )
             if size:
                 if size in self.measured and self.job.curve is not None:  # however slow: it is what the gang does now
-                    speeds.setdefault(size, planned(self.job.curve, self.measured, config)[size])
+                    speeds.setdefault(size, self.planned(self.job.curve, config)[size])
                 object.__setattr__(work, "speed_now", work.speed(size))
             self._work = work
         return self._work
 
-    def learn(self, size: int, steps_per_s: float, config: SchedulerConfig, *, exact: bool = False) -> None:
-        """Take in a speed seen in this run (``exact``: as it is, else smoothed with what was known of this size)."""
-        curve = self.job.curve
+    def sigma(self, config: SchedulerConfig) -> float:
+        """How wrong its curve may be: as past runs of its task have shown, else as is assumed of any."""
+        return config.speed_sigma if self.job.speed_sigma is None else self.job.speed_sigma
+
+    def planned(self, curve: ScalingCurve, config: SchedulerConfig) -> dict[int, float]:
+        """Speeds by size, in steps/s, that a promise may rely on; ``curve`` is what is believed."""
+        told, sigma = self.told or curve, self.sigma(config)
+        held = {size: self._belief(size, speed, config) for size, speed in self.measured.items()}
+        return planned(curve, told, held, sigma, config)
+
+    def _belief(self, size: int, speed: float, config: SchedulerConfig) -> Belief:
+        evidence = self.evidence.get(size)
+        if evidence is None:
+            return Belief(speed, 0.0)
+        told = self.told.steps_per_s.get(size) if self.told is not None else None
+        return belief(told, self.sigma(config), evidence, config)
+
+    def is_certain(self, size: int, config: SchedulerConfig) -> bool:
+        """Whether the speed at a size was measured in this run, solidly."""
+        return size in self.measured and (size not in self.evidence or self.evidence[size].is_solid(config))
+
+    def learn(self, size: int, steps_per_s: float, config: SchedulerConfig) -> None:
+        """Take in a speed at a size that is known for certain."""
+        self.evidence.pop(size, None)
+        self._believe(size, steps_per_s, config)
+
+    def hear_speed(
+        self, size: int, steps_per_s: float, config: SchedulerConfig, now: float, measured_s: float | None
+    ) -> None:
+        """Take in a speed that was reported at a size: as far as all that was reported there makes it plausible."""
+        before = self.evidence.get(size)
+        if before is None:
+            before = Evidence.certain(self.measured[size]) if size in self.measured else Evidence()
         if self.told is None:
-            self.told = curve
-        known = curve.steps_per_s.get(size) if curve is not None else None
-        seen = steps_per_s
-        if not exact:
-            seen = smoothed(known, steps_per_s, first=size not in self.measured, config=config)
-        self.measured[size] = seen
-        told = self.told or ScalingCurve({size: seen})
+            self.told = self.job.curve
+        evidence = self.evidence[size] = before.with_report(steps_per_s, now, measured_s, config)
+        told = self.told.steps_per_s.get(size) if self.told is not None else None
+        self._believe(size, belief(told, self.sigma(config), evidence, config).steps_per_s, config)
+
+    def _believe(self, size: int, steps_per_s: float, config: SchedulerConfig) -> None:
+        if self.told is None:
+            self.told = self.job.curve
+        self.measured[size] = steps_per_s
+        told = self.told or ScalingCurve({size: steps_per_s})
         self.job = replace(self.job, curve=believed(told, self.measured, config))
         self._work = None
 

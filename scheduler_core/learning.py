@@ -1,22 +1,111 @@
 """What a job's reports say about its speed, also at sizes that it has not run, and what a promise may rely on.
 
-The curve that a job comes with is off by a factor at each size: log-normal, with ``SchedulerConfig.speed_sigma``, of
-which ``speed_shared`` is common to all sizes of a job (a slower kind of node, a busier disk) and the rest is the size's
-own. A size that runs is measured; what it says about the others is the best linear prediction under that model
-(shrinkage towards the curve as told). Promises rely on a low quantile of what is then still uncertain, per size
-(3Sigma, EuroSys 2018, section 3: on the distribution, not on a point): a size that was measured in this run needs no
-margin any more. Pure functions; knows no job.
+The curve that a job comes with is off by a factor at each size: log-normal, with a sigma that is the job's own where
+past runs of its task have shown it and ``SchedulerConfig.speed_sigma`` where nothing is known; ``speed_shared`` of the
+variance is common to all sizes of a job (a slower kind of node, a busier disk) and the rest is the size's own. A size
+that runs is measured; what it says about the others is the best linear prediction under that model (shrinkage towards
+the curve as told). Promises rely on a low quantile of what is then still uncertain, per size (3Sigma, EuroSys 2018,
+section 3: on the distribution, not on a point): a size that was measured in this run needs no margin any more.
+
+A measurement counts once it is solid: so many windows of reports. Their median is believed, so that one noisy window
+moves nothing; until then a promise goes on as it was planned for as long as the reports leave that plausible. Pure
+functions; knows no job.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
+from typing import NamedTuple
 
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.values import ScalingCurve
+
+SOLID_WINDOWS = 3
+"""So many windows make a measurement solid: of three, the median is one that another agrees with or surpasses."""
+_KEPT_WINDOWS = 5
+_EQUAL = 1e-9
+_MOST_SIGMA = 2.0
+"""No more is learned of an error: the quantile would be below a tenth of the speed as told."""
+
+
+class Window(NamedTuple):
+    """What was reported in a window of time: the mean speed, and as how many windows it counts."""
+
+    since_s: float
+    steps_per_s: float
+    windows: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The last windows in which a size was measured, oldest first."""
+
+    windows: tuple[Window, ...] = ()
+
+    @classmethod
+    def certain(cls, steps_per_s: float) -> Evidence:
+        """One measurement that is solid by itself."""
+        return cls((Window(-math.inf, steps_per_s, SOLID_WINDOWS),))
+
+    def with_report(
+        self, steps_per_s: float, now: float, measured_s: float | None, config: SchedulerConfig
+    ) -> Evidence:
+        """After a report at ``now``; ``measured_s``: over how long the speed was measured, None for one window at most.
+
+        Reports within one window see the same steps: the last one stands for all of them.
+        """
+        count = 1.0 if measured_s is None else max(1.0, measured_s / config.report_window_s)
+        windows = self.windows
+        if windows and now < windows[-1].since_s + config.report_window_s:
+            last = windows[-1]
+            return Evidence((*windows[:-1], Window(last.since_s, steps_per_s, max(count, last.windows))))
+        return Evidence((*windows, Window(now, steps_per_s, min(count, SOLID_WINDOWS)))[-_KEPT_WINDOWS:])
+
+    @property
+    def count(self) -> float:
+        """Of how many windows it consists."""
+        return math.fsum(window.windows for window in self.windows)
+
+    def is_solid(self, config: SchedulerConfig) -> bool:
+        """Whether the speed counts as measured. Where reports are exact, one is enough."""
+        return bool(self.windows) and (config.report_sigma == 0.0 or self.count >= SOLID_WINDOWS)
+
+    @property
+    def median(self) -> float:
+        """The speed in the middle of the windows, in steps/s; of two middle ones their geometric mean."""
+        ordered = sorted((window.steps_per_s, window.windows) for window in self.windows)
+        half, below = self.count / 2.0, 0.0
+        for index, (speed, count) in enumerate(ordered):
+            below += count
+            if below > half:
+                return speed
+            if below == half:
+                return math.sqrt(speed * ordered[index + 1][0])
+        raise ValueError("no window was measured yet")
+
+
+@dataclass(frozen=True, slots=True)
+class Belief:
+    """What is held of the speed at a size: steps/s, and how uncertain (the sigma of a log-normal factor; 0: solid)."""
+
+    steps_per_s: float
+    sigma: float
+
+
+def belief(told: float | None, sigma: float, evidence: Evidence, config: SchedulerConfig) -> Belief:
+    """The speed of a size that runs, where ``told`` with its error ``sigma`` was known of it (None: nothing was)."""
+    seen = evidence.median if config.report_sigma > 0.0 else evidence.windows[-1].steps_per_s
+    if evidence.is_solid(config):
+        return Belief(seen, 0.0)
+    noise = config.report_sigma / math.sqrt(evidence.count)
+    if told is None:
+        return Belief(seen, noise)
+    weight = sigma**2 / (sigma**2 + noise**2)
+    return Belief(told * math.exp(weight * math.log(seen / told)), math.sqrt(weight) * noise)
 
 
 def believed(told: ScalingCurve, measured: Mapping[int, float], config: SchedulerConfig) -> ScalingCurve:
@@ -31,33 +120,88 @@ def believed(told: ScalingCurve, measured: Mapping[int, float], config: Schedule
     return ScalingCurve({size: speed * factor for size, speed in told.steps_per_s.items()} | dict(measured))
 
 
-def smoothed(known: float | None, reported: float, *, first: bool, config: SchedulerConfig) -> float:
-    """The speed at a size after a report, in steps/s; ``first``: ``known`` was never measured, only said.
+def planned(
+    curve: ScalingCurve, told: ScalingCurve, measured: Mapping[int, Belief], sigma: float, config: SchedulerConfig
+) -> dict[int, float]:
+    """Speeds by size, in steps/s, that a promise may rely on. ``curve`` is :func:`believed` of ``told``.
 
-    Where the error of the curves is stated, a first measurement is believed as far as it is the more exact of the two.
+    While every measured size is at least as fast as it was promised with, the others are planned at least as fast as
+    they were, too: a promise holds where speeds are at least what was planned with.
     """
-    if known is None:
-        return reported
-    weight = config.speed_smoothing
-    if first and config.speed_sigma > 0.0:
-        weight = config.speed_sigma**2 / (config.speed_sigma**2 + config.report_sigma**2)
-    return known * (1.0 + weight * (reported / known - 1.0))
+    promised = {size: speed * _quantile(config, sigma) for size, speed in told.steps_per_s.items()}
+    speeds = {size: _measured(held, promised.get(size), config) for size, held in measured.items()}
+    known = [size for size in speeds if size in promised]
+    kept = all(speeds[size] >= promised[size] * (1.0 - _EQUAL) for size in known)
+    doubt = _quantile(config, sigma * _rest_of_doubt(config.speed_shared, len(known)))
+    for size, speed in curve.steps_per_s.items():
+        if size not in speeds:
+            speeds[size] = max(speed * doubt, promised.get(size, 0.0) if kept else 0.0)
+    return {size: speeds[size] for size in curve.steps_per_s}
 
 
-def planned(curve: ScalingCurve, measured: Collection[int], config: SchedulerConfig) -> dict[int, float]:
-    """Speeds by size, in steps/s, that a promise may rely on."""
-    certain = 1.0 - config.speed_error
-    if config.speed_sigma == 0.0:
-        return {size: speed * certain for size, speed in curve.steps_per_s.items()}
-    seen, unseen = _doubts(config, sum(size in measured for size in curve.steps_per_s))
-    return {size: speed * certain * (seen if size in measured else unseen) for size, speed in curve.steps_per_s.items()}
+def _measured(held: Belief, promised: float | None, config: SchedulerConfig) -> float:
+    """What to plan with at a size that runs: as it was, while that is plausible; what is solid is as it is."""
+    if held.sigma == 0.0:
+        return held.steps_per_s
+    margin = _quantile(config, held.sigma)
+    least, most = held.steps_per_s * margin, held.steps_per_s / margin
+    return least if promised is None else min(max(promised, least), most)
 
 
-@lru_cache(maxsize=1024)
-def _doubts(config: SchedulerConfig, measured: int) -> tuple[float, float]:
-    """Factors on a measured and on another size, when so many of its sizes are measured."""
-    share, sigma = config.speed_shared, config.speed_sigma
-    z = NormalDist().inv_cdf(config.speed_confidence)
-    left = (1.0 - share) * (1.0 + share / (1.0 - share + share * measured)) if measured else 1.0
-    seen = sigma * config.report_sigma / math.hypot(sigma, config.report_sigma)
-    return math.exp(-z * seen), math.exp(-z * sigma * math.sqrt(left))
+def promised(curve: ScalingCurve, sigma: float, config: SchedulerConfig) -> ScalingCurve:
+    """What a promise may rely on before anything was measured."""
+    factor = _quantile(config, sigma)
+    return ScalingCurve({size: speed * factor for size, speed in curve.steps_per_s.items()})
+
+
+def sigma_of_errors(errors: Sequence[float], config: SchedulerConfig) -> float:
+    """How wrong the next curve of a task may be (the sigma of a log-normal factor) by what was seen in past runs.
+
+    ``errors`` has the root mean square of log(measured / told) of each run. Planned with it, a speed is kept with
+    ``speed_confidence`` although few runs were seen (Student's t distribution, Biometrika 1908); where they were no
+    more exact than is assumed of those of which nothing is known, by the normal one. No errors: ``speed_sigma``.
+    """
+    if not errors:
+        return config.speed_sigma
+    spread = math.sqrt(math.fsum(error * error for error in errors) / len(errors))
+    z = _z(config.speed_confidence)
+    few = _student(config.speed_confidence, len(errors)) / z if z > 0.0 else 1.0
+    return min(_MOST_SIGMA, few * spread, max(config.speed_sigma, spread))
+
+
+def sigma_of_margin(margin: float, config: SchedulerConfig) -> float:
+    """The sigma with which a speed that was never measured is planned lower by this fraction."""
+    z = _z(config.speed_confidence)
+    return min(_MOST_SIGMA, -math.log(1.0 - margin) / z) if z > 0.0 else 0.0
+
+
+@lru_cache(maxsize=16)
+def _z(confidence: float) -> float:
+    return NormalDist().inv_cdf(confidence)
+
+
+@lru_cache(maxsize=256)
+def _student(confidence: float, freedom: int) -> float:
+    """The quantile of Student's t distribution, to three digits (Abramowitz and Stegun, 26.7.5)."""
+    if freedom == 1:
+        return math.tan(math.pi * (confidence - 0.5))
+    if freedom == 2:
+        return (2.0 * confidence - 1.0) / math.sqrt(2.0 * confidence * (1.0 - confidence))
+    z = _z(confidence)
+    terms = (
+        z,
+        (z**3 + z) / 4.0,
+        (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / 96.0,
+        (3.0 * z**7 + 19.0 * z**5 + 17.0 * z**3 - 15.0 * z) / 384.0,
+    )
+    return math.fsum(term / freedom**power for power, term in enumerate(terms))
+
+
+def _quantile(config: SchedulerConfig, sigma: float) -> float:
+    """The factor that a log-normal one with this sigma exceeds with the confidence that is asked for."""
+    return math.exp(-_z(config.speed_confidence) * sigma)
+
+
+def _rest_of_doubt(share: float, measured: int) -> float:
+    """Part of its sigma that is left of a size when so many others are measured."""
+    return math.sqrt((1.0 - share) * (1.0 + share / (1.0 - share + share * measured))) if measured else 1.0

@@ -85,19 +85,25 @@ class Planner:
             size = first.mask.bit_count()
             end = min(end, first.end_s)
             seconds = max(0.0, min(end - first.start_s, end - self.now) - (0.0 if job.mask else work.startup_s))
-            turns.append(
-                replace(
-                    work,
-                    remaining=seconds,
-                    since_s=max(work.since_s, self.now),
-                    speed_now=1.0,
-                    sizes=(size,),
-                    speeds={size: 1.0},
-                    tail_s=0.0,
-                    limit_s=end + TOLERANCE_S,
-                )
-            )
+            turns.append(_stand_in(work, size, seconds, max(work.since_s, self.now), end))
         return turns
+
+    def held_at_risk(self) -> list[Work]:
+        """Jobs at risk that may yet make it, as work that newcomers may not push off the slots that they hold."""
+        stand_ins: list[Work] = []
+        for job in self.jobs:
+            if not (job.promised and job.at_risk and job.mask) or overdue(job, self.now):
+                continue
+            work = job.work(self.layout, self.config)
+            if not work.sizes or work.soonest_s(self.now) > work.limit_s + TOLERANCE_S:
+                continue
+            end = work.limit_s
+            if job.course is not None and job.course.holdings:
+                end = min(end, max(job.course.promised_s, job.course.holdings[-1].end_s))
+            begin = max(work.since_s, self.now)
+            if end > begin + TOLERANCE_S:
+                stand_ins.append(_stand_in(work, work.size, end - begin, begin, end))
+        return stand_ins
 
     def _aged(self, job: LiveJob) -> bool:
         """Whether a best-effort job has waited too long."""
@@ -122,13 +128,12 @@ class Planner:
     def fresh(self, newcomer: Work | None = None, *, rescue: int = 0, guarded: bool = False) -> Draft | None:
         """Plan all promises anew (and the newcomer's); None when no order that was tried proves them all.
 
-        ``guarded``: with the turns of best-effort jobs that waited too long, as stand-ins that :meth:`unguarded`
-        drops, and with the expected runs, whose stand-ins stay as their reservations.
+        ``guarded``: with the turns of best-effort jobs that waited too long and with what jobs at risk hold, as
+        stand-ins that :meth:`unguarded` drops, and with the expected runs, whose stand-ins stay as their reservations.
         """
         works = self.promised()
         if guarded:
-            works += self.turns()
-            works += self.expected
+            works += [*self.turns(), *self.held_at_risk(), *self.expected]
         if newcomer is not None:
             works.append(newcomer)
         draft, _ = self._proven(deadline_order(works))
@@ -147,9 +152,9 @@ class Planner:
         return None
 
     def unguarded(self, draft: Draft) -> Draft:
-        """Take the stand-ins of turns out again; the jobs themselves are placed there by :meth:`complete`."""
+        """Take the stand-ins of jobs out again; the jobs themselves are placed there by :meth:`complete`."""
         for job in self.jobs:
-            if job.best_effort:
+            if job.best_effort or job.at_risk:
                 draft.drop(job.job_id)
         return draft
 
@@ -254,6 +259,8 @@ class Planner:
                 continue
             elif course is None or not course.holdings or (job.best_effort and not mask_at(course, self.now)):
                 (best_effort if job.best_effort else risk).append(job)
+            elif not job.best_effort and course.finish_s == INFINITY:
+                risk.append(job)  # slots may have become free in which more of it can be done
         risk.sort(key=lambda job: job.promise)
         profiling.sort(key=lambda job: (job.mask == 0, job.number))
         aged = self._somebody_aged()
@@ -322,6 +329,21 @@ class Planner:
                     count += 2 if self._aged(job) else 1
         return count
 
+    def lateness_s(self, draft: Draft) -> float:
+        """By how many seconds the jobs at risk end late together, a century at most: of one no end may be in sight.
+
+        Of many, the oldest promises count: the others are behind them in any plan.
+        """
+        late = 0.0
+        at_risk = sorted((job.promise, job.job_id, job) for job in self.jobs if job.promised and job.at_risk)
+        for _, _, job in at_risk[:_MOST_AT_RISK]:
+            course, deadline = draft.courses.get(job.job_id), job.job.deadline_s
+            if course is not None and deadline is not None and not overdue(job, self.now):
+                late += max(0.0, course.promised_s - deadline)
+            elif course is None:
+                return _NO_END_S
+        return min(late, _NO_END_S)
+
     def luxury(self, draft: Draft) -> bool:
         """Whether planning afresh could free slots: somebody holds more than its share, or slots lie idle."""
         idle = self.layout.usable_at(self.now) & ~draft.book.taken[0]
@@ -338,6 +360,24 @@ class Planner:
                 if job.best_effort and size and aged:
                     return True
         return False
+
+
+_MOST_AT_RISK = 16
+_NO_END_S = 3e9
+
+
+def _stand_in(work: Work, size: int, seconds: float, begin: float, end: float) -> Work:
+    """So many seconds on ``size`` slots from ``begin`` until ``end``, as work that has to be done by then."""
+    return replace(
+        work,
+        remaining=seconds,
+        since_s=begin,
+        speed_now=1.0,
+        sizes=(size,),
+        speeds={size: 1.0},
+        tail_s=0.0,
+        limit_s=end + TOLERANCE_S,
+    )
 
 
 def without(courses: Iterable[Holding], now: float) -> tuple[Holding, ...]:

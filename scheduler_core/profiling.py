@@ -49,7 +49,7 @@ def enough(job: LiveJob, largest: int, now: float, config: SchedulerConfig) -> s
         return f"{measured[-1]} workers are not faster than {measured[-2]}"
     deadline = job.job.last_deadline_s
     if deadline is not None and not job.best_effort and job.remaining is not None:
-        best = max(job.measured.values()) * (1.0 - config.speed_error)
+        best = max(job.measured.values())
         rest = job.remaining / best + job.job.costs.tail_s
         if now + window_s(job, config) + rest > deadline:
             return "measuring another size could cost the deadline"

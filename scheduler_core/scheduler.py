@@ -162,6 +162,8 @@ class Scheduler(Decider):
         news = [why for event in reports if (why := self._news(event, now, out))]
         if news:
             return out + self._replan(now, among(news), retry=False)
+        if self._board.is_due(now):
+            return out + self._replan(now, "the plan of the cluster says so", retry=False)
         return out + self._board.wake(now)
 
     def _news(self, event: ev.JobProgressed | ev.GangStarted, now: float, out: list[Decision]) -> str:
@@ -242,7 +244,7 @@ class Scheduler(Decider):
         job.settle(board.layout, self.config, now)
         job.hear(event)
         if event.steps_per_s is not None and event.steps_per_s > 0.0 and job.mask:
-            self._learn_speed(job, event.steps_per_s)
+            self._learn_speed(job, event.steps_per_s, event.measured_s, now)
         job.changed()
         if job.course is not None:
             board.late.add(job.job_id)
@@ -259,16 +261,17 @@ class Scheduler(Decider):
             return False
         if job.course is None or job.job_id in self._board.late or event.expected_steps != job.expected:
             return False
-        same_speed = event.steps_per_s is None or abs(event.steps_per_s - seen) <= 1e-9 * seen
+        certain = job.is_certain(job.mask.bit_count(), self.config)
+        same_speed = event.steps_per_s is None or (certain and abs(event.steps_per_s - seen) <= 1e-9 * seen)
         ahead = abs(left - job.work(self._board.layout, self.config).left_at(now))
         return job.competes and same_speed and ahead <= TOLERANCE_S * seen
 
-    def _learn_speed(self, job: LiveJob, steps_per_s: float) -> None:
+    def _learn_speed(self, job: LiveJob, steps_per_s: float, measured_s: float | None, now: float) -> None:
         """Believe what was seen at the present size, and what it says about the others."""
         size = job.mask.bit_count()
         known = job.job.curve is not None and size in job.job.curve.steps_per_s
         if known or (job.phase is not Phase.PROFILING and size & (size - 1) == 0):
-            job.learn(size, steps_per_s, self.config)
+            job.hear_speed(size, steps_per_s, self.config, now, measured_s)
 
     def _measured(self, job: LiveJob, event: ev.JobMeasured, now: float) -> list[Decision]:
         board = self._board
@@ -278,7 +281,7 @@ class Scheduler(Decider):
         usable = not event.failed and event.steps_per_s is not None and event.steps_per_s > 0.0
         if job.phase is not Phase.PROFILING:
             if usable and event.steps_per_s is not None:
-                job.learn(event.workers, event.steps_per_s, self.config, exact=True)
+                job.learn(event.workers, event.steps_per_s, self.config)
             job.changed()
             board.late.add(job.job_id)
             return self._replan(now, f"{job.job_id} was measured with {event.workers}", retry=False)
@@ -427,7 +430,7 @@ class Scheduler(Decider):
         job.settle(board.layout, self.config, now)
         size, curve = job.mask.bit_count(), job.job.curve
         if curve is not None and size in curve.steps_per_s:
-            job.learn(size, curve.steps_per_s[size] * event.gain, self.config, exact=True)
+            job.learn(size, curve.steps_per_s[size] * event.gain, self.config)
         job.changed()
         board.change_nodes(nodes_avoiding(board.nodes, event).values())
         if job.course is not None:

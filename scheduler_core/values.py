@@ -163,6 +163,9 @@ class Job:
     """None: the batch size stays what it is. Steps are always counted at the job's own."""
     workload: str = ""
     """What it trains, as a table of jobs that share GPUs names it."""
+    speed_sigma: float | None = None
+    """How wrong ``curve`` may be by what past runs of its task have shown: the sigma of a log-normal factor per size.
+    None: nobody knows."""
 
     @property
     def last_deadline_s(self) -> float | None:

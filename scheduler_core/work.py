@@ -69,6 +69,16 @@ class Work:
             return known
         return max((self.speeds[s] for s in self.sizes if s <= size), default=0.0)
 
+    def soonest_s(self, now: float) -> float:
+        """When the result can be there if all of the cluster is its own from ``now`` on."""
+        soonest = INFINITY
+        for size in self.sizes:
+            if size == self.size:
+                soonest = min(soonest, self.since_s + self.remaining / self.speeds[size])
+            elif self.speeds[size] > 0.0:
+                soonest = min(soonest, now + self.cost_of_change(now) + self.left_at(now) / self.speeds[size])
+        return soonest + self.tail_s
+
     def least_time_s(self) -> float:
         """Seconds from nothing to the result on an empty cluster with the fastest size."""
         if not self.sizes:
@@ -131,6 +141,16 @@ def legs_of(work: Work, holdings: Sequence[Holding], now: float) -> tuple[list[L
                 left = max(0.0, left - speed * (end - counted))
         mask, end_before, first = held, end, False
     return legs, INFINITY
+
+
+def left_after(work: Work, holdings: Sequence[Holding], now: float) -> float:
+    """Steps that are left when ``holdings`` are over."""
+    legs, finish = legs_of(work, holdings, now)
+    if finish < INFINITY or not legs:
+        return 0.0 if finish < INFINITY else work.left_at(now)
+    begins = [max(leg.start_s, leg.ready_s) for leg in legs]
+    done = sum(work.speed(leg.size) * max(0.0, leg.end_s - at_s) for leg, at_s in zip(legs, begins, strict=True))
+    return max(0.0, work.left_at(now) - done)
 
 
 def course_of(work: Work, holdings: Sequence[Holding], now: float) -> Course:

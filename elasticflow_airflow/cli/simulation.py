@@ -74,6 +74,18 @@ ThroughputError = typer.Option(
     min=0,
     help="Sigma of a log-normal factor between each job's real speed at a size and its curve.",
 )
+SpeedFactor = typer.Option(
+    1.0,
+    "--speed-factor",
+    min=0,
+    help="Real speeds are so many times those of the curves: 0.9 plays all a tenth slower.",
+)
+Exact = typer.Option(
+    False,
+    "--exact",
+    help="Speeds are known exactly, and no margin is kept: the planner's own quality. Default: the settings of"
+    " elasticflow serve.",
+)
 MtbfH = typer.Option(None, "--mtbf-h", min=0, help="Mean hours between failures of one node; default: none fails.")
 RepairH = typer.Option(None, "--repair-h", min=0, help="With --mtbf-h: mean hours until it is back; default: 1.")
 DrainEveryH = typer.Option(
@@ -126,6 +138,8 @@ def simulate(
     startup_s: float | None = StartupS,
     seed: int = Seed,
     throughput_error: float = ThroughputError,
+    speed_factor: float = SpeedFactor,
+    exact: bool = Exact,
     mtbf_h: float | None = MtbfH,
     repair_h: float | None = RepairH,
     drain_every_h: float | None = DrainEveryH,
@@ -160,6 +174,8 @@ def simulate(
             late_by=late_by,
             seed=seed,
             throughput_error=throughput_error,
+            speed_factor=speed_factor,
+            exact=exact,
             troubles=_troubles(
                 seed,
                 mtbf_h=mtbf_h,
@@ -205,6 +221,8 @@ def compare(
     startup_s: float | None = StartupS,
     seed: int = Seed,
     throughput_error: float = ThroughputError,
+    speed_factor: float = SpeedFactor,
+    exact: bool = Exact,
     mtbf_h: float | None = MtbfH,
     repair_h: float | None = RepairH,
     drain_every_h: float | None = DrainEveryH,
@@ -264,6 +282,8 @@ def compare(
             late_by=late_by,
             seed=seed,
             throughput_error=throughput_error,
+            speed_factor=speed_factor,
+            exact=exact,
             troubles=_troubles(
                 seed,
                 mtbf_h=mtbf_h,
@@ -314,6 +334,8 @@ def _setting(
     late_by: float,
     seed: int,
     throughput_error: float,
+    speed_factor: float,
+    exact: bool,
     troubles: Troubles,
     calendar: bool | None,
 ) -> Setting:
@@ -338,10 +360,12 @@ def _setting(
             on_reject=OnReject(str(on_reject)),
             late_by=late_by,
             throughput_error=throughput_error,
+            speed_factor=speed_factor,
             seed=seed,
         ),
         troubles=troubles,
         calendar=calendar is not False,
+        exact=exact,
     )
     if calendar and not setting.recurring:
         note(f"{trace}: no task is expected at two due times or more (columns task, expected, due_s): no calendar")

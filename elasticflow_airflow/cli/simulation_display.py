@@ -226,12 +226,16 @@ def facts_text(setting: Setting, contenders: Sequence[Contender]) -> str:
         parts.append(f"start {conditions.startup_s:g} s")
     if conditions.throughput_error:
         parts.append(f"speed error {conditions.throughput_error:g}")
+    if conditions.speed_factor != 1.0:
+        parts.append(f"speeds {conditions.speed_factor:g} of the curves")
     troubles = setting.troubles.sentences()
     parts += troubles
     if conditions.throughput_error or troubles:
         parts.append(f"seed {conditions.seed}")
     if setting.recurring and any(contender.knows_calendar for contender in contenders):
         parts.append(f"calendar of {setting.recurring} recurring task{'s' if setting.recurring > 1 else ''}")
+    if any(contender.ours for contender in contenders):
+        parts.append("speeds known exactly" if setting.exact else "settings of elasticflow serve")
     return ", ".join(parts)
 
 

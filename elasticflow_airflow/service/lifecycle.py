@@ -95,6 +95,13 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
     sys.setswitchinterval(_SWITCH_S)
     gc.set_threshold(*_COLLECT)
     gc.freeze()
+    if "throughput_error" in settings.model_fields_set:
+        log.warning(
+            "ELASTICFLOW_THROUGHPUT_ERROR is set: it is only what is assumed of tasks without past runs, no longer a"
+            " margin on every speed; how surely promises are kept is ELASTICFLOW_CONFIDENCE",
+            throughput_error=settings.throughput_error,
+            confidence=settings.confidence,
+        )
     token, metrics_token = _token_for(settings, embedded), _metrics_token(settings)
     listener, where = _listen(settings, embedded)
     owning, started_at = ExitStack(), time.time()

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import structlog
 
@@ -21,6 +22,7 @@ from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.config import Objective
 from elasticflow_airflow.scheduler_core.decisions import Purpose
+from elasticflow_airflow.scheduler_core.learning import sigma_of_margin
 from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
 from elasticflow_airflow.scheduler_core.policies.registry import DEFAULT_POLICY, make_policy
 from elasticflow_airflow.scheduler_core.values import JobState, Node, Slot
@@ -59,7 +61,6 @@ from elasticflow_airflow.service.unit_of_work import StaleReadError, UnstorableE
 
 _RETRY_S = 1.0
 _CLOCK_JUMP_S = 5.0
-_OFFER_ROUND_S = 60.0
 _PROJECTION_CHANGE_S = 0.5
 _MOST_BEGINNINGS = 200
 _CROWD_S = (0.5, 5.0)
@@ -371,12 +372,19 @@ class Reconciler:
         if not row.introduced or row.terminal or row.scheduler_state is None:
             return None
         with books.on_behalf_of(row.job_id, "reading what the scheduler remembered of it"):
-            state = state_from_json(row.scheduler_state)
+            state = self._with_its_margin(state_from_json(row.scheduler_state), row.scheduler_state)
             problem = state_out_of_bounds(state)
             if problem is not None:
                 raise setting_aside.OutOfBoundsError(problem)
             return state
         return None
+
+    def _with_its_margin(self, state: JobState, raw: Mapping[str, Any]) -> JobState:
+        """A job that was promised when all speeds had one flat margin keeps it where its speed was not measured."""
+        if "speed_sigma" in raw["job"]:
+            return state
+        sigma = sigma_of_margin(self._settings.throughput_error, _scheduler_config(self._settings))
+        return replace(state, job=replace(state.job, speed_sigma=sigma))
 
     def _think(
         self, books: Books, observations: Sequence[GangObservation], looked: Sequence[Looked], monotonic_s: float
@@ -511,12 +519,12 @@ def _policy(settings: ServiceSettings, nodes: Iterable[Node]) -> ServicePolicy:
 
 
 def _scheduler_config(settings: ServiceSettings) -> SchedulerConfig:
-    return SchedulerConfig(
+    return SchedulerConfig.served(
         objective=Objective(settings.objective),
-        speed_error=settings.throughput_error,
+        speed_sigma=settings.throughput_error,
+        speed_confidence=settings.confidence,
         deadline_margin_s=settings.deadline_margin_s,
         offer_margin_s=settings.offer_margin_s,
-        offer_round_s=_OFFER_ROUND_S,
         profile_budget_s=settings.profile_limit_s,
         profile_startup_s=settings.profile_startup_s,
         explore_gain=settings.explore_gain,

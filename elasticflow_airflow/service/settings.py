@@ -57,8 +57,13 @@ class ServiceSettings(BaseSettings):
     renew_interval_s: float = Field(default=5.0, gt=0)
     inventory_interval_s: float = Field(default=5.0, gt=0)
 
+    confidence: float = Field(default=0.9, ge=0.5, lt=1)
+    """A promise is kept with this probability, whatever the speeds turn out to be that have not been measured yet."""
     throughput_error: float = Field(default=0.10, ge=0, lt=1)
-    """Promises hold when the measured steps/s are too high by at most this fraction."""
+    """How wrong the speeds of a task may be of which no past run has shown it: the standard deviation, as a fraction.
+
+    Past runs show it, and speeds that a run has measured need no margin: hardly anybody has to set this.
+    """
     deadline_margin_s: float = Field(default=2.0, ge=0)
     """Every plan ends this much before its deadline: delays of the loop and the engine."""
     offer_margin_s: float = Field(default=60.0, ge=0)

@@ -175,11 +175,10 @@ class BookingPolicy(GangPolicy):
         """The job as it is booked: at the speeds that are promised, until the margin before its deadline."""
         job.settle(self.layout, self.config, now)
         work = job.work(self.layout, self.config)
-        limit, factor = INFINITY, 1.0 - self.config.speed_error
+        limit = INFINITY
         if promised and job.job.deadline_s is not None:
             limit = job.job.deadline_s - self.config.deadline_margin_s
-        speeds = {size: speed * factor for size, speed in work.speeds.items()}
-        return replace(work, limit_s=limit, speeds=speeds, speed_now=work.speed_now * factor)
+        return replace(work, limit_s=limit)
 
     def _book(self, now: float, without: str) -> Bookings:
         """What everybody but one job has booked; who should have ended and holds slots yet keeps them a while."""

@@ -119,25 +119,17 @@ class Books:
         job.settle(self.layout, self.config, now)
         job.hear(event)
         if event.steps_per_s is not None and event.steps_per_s > 0.0 and job.mask:
-            self._know(job, job.size, event.steps_per_s, weight=self.config.speed_smoothing)
+            self._know(job, job.size, event.steps_per_s)
         job.changed()
 
-    def _know(self, job: GangJob, size: int, steps_per_s: float, weight: float = 1.0) -> None:
-        """Move the curve towards a speed seen at one size: all of it in proportion when it is not the first there.
-
-        What is seen beside others on a slot is a part of it.
-        """
+    def _know(self, job: GangJob, size: int, steps_per_s: float) -> None:
+        """Take a speed seen at one size into the curve. What is seen beside others on a slot is a part of it."""
         if size < 1 or size & (size - 1):
             return
         if isinstance(job, SharingJob):
             steps_per_s /= job.part
         speeds = dict(job.job.curve.steps_per_s) if job.job.curve is not None else {}
-        known = speeds.get(size)
-        if known is None or weight == 1.0:
-            speeds[size] = steps_per_s
-        else:
-            factor = 1.0 + weight * (steps_per_s / known - 1.0)
-            speeds = {n: speed * factor for n, speed in speeds.items()}
+        speeds[size] = steps_per_s
         job.job = replace(job.job, curve=ScalingCurve(speeds))
 
     def _gang_started(self, job: GangJob, placement: Placement, now: float) -> None:

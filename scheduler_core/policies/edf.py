@@ -36,7 +36,7 @@ from elasticflow_airflow.scheduler_core.policies.gang import Claim, GangPolicy, 
 from elasticflow_airflow.scheduler_core.policies.live import GangJob, JobView
 from elasticflow_airflow.scheduler_core.policies.seating import Room
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
-from elasticflow_airflow.scheduler_core.values import JobState, Node, Phase, ScalingCurve, Slot
+from elasticflow_airflow.scheduler_core.values import JobState, Node, Phase, Slot
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Work
 
 _LAST_STEP = "last_step_s"
@@ -157,7 +157,6 @@ class AdmittingEdf(Edf):
         for other in [other for other in twin.jobs.values() if other.phase is not Phase.ADMITTED or other.best_effort]:
             del twin.jobs[other.job_id]  # stands in nobody's way, and is admitted only if that keeps every promise
         twin._anew = True
-        twin.expect_the_worst()
         late = twin.first_late(newcomer.now)
         if late is None:
             self._anew = True
@@ -166,15 +165,6 @@ class AdmittingEdf(Edf):
         who, by_s = late
         who = "it" if who == job.job_id else who
         return self.refuse(newcomer, f"earliest deadline first would end {who} {duration(by_s)} late")
-
-    def expect_the_worst(self) -> None:
-        """Make everyone as slow as the configuration says that a measured speed may turn out to be."""
-        part = 1.0 - self.config.speed_error
-        for job in self.jobs.values() if part < 1.0 else ():
-            spec = job.job
-            curves = {kind: _slower(curve, part) for kind, curve in spec.curves.items()}
-            job.job = replace(spec, curve=spec.curve and _slower(spec.curve, part), curves=curves)
-            job.changed()
 
     def first_late(self, now: float) -> tuple[str, float] | None:
         """Roll forward without further arrivals; the first promise that would be broken, and by how much.
@@ -240,10 +230,6 @@ class AdmittingEdf(Edf):
             if end == min(ends.values()) or job.size >= self.view(job, job.as_of_s).rising[-1]:
                 return job_id, end - by_s
         return None
-
-
-def _slower(curve: ScalingCurve, part: float) -> ScalingCurve:
-    return ScalingCurve({size: speed * part for size, speed in curve.steps_per_s.items()})
 
 
 class ElasticEdf(GangPolicy):

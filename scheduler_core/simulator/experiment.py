@@ -16,7 +16,7 @@ from elasticflow_airflow.scheduler_core.simulator.calendar_feed import CalendarF
 from elasticflow_airflow.scheduler_core.simulator.curves import Curves
 from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles, disturbances
 from elasticflow_airflow.scheduler_core.simulator.outcome import Result
-from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, aware_of, cluster, prepare
+from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
 from elasticflow_airflow.scheduler_core.simulator.problems import InputError
 from elasticflow_airflow.scheduler_core.simulator.run import Change, SimulatedJob, Simulation
 from elasticflow_airflow.scheduler_core.simulator.trace import Trace
@@ -29,7 +29,7 @@ CALENDAR = {"calendar": True, "no-calendar": False}
 OURS = "elasticflow"
 """The policy that has objectives, as its variants do."""
 REPORT_AFTER_S = 60.0
-"""Where speeds are not exact, a gang first reports its own so long after it began to train."""
+"""Where there is something to report, a gang first does so long after it began to train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +99,26 @@ class Setting:
     troubles: Troubles = field(default_factory=Troubles)
     calendar: bool = True
     """Whether our scheduler is told of the runs that the trace says are expected, as far as they are known by then."""
+    exact: bool = False
+    """Whether speeds are known exactly, so that nobody keeps a margin or waits for reports: the planner's own quality.
+    Else our scheduler has the settings of ``elasticflow serve``, and hears reports as the service does."""
+
+    def __post_init__(self) -> None:
+        if self.exact and not self.conditions.as_told:
+            raise InputError(
+                "exact says that all speeds are known exactly, throughput_error and speed_factor that they are not;"
+                " leave one of them out"
+            )
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """The settings of our scheduler."""
+        return SchedulerConfig() if self.exact else SchedulerConfig.served()
+
+    @property
+    def settings_name(self) -> str:
+        """Which settings our scheduler has, for tables."""
+        return "speeds known exactly" if self.exact else "settings as served"
 
     @property
     def recurring(self) -> int:
@@ -129,7 +149,9 @@ class Setting:
             "pause_s": conditions.pause_s,
             "startup_s": conditions.pause_s if conditions.startup_s is None else conditions.startup_s,
             "on_reject": str(conditions.on_reject),
+            "settings": self.settings_name,
             "throughput_error": conditions.throughput_error,
+            "speed_factor": conditions.speed_factor,
             **self.troubles.facts(),
             "calendar": int(self.recurring > 0),
             "seed": conditions.seed,
@@ -182,14 +204,14 @@ def play(
             on_change(change)
 
     trouble = disturbances(setting.nodes, setting.troubles, *setting.horizon_s)
-    exact = setting.conditions.throughput_error == 0.0 and not trouble
+    silent = setting.conditions.as_told and not trouble and (setting.exact or not contender.ours)
     simulation = Simulation(
         name=contender.label,
         policy=policy_for(setting, contender, config),
         nodes=setting.nodes,
         jobs=setting.jobs(contender),
         disturbances=trouble,
-        report_after_s=None if exact else REPORT_AFTER_S,
+        report_after_s=None if silent else REPORT_AFTER_S,
         straggler_after_s=setting.troubles.straggler_named_s,
         on_change=note,
         on_progress=on_progress,
@@ -207,9 +229,8 @@ def policy_for(setting: Setting, contender: Contender, base: SchedulerConfig | N
 
 
 def config_for(setting: Setting, contender: Contender, base: SchedulerConfig | None = None) -> SchedulerConfig:
-    """The scheduler's settings: one configuration for all traces, but for what the contender and the error say."""
-    config = replace(base or SchedulerConfig(), objective=contender.objective)
-    return aware_of(setting.conditions, config)
+    """The scheduler's settings: one configuration for all traces, but for what the contender says."""
+    return replace(base or setting.config, objective=contender.objective)
 
 
 def parse_contenders(texts: Sequence[str], objective: Objective = Objective.FIRST_COME) -> tuple[Contender, ...]:

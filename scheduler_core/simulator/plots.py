@@ -318,6 +318,9 @@ def _title(axes: Axes, text: str, setting: Setting, note: str = "", *, sized: bo
     facts.append(f"pause {conditions.pause_s:g} s")
     if conditions.throughput_error:
         facts.append(f"speed error {conditions.throughput_error:g}")
+    if conditions.speed_factor != 1.0:
+        facts.append(f"speeds {conditions.speed_factor:g} of the curves")
+    facts.append(setting.settings_name)
     facts += setting.troubles.sentences()
     if note:
         facts.append(note)

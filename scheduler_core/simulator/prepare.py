@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.policies.goodput import goodput
 from elasticflow_airflow.scheduler_core.simulator.curves import Curves, curve_for
@@ -26,7 +25,8 @@ class Conditions:
     """What is the same for every policy of a comparison.
 
     ``throughput_error`` is the sigma of one log-normal factor per job and size, constant for life: the policy is told
-    the table, the job runs at the factor times it. ``startup_s`` None: as ``pause_s``.
+    the table, the job runs at the factor times it; and at ``speed_factor`` times that. ``startup_s`` None: as
+    ``pause_s``.
     """
 
     pause_s: float = 30.0
@@ -36,11 +36,17 @@ class Conditions:
     late_by: float = 0.5
     """With ``on_reject`` LATE: a job is worth nothing by so much later, as a part of submission to deadline."""
     throughput_error: float = 0.0
+    speed_factor: float = 1.0
     seed: int = 0
     noise_batches: float | None = None
     """Lets policies choose batch sizes: an assumed gradient noise scale, in multiples of each job's own batch size."""
     deadline_jitter: float = 0.0
     """Each deadline's distance from its submission is scaled by a factor within so much of 1."""
+
+    @property
+    def as_told(self) -> bool:
+        """Whether every job is exactly as fast as its curve says."""
+        return self.throughput_error == 0.0 and self.speed_factor == 1.0
 
     def __post_init__(self) -> None:
         for name in ("pause_s", "tail_s", "throughput_error", "deadline_jitter", "late_by"):
@@ -52,19 +58,14 @@ class Conditions:
                 f"throughput_error is {self.throughput_error!r}; it is the sigma of a log-normal factor, say 0.1, and"
                 " below 10"
             )
+        if not 0.0 < self.speed_factor < math.inf:
+            raise InputError(f"speed_factor is {self.speed_factor!r}; it must be a number above 0, such as 0.9")
         if self.startup_s is not None and not 0.0 <= self.startup_s < math.inf:
             raise InputError(f"startup_s is {self.startup_s!r}; it must be a number of at least 0")
         if self.noise_batches is not None and not 0.0 <= self.noise_batches < math.inf:
             raise InputError(f"noise_batches is {self.noise_batches!r}; it must be a number of at least 0")
         if self.deadline_jitter >= 1.0:
             raise InputError(f"deadline_jitter is {self.deadline_jitter!r}; it must be below 1")
-
-
-def aware_of(conditions: Conditions, config: SchedulerConfig) -> SchedulerConfig:
-    """``config`` with margins that follow from how wrong the curves are; reports are exact here, and believed."""
-    if conditions.throughput_error == 0.0:
-        return config
-    return replace(config, speed_sigma=conditions.throughput_error, speed_shared=0.0, speed_smoothing=1.0)
 
 
 def cluster(nodes: int, slots_per_node: int) -> tuple[Node, ...]:
@@ -142,7 +143,7 @@ def prepare(
             workload=f"{row.model}:{row.batch_size}",
             batches=_batches(curves, row, conditions.noise_batches) if not typed else None,
         )
-        truth = _truth(curve, conditions.throughput_error, random.Random(f"{conditions.seed} speeds {row.job_id}"))
+        truth = _truth(curve, conditions, random.Random(f"{conditions.seed} speeds {row.job_id}"))
         factors = {size: truth[size] / speed for size, speed in curve.steps_per_s.items()}
         prepared.append(
             SimulatedJob(
@@ -198,7 +199,8 @@ def _goodputs(batches: BatchChoice | None, factors: Mapping[int, float]) -> dict
     }
 
 
-def _truth(curve: ScalingCurve, sigma: float, chaos: random.Random) -> dict[int, float]:
+def _truth(curve: ScalingCurve, conditions: Conditions, chaos: random.Random) -> dict[int, float]:
+    sigma, factor = conditions.throughput_error, conditions.speed_factor
     if sigma == 0.0:
-        return dict(curve.steps_per_s)
-    return {size: speed * chaos.lognormvariate(0.0, sigma) for size, speed in curve.steps_per_s.items()}
+        return {size: speed * factor for size, speed in curve.steps_per_s.items()}
+    return {size: speed * factor * chaos.lognormvariate(0.0, sigma) for size, speed in curve.steps_per_s.items()}

@@ -247,7 +247,8 @@ class Simulation:
             return self._tell_of_straggler(run, now)
         if happening.what == "report":
             self._push(now + self.report_every_s, 3, happening)
-            return [ev.JobProgressed(job_id, run.left, steps_per_s=run.speed)]
+            measured_s = min(now - max(run.since_s, run.ready_s), self.report_every_s)
+            return [ev.JobProgressed(job_id, run.left, steps_per_s=run.speed, measured_s=measured_s)]
         run.left = 0.0  # what rounding left over is no reason to count a suspension
         self._hold(run, (), now)
         self._end(run, now, "finished")

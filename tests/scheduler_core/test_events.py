@@ -117,7 +117,7 @@ def test_a_restored_scheduler_knows_the_prediction(make_job, nodes) -> None:
 
 
 def test_a_gang_leaves_a_slow_slot_and_its_curve_is_what_it_would_be_without(make_job, nodes) -> None:
-    scheduler = Scheduler(SchedulerConfig(speed_smoothing=1.0), nodes(4))
+    scheduler = Scheduler(SchedulerConfig(), nodes(4))
     job = make_job("a", steps=300, curve={1: 1.0, 2: 1.6}, deadline=400, pause=5, max_workers=2)
     scheduler.handle(ev.JobSubmitted(job), 0.0)
     slow, _ = scheduler.states()[0].placement.slots
@@ -224,7 +224,7 @@ def test_a_past_deadline_and_an_impossible_size_are_refused_in_words(make_job, n
 
 
 def test_a_slower_job_that_no_longer_fits_is_reported_once_and_vetoes_nobody(make_job, nodes) -> None:
-    scheduler = Scheduler(SchedulerConfig(speed_smoothing=1.0), nodes(2))
+    scheduler = Scheduler(SchedulerConfig(), nodes(2))
     curve = {1: 1.0}
     scheduler.handle(ev.JobSubmitted(make_job("slow", steps=100, deadline=110, curve=curve)), 0.0)
     decisions = scheduler.handle(ev.JobProgressed("slow", 75.0, steps_per_s=0.5), 50.0)

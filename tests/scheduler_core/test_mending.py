@@ -6,7 +6,7 @@ from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core import decisions as de
 from elasticflow_airflow.scheduler_core import events as ev
 
-CONFIG = SchedulerConfig(speed_shared=0.0, speed_smoothing=1.0)
+CONFIG = SchedulerConfig(speed_shared=0.0)
 
 
 def of(decisions: list[de.Decision], *kinds: type) -> list[tuple[type, str]]:
@@ -19,7 +19,7 @@ def admitted(scheduler: Scheduler, *jobs) -> None:
 
 
 def test_a_slower_job_takes_idle_slots(make_job, nodes) -> None:
-    scheduler = Scheduler(SchedulerConfig(speed_shared=0.0, speed_smoothing=1.0, min_saving_s=1e6), nodes(4))
+    scheduler = Scheduler(SchedulerConfig(speed_shared=0.0, min_saving_s=1e6), nodes(4))
     admitted(scheduler, make_job("a", steps=100, deadline=110, curve={1: 1.0, 2: 1.9}, pause=5))
     decisions = scheduler.handle(ev.JobProgressed("a", remaining_steps=90, steps_per_s=0.5), 20.0)
     assert of(decisions, de.AtRisk, de.Resize) == [(de.Resize, "a")]

@@ -292,10 +292,11 @@ def test_a_margin_covers_wake_ups_that_come_late(world: ModuleType, story) -> No
 
 
 @QUICK
-@given(story=stories(), factor=st.floats(0.91, 1.0))
+@given(story=stories(), factor=st.floats(0.88, 1.0))
 def test_a_stated_error_of_the_curves_covers_slower_jobs(world: ModuleType, story, factor: float) -> None:
+    """exp(-0.1 z) is 0.8797 at nine in ten."""
     sizes, arrivals, _, _, started = story
-    play = world.World(Scheduler(SchedulerConfig(speed_error=0.1), _nodes(sizes)), reports=True, gang_started=started)
+    play = world.World(Scheduler(SchedulerConfig(speed_sigma=0.1), _nodes(sizes)), reports=True, gang_started=started)
     for job in arrivals:
         play.submit(job.submitted_s, job, {n: speed * factor for n, speed in job.curve.steps_per_s.items()})
     play.run()

@@ -172,9 +172,9 @@ def test_a_cancel_in_the_middle_of_a_change(world):
 
 
 def test_the_training_ends_in_the_middle_of_a_change(world):
-    job, _ = grow(world, steps=700, fake={"join_s": 60.0})
+    job, _ = grow(world, steps=900, fake={"join_s": 60.0})
     done = world.ended(job)
-    assert (done.state, done.result.steps) == ("succeeded", 700)
+    assert (done.state, done.result.steps) == ("succeeded", 900)
     assert not world.events(job, "rescaled")
     assert not {"restarting", "join_failed", "restart_instead", "warning"} & {e.kind for e in world.events(job)}
     world.until(lambda: not world.engine.world.gangs, "nobody is left")

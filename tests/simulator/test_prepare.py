@@ -9,9 +9,8 @@ from statistics import mean, pstdev
 
 import pytest
 
-from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
-from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, aware_of, cluster, prepare
+from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
 from elasticflow_airflow.scheduler_core.simulator.problems import InputError
 from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob
 from elasticflow_airflow.scheduler_core.simulator.trace import read_trace
@@ -111,6 +110,7 @@ def test_an_unknown_model_is_refused_with_its_line(ready: Callable[..., list[Sim
         ("tail_s", math.nan),
         ("startup_s", -0.5),
         ("throughput_error", -0.1),
+        ("speed_factor", 0.0),
         ("deadline_jitter", 1.0),
         ("late_by", -0.5),
     ],
@@ -129,8 +129,7 @@ def test_a_cluster_of_equal_nodes_is_in_the_order_of_its_names() -> None:
             cluster(*wrong)
 
 
-def test_margins_follow_from_the_stated_error_and_exact_curves_need_none() -> None:
-    config = SchedulerConfig(rescue_orders=3)
-    assert aware_of(Conditions(), config) == config
-    aware = aware_of(Conditions(throughput_error=0.15), config)
-    assert (aware.speed_sigma, aware.speed_shared, aware.speed_smoothing, aware.rescue_orders) == (0.15, 0.0, 1.0, 3)
+def test_all_speeds_can_be_a_part_of_those_of_the_curves(ready: Callable[..., list[SimulatedJob]]) -> None:
+    (job,) = ready("a,0,100,net,8,500", speed_factor=0.9)
+    assert job.job.curve is not None
+    assert dict(job.truth) == pytest.approx({size: 0.9 * speed for size, speed in job.job.curve.steps_per_s.items()})

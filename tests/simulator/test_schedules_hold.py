@@ -232,7 +232,7 @@ def test_wrong_curves_make_no_impossible_schedule(story: Story, factors: list[fl
         for i, one in enumerate(story.jobs)
     )
     story = replace(story, jobs=jobs)
-    config = SchedulerConfig(speed_sigma=0.1, speed_shared=0.0, speed_smoothing=1.0)
+    config = SchedulerConfig(speed_sigma=0.1, speed_shared=0.0)
     _, log = play(story, config, report_after_s=5.0, report_every_s=60.0)
     assert counted(story, log).violations == []
 
@@ -248,7 +248,7 @@ def test_what_is_no_slower_than_its_margin_allows_breaks_no_promise(
         for i, one in enumerate(story.jobs)
     )
     story = replace(story, jobs=jobs)
-    config = SchedulerConfig(speed_sigma=0.1, speed_shared=0.0, speed_confidence=0.9, speed_smoothing=1.0)
+    config = SchedulerConfig(speed_sigma=0.1, speed_shared=0.0, speed_confidence=0.9)
     result, log = play(story, config, report_after_s=after_s, report_every_s=60.0)
     assert late(result) == []
     assert counted(story, log).violations == []
@@ -314,7 +314,7 @@ def test_in_any_trouble_no_slot_is_given_twice_and_late_ones_were_announced(
         seed=seed, repair_h=0.05, drain_notice_h=0.05, drain_away_h=0.05, straggler_h=0.1, **hours  # type: ignore[arg-type]  # by name
     )  # fmt: skip
     trouble = disturbances(story.nodes, troubles, 1000.0, 3000.0)
-    listening = Listening(SchedulerConfig(speed_smoothing=1.0), story.nodes)
+    listening = Listening(SchedulerConfig(), story.nodes)
     result, log = play(story, None, trouble, listening, report_after_s=5.0, report_every_s=60.0, straggler_after_s=15.0)
     kinds_wrong = counted(story, log, blocks=False).kinds()
     assert not set(kinds_wrong) & {"double", "slots", "form", "order", "early", "ended", "size"}

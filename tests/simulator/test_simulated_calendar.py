@@ -80,7 +80,9 @@ def without(trace: Path, *columns: str) -> Path:
 
 
 def run(command: str, trace: Path, curves: Path, *options: str) -> Result:
-    done = CliRunner().invoke(app, [command, "--trace", str(trace), "--curves", str(curves), *CLUSTER, *options])
+    done = CliRunner().invoke(
+        app, [command, "--trace", str(trace), "--curves", str(curves), *CLUSTER, "--exact", *options]
+    )
     assert done.exit_code == 0, done.output
     return done
 
