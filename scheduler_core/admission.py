@@ -267,8 +267,9 @@ class Admission:
                 break
         if enough is None:
             size = work.sizes[-1]
+            fastest = "the fastest size that is known of it" if self.job.job.partial else "its fastest size here"
             return (
-                f"hopeless even with the cluster to itself: {workers(size)}, its fastest size here, need "
+                f"hopeless even with the cluster to itself: {workers(size)}, {fastest}, need "
                 f"{duration(self._least(work))} ({costs}), and {duration(window)} are left before {moment(deadline)}"
             )
         size, needed = enough

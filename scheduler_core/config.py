@@ -72,8 +72,6 @@ class SchedulerConfig:
     """How long one size may run while its speed is measured, from the first step."""
     profile_startup_s: float = 60.0
     """How long a gang that is profiled may take to its first step (longer if the job's known start-up is longer)."""
-    profile_wait_fraction: float = 0.25
-    """A job waits for slots to be profiled on for at most this fraction of the time to its deadline."""
     profile_min_gain: float = 0.02
     """Profiling stops at a size whose speed is not this much (fraction) above the size before."""
 
@@ -93,7 +91,7 @@ class SchedulerConfig:
     """A job that should have ended but has not said so keeps its slots; it is looked at again after this time."""
 
     def __post_init__(self) -> None:
-        for name in ("speed_error", "speed_smoothing", "profile_wait_fraction"):
+        for name in ("speed_error", "speed_smoothing"):
             value = getattr(self, name)
             if not 0.0 <= value <= 1.0:
                 raise ValueError(f"{name} is {value!r}; it is a fraction between 0 and 1")

@@ -23,7 +23,7 @@ from elasticflow_airflow.scheduler_core.decisions import (
 )
 from elasticflow_airflow.scheduler_core.jobs import LiveJob, ProfilingRun
 from elasticflow_airflow.scheduler_core.planner import Planner
-from elasticflow_airflow.scheduler_core.profiling import enough
+from elasticflow_airflow.scheduler_core.profiling import in_a_hurry, known_speeds, missing_sizes
 from elasticflow_airflow.scheduler_core.values import (
     Job,
     JobState,
@@ -81,6 +81,11 @@ class Scheduler(Decider):
         for job in waiting:
             del self._board.jobs[job.job_id]
         return waiting
+
+    def knows_curve(self, job_id: str) -> bool:
+        """Whether the speed of a live job is known at every size that is worth measuring."""
+        job = self._board.jobs.get(job_id)
+        return job is not None and not missing_sizes(job, self._board.layout, self.config)
 
     def projected_finish_s(self, job_id: str) -> float | None:
         """When the last step of a live job is expected, by its plan; None when that is not known.
@@ -248,8 +253,11 @@ class Scheduler(Decider):
             board.late.add(job.job_id)
         if job.phase is not Phase.PROFILING:
             return True
-        if job.measured and enough(job, 1 << (board.layout.levels - 1), now, self.config):
-            out += self._decide_measured(job, now)
+        known = known_speeds(job)
+        if job.judged != len(known):  # its length is known only now, or its time gets short
+            over = not missing_sizes(job, board.layout, self.config)
+            if over or job.profiling is None or in_a_hurry(job, now, self.config):
+                out += self._decide_measured(job, now)
         return False
 
     def _as_expected(self, job: LiveJob, event: ev.JobProgressed, now: float) -> bool:
@@ -284,6 +292,7 @@ class Scheduler(Decider):
             return self._replan(now, f"{job.job_id} was measured with {event.workers}", retry=False)
         if usable and event.steps_per_s is not None:
             job.measured[event.workers] = event.steps_per_s
+            job.take_measured(self.config)
         else:
             job.failed_sizes.add(event.workers)
         job.changed()
@@ -307,6 +316,7 @@ class Scheduler(Decider):
         deadline = before.deadline_s if event.deadline_s is None else event.deadline_s
         asked = before.asked_deadline_s if event.deadline_s is None else None
         job.job = replace(before, value=value, deadline_s=deadline, asked_deadline_s=asked)
+        job.judged, job.said_waiting = 0, "" if job.phase is Phase.PROFILING else job.said_waiting
         job.changed()
         if job.phase is Phase.WAITING and deadline is not None and deadline != before.deadline_s:
             if now + job.work(board.layout, self.config).least_time_s() >= deadline:

@@ -75,7 +75,8 @@ def why(row: IncarnationRow, foresight: Foresight | None, keys: Mapping[str, str
         ends_at = None if row.lease_expires_at is None else row.lease_expires_at + row.orphan_s
         until = "" if ends_at is None else f", and is cancelled at {clock(ends_at, now)}"
         return Sentence(f"its owner in Airflow is not heard of: it holds nothing until one is back{until}")
-    if state.phase is Phase.WAITING or (state.phase is Phase.PROFILING and not state.placement.workers):
+    waits = state.phase is Phase.PROFILING and (state.profile_until_s is None or not state.placement.workers)
+    if state.phase is Phase.WAITING or waits:
         return Sentence(row.state_reason)
     if state.phase is Phase.PROFILING:
         limit = state.profile_until_s
