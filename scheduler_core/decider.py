@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from elasticflow_airflow.scheduler_core.admission import Admission, Verdict
+from elasticflow_airflow.scheduler_core.admission import Admission, Verdict, no_block
 from elasticflow_airflow.scheduler_core.board import Board
 from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, stand_in_id
 from elasticflow_airflow.scheduler_core.calendar_guard import keepable, reserved, stand_ins
@@ -26,6 +26,7 @@ from elasticflow_airflow.scheduler_core.draft import Draft
 from elasticflow_airflow.scheduler_core.explain import duration, moment, workers
 from elasticflow_airflow.scheduler_core.jobs import LiveJob
 from elasticflow_airflow.scheduler_core.mending import mend
+from elasticflow_airflow.scheduler_core.placement import level_of
 from elasticflow_airflow.scheduler_core.planner import Planner
 from elasticflow_airflow.scheduler_core.pricing import Arrival, Protection, footprint_of
 from elasticflow_airflow.scheduler_core.profiling import (
@@ -465,6 +466,8 @@ class Decider:
     def _say_waiting(self, now: float, out: list[Decision]) -> None:
         for job in self._board.jobs.values():
             if job.phase is not Phase.PROFILING:
+                if job.competes and job.best_effort:
+                    self._say_no_block(job, now, out)
                 continue
             known = known_speeds(job)
             if job.profiling is not None:
@@ -475,6 +478,17 @@ class Decider:
                 job.said_waiting = saying
                 limit = wait_limit(job, self._board.layout, now, self.config)
                 out.append(Wait(job.job_id, self._for_what(job, known, now), limit))
+
+    def _say_no_block(self, job: LiveJob, now: float, out: list[Decision]) -> None:
+        """Say once of a best-effort job that it waits for a larger cluster, and not for others to make room."""
+        layout = self._board.layout
+        sizes = () if job.mask else job.work(layout, self.config).sizes
+        if job.mask or (sizes and layout.blocks(layout.usable_at(now), level_of(sizes[0]))):
+            job.said_waiting = ""
+        elif job.said_waiting != "block":
+            job.said_waiting = "block"
+            reason = f"best effort, and waits for a larger cluster: {no_block(job.job, layout, now)}"
+            out.append(Wait(job.job_id, reason, None))
 
     def _for_what(self, job: LiveJob, known: Iterable[int], now: float) -> str:
         """What a job waits for whose speed, or length, is not known; ``known`` are the sizes at which its speed is."""

@@ -141,6 +141,8 @@ def _of_waiter(case: _Case) -> str:
             reason = "its deadline leaves time for that"
         gets = f"then it gets {_slots(first.placement.workers)}"
         return f"waits until {clock(first.start_s, case.now)}, {gets}{_because(reason)}"
+    if case.state.best_effort and case.row.state == State.WAITING:
+        return case.row.state_reason  # No block of the cluster is large enough.
     waits = "waits for slots that no promise needs" if case.state.best_effort else "waits, and no slots are free for it"
     return waits + _because(_others(case, case.now, math.inf, "all"))
 

@@ -516,3 +516,41 @@ def test_restore_without_the_stored_plan_finds_one(make_job, nodes) -> None:
     decisions = again.restore([replace(state, reserved=()) for state in scheduler.states()], 50.0)
     assert of(decisions, de.AtRisk) == []
     assert all(again.plan_of(name).promised_s <= 260 for name in "abc")
+
+
+@pytest.mark.parametrize(
+    ("given", "largest"),
+    [
+        ({"curve": None, "min_workers": 4}, 2),
+        ({"curve": {1: 1.0, 4: 2.0}, "min_workers": 3}, 2),
+        ({"curve": {4: 2.0}, "explore": False}, 2),
+    ],
+)
+def test_best_effort_that_fits_no_block_says_so_once_and_goes_on_when_the_cluster_grows(
+    make_job, nodes, given, largest
+) -> None:
+    scheduler = Scheduler(nodes=nodes(2))
+    decisions = scheduler.handle(ev.JobSubmitted(make_job(deadline=None, **given)), 0.0)
+    waits = only(decisions, de.Wait)
+    assert "waits for a larger cluster: no usable number of workers: it needs at least" in waits.reason
+    assert f"the largest block of the cluster is {largest} slots" in waits.reason
+    assert waits.until_s is None
+    assert not of(scheduler.handle(ev.WakeUp(), 10.0), de.Wait)
+    grown = scheduler.handle(ev.NodeJoined(Node(node_id="big", slots=4)), 20.0)
+    assert only(grown, de.Resize).placement.workers == 4
+    lost = scheduler.handle(ev.NodeLost("big"), 30.0)
+    assert only(lost, de.Wait).job_id == "a"
+
+
+def test_a_deadline_given_up_for_best_effort_that_fits_no_block_is_said(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=[*nodes(2), Node(node_id="big", slots=4)])
+    only(scheduler.handle(ev.JobSubmitted(make_job(curve={4: 2.0}, explore=False)), 0.0), de.Admit)
+    scheduler.handle(ev.NodeLost("big"), 10.0)
+    assert "larger cluster" in only(scheduler.handle(ev.JobAmended("a", best_effort=True), 20.0), de.Wait).reason
+
+
+def test_slots_that_are_taken_from_outside_make_no_block(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=[Node(node_id="n", slots=2, busy=frozenset({1}))])
+    decisions = scheduler.handle(ev.JobSubmitted(make_job(curve={2: 2.0}, deadline=None)), 0.0)
+    assert "the largest block of the cluster is 1 slot" in only(decisions, de.Wait).reason
+    only(scheduler.handle(ev.NodeJoined(Node(node_id="n", slots=2)), 20.0), de.Resize)
