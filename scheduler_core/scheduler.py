@@ -12,7 +12,7 @@ from itertools import chain, islice
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.admission import Verdict
 from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, stand_in_id
-from elasticflow_airflow.scheduler_core.cluster import nodes_after, nodes_avoiding
+from elasticflow_airflow.scheduler_core.cluster import nodes_after, nodes_avoiding, slots_cut_off
 from elasticflow_airflow.scheduler_core.decider import Decider, among
 from elasticflow_airflow.scheduler_core.decisions import (
     Amended,
@@ -186,9 +186,11 @@ class Scheduler(Decider):
         """
         if self._board.jobs:
             raise ValueError("restore() needs a scheduler that has no jobs yet")
-        layout = self._board.layout
+        layout, out = self._board.layout, list[Decision]()
         for state in states:
             job = _job_of(state, layout.mask_of(state.placement))
+            if reason := slots_cut_off(state.placement, self._board.nodes):
+                out.append(Suspend(job.job_id, reason))
             if job.mask.bit_count() != state.placement.workers:
                 job.placement, job.mask = Placement(), 0
             if state.reserved and all(
@@ -206,7 +208,7 @@ class Scheduler(Decider):
         spanning = any(len({slot.node_id for slot in job.placement.slots}) > 1 for job in self._board.jobs.values())
         if spanning:
             self._board.change_nodes(list(self._board.nodes.values()))
-        return self._replan(now, "the scheduler was restarted", retry=True)
+        return out + self._replan(now, "the scheduler was restarted", retry=True)
 
     def recall(self, jobs: Iterable[Job]) -> None:
         """Learn from jobs with deadlines that came and went before a restart; in order of submission.
@@ -451,8 +453,13 @@ class Scheduler(Decider):
                 if any(slot.node_id == event.node_id for slot in job.placement.slots):
                     self._lose_gang(job, now)
         nodes, why = nodes_after(board.nodes, event)
+        out: list[Decision] = []
+        for job in board.jobs.values():
+            if reason := slots_cut_off(job.placement, nodes):
+                self._lose_gang(job, now)
+                out.append(Suspend(job.job_id, reason))
         board.change_nodes(nodes.values())
-        return self._replan(now, why, retry=True)
+        return out + self._replan(now, why, retry=True)
 
 
 def _job_of(state: JobState, mask: int) -> LiveJob:
