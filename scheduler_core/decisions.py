@@ -48,7 +48,7 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Waits for slots to profile on or, with ``on_reject="wait"``, for capacity; or, as best effort, for a larger cluster.
+    """Waits for slots to profile on; with ``on_reject="wait"`` for capacity; as best effort for a larger cluster.
 
     In the last case it was admitted already: no block of the cluster is as large as it needs.
     """
