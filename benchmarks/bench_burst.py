@@ -46,6 +46,7 @@ from elasticflow_airflow.scheduler_core.decisions import Admit, Reject, Resize
 from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, Placement
 from elasticflow_airflow.service.books import costs_from
 from elasticflow_airflow.service.codec import curve_from_json
+from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.wire import Command, JobIdentity, JobStatus, JobSubmission, Length
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

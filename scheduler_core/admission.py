@@ -16,11 +16,12 @@ from elasticflow_airflow.scheduler_core.draft import Draft
 from elasticflow_airflow.scheduler_core.explain import duration, moment, workers
 from elasticflow_airflow.scheduler_core.filling import fill, minimum_share
 from elasticflow_airflow.scheduler_core.jobs import LiveJob
+from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.planner import Planner
 from elasticflow_airflow.scheduler_core.pricing import Protection
 from elasticflow_airflow.scheduler_core.proof import deadline_order
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
-from elasticflow_airflow.scheduler_core.values import OnReject
+from elasticflow_airflow.scheduler_core.values import Job, OnReject
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Work, course_of
 
 _DOUBLINGS = 6
@@ -34,6 +35,17 @@ class Verdict:
     anew: bool
     reason: str
     earliest_deadline_s: float | None
+
+
+def no_block(job: Job, layout: Layout, now: float) -> str:
+    """Say of a job that fits no block of the cluster what it needs, and what there is."""
+    largest = layout.largest(layout.usable_at(now))
+    known = f", its speed is known at {sorted(job.curve.steps_per_s)}" if job.curve is not None else ""
+    return (
+        f"no usable number of workers: it needs at least {job.min_workers}"
+        + (f" and at most {job.max_workers}" if job.max_workers else "")
+        + f"{known}, and the largest block of the cluster is {largest} {'slot' if largest == 1 else 'slots'}"
+    )
 
 
 class Admission:
@@ -81,15 +93,8 @@ class Admission:
         return min(tries, max(2, self.planner.config.rescue_effort // (len(self.planner.jobs) + 1))) if tries else 0
 
     def _impossible(self, work: Work) -> str | None:
-        job = self.job.job
         if not work.sizes:
-            largest = self.planner.layout.largest(self.planner.layout.usable_at(self.planner.now))
-            known = sorted(job.curve.steps_per_s) if job.curve is not None else []
-            return (
-                f"no usable number of workers: it needs at least {job.min_workers}"
-                + (f" and at most {job.max_workers}" if job.max_workers else "")
-                + f", its speed is known at {known}, and the largest block of the cluster is {largest} slots"
-            )
+            return no_block(self.job.job, self.planner.layout, self.planner.now)
         if work.speeds[work.sizes[-1]] <= 0.0:
             return "its speed is not known, so no deadline can be promised; give scaling_curve= (steps/s by workers)"
         if work.remaining == INFINITY:
@@ -261,8 +266,9 @@ class Admission:
                 break
         if enough is None:
             size = work.sizes[-1]
+            fastest = "the fastest size that is known of it" if self.job.job.partial else "its fastest size here"
             return (
-                f"hopeless even with the cluster to itself: {workers(size)}, its fastest size here, need "
+                f"hopeless even with the cluster to itself: {workers(size)}, {fastest}, need "
                 f"{duration(self._least(work))} ({costs}), and {duration(window)} are left before {moment(deadline)}"
             )
         size, needed = enough

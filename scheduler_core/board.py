@@ -25,7 +25,7 @@ from elasticflow_airflow.scheduler_core.exploring import unmeasured
 from elasticflow_airflow.scheduler_core.jobs import LiveJob, ProfilingRun, overdue
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.planner import Planner
-from elasticflow_airflow.scheduler_core.profiling import wait_limit, window_s
+from elasticflow_airflow.scheduler_core.profiling import known_speeds, wait_limit, window_s
 from elasticflow_airflow.scheduler_core.timeline import Bookings
 from elasticflow_airflow.scheduler_core.values import Node, Phase, Placement
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding, course_of
@@ -298,7 +298,9 @@ class Board:
             saved = max(now, work.since_s) + work.left_at(now) / work.speed(before) - end
         purpose = Purpose.PROFILE if job.phase is Phase.PROFILING else Purpose.TRAIN
         job.hold(self.layout, self.config, target, now)
-        if purpose is Purpose.PROFILE:
+        if purpose is Purpose.PROFILE and after in known_speeds(job):
+            reason = f"trains with {workers(after)} on slots that nobody needs, until it can be measured with more"
+        elif purpose is Purpose.PROFILE:
             job.profiling = ProfilingRun(after, now + window_s(job, self.config))
             reason = f"measures its speed with {after} on slots that no promise needs"
         elif after > before > 0 and unmeasured(job, after):
@@ -339,8 +341,10 @@ class Board:
             if job.phase is Phase.PROFILING:
                 if job.profiling is not None:
                     times.append(job.profiling.until_s)
-                elif not job.measured and (limit := wait_limit(job, self.config)) is not None:
-                    times.append(limit)
+                elif (limit := wait_limit(job, self.layout, now, self.config)) is not None:
+                    times.append(max(limit, now + 1.0))  # it moves away while the job trains
+                    if job.judged:
+                        times.append(max(job.thorough_s, now + 1.0))
             elif job.phase is Phase.WAITING and job.job.deadline_s is not None:
                 least = job.work(self.layout, self.config).least_time_s()
                 if least < INFINITY:

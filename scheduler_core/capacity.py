@@ -159,7 +159,7 @@ def _asking(rejected: Iterable[Job], now: float) -> list[Job]:
 
 def _too_late(job: Job, now: float) -> str:
     """Why no cluster can be large enough for a job that asks; empty if one may be."""
-    if job.curve is None or job.total_steps is None or job.deadline_s is None:
+    if job.curve is None or job.partial or job.total_steps is None or job.deadline_s is None:
         return ""
     usable = job.curve.usable(job.min_workers, job.max_workers or max(job.curve.steps_per_s))
     if not usable:
@@ -211,10 +211,10 @@ def _need_of(job: LiveJob, now: float) -> tuple[Need, str] | None:
         return (Need.AT_RISK, outlook.reason) if outlook.outcome is Outcome.AT_RISK else None
     if job.phase is Phase.WAITING:
         return Need.WAITING, "waits for capacity: its deadline cannot be promised yet"
+    if job.phase is Phase.PROFILING and job.profiling is None:
+        return Need.UNMEASURED, "waits for slots to measure its speed on"
     if stands(job, now):
         return None
-    if job.phase is Phase.PROFILING and not job.measured:
-        return Need.UNMEASURED, "waits for slots to measure its speed on"
     if job.competes:
         return Need.BEST_EFFORT, f"best effort, and there are no slots for its first {workers(least_workers(job))}"
     return None

@@ -28,6 +28,17 @@ def nodes_after(
             return after, f"node {node_id} goes away at {moment(until_s)}"
 
 
+def slots_cut_off(placement: Placement, nodes: Mapping[str, Node]) -> str:
+    """What has become of a gang's slots on nodes that are there, with fewer slots than before; empty: nothing has.
+
+    Its workers need not have died: they have to be told to leave. On a node that is gone there is nobody to tell.
+    """
+    cut = [slot for slot in placement.slots if slot.node_id in nodes and slot.index >= nodes[slot.node_id].slots]
+    if not cut:
+        return ""
+    return f"{', '.join(slot.name for slot in cut)} {'is' if len(cut) == 1 else 'are'} gone: the node is smaller now"
+
+
 def nodes_avoiding(nodes: Mapping[str, Node], event: ev.SlotSlow) -> dict[str, Node]:
     """The nodes by id, with the slow slot avoided for the time that the event says; the node must be there."""
     node_id, index = event.slot

@@ -75,8 +75,6 @@ class SchedulerConfig:
     """How long one size may run while its speed is measured, from the first step."""
     profile_startup_s: float = 60.0
     """How long a gang that is profiled may take to its first step (longer if the job's known start-up is longer)."""
-    profile_wait_fraction: float = 0.25
-    """A job waits for slots to be profiled on for at most this fraction of the time to its deadline."""
     profile_min_gain: float = 0.02
     """Profiling stops at a size whose speed is not this much (fraction) above the size before."""
 
@@ -99,8 +97,6 @@ class SchedulerConfig:
         return cls(**{**_SERVED, **settings})
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.profile_wait_fraction <= 1.0:
-            raise ValueError(f"profile_wait_fraction is {self.profile_wait_fraction!r}; it is a fraction from 0 to 1")
         for name in ("speed_sigma", "report_sigma"):
             if not 0.0 <= getattr(self, name) < 10.0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it is the sigma of a log-normal factor, say 0.1")

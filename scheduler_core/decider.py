@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from elasticflow_airflow.scheduler_core.admission import Admission, Verdict
+from elasticflow_airflow.scheduler_core.admission import Admission, Verdict, no_block
 from elasticflow_airflow.scheduler_core.board import Board
 from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, stand_in_id
 from elasticflow_airflow.scheduler_core.calendar_guard import keepable, reserved, stand_ins
@@ -23,19 +23,28 @@ from elasticflow_airflow.scheduler_core.decisions import (
     WakeMeAt,
 )
 from elasticflow_airflow.scheduler_core.draft import Draft
-from elasticflow_airflow.scheduler_core.explain import duration, moment
+from elasticflow_airflow.scheduler_core.explain import duration, moment, workers
 from elasticflow_airflow.scheduler_core.jobs import LiveJob
 from elasticflow_airflow.scheduler_core.mending import mend
+from elasticflow_airflow.scheduler_core.placement import level_of
 from elasticflow_airflow.scheduler_core.planner import Planner
 from elasticflow_airflow.scheduler_core.pricing import Arrival, Protection, footprint_of
-from elasticflow_airflow.scheduler_core.profiling import candidate_sizes, enough, wait_limit
+from elasticflow_airflow.scheduler_core.profiling import (
+    candidate_sizes,
+    in_a_hurry,
+    known_speeds,
+    largest_block,
+    missing_sizes,
+    sizes_to_measure,
+    undecided_until,
+    wait_limit,
+)
 from elasticflow_airflow.scheduler_core.values import (
     Job,
     Node,
     OnReject,
     Phase,
     Plan,
-    ScalingCurve,
 )
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding
 from elasticflow_airflow.scheduler_core.work import plan_of as public_plan
@@ -123,7 +132,7 @@ class Decider:
                 Reject(live.job_id, f"the deadline {moment(deadline)} is past: it is {moment(now)} now", None),
                 *self._wake(now),
             ]
-        if not candidate_sizes(live, 1 << (self._board.layout.levels - 1)) or not self._board.nodes:
+        if not candidate_sizes(live, largest_block(self._board.layout)) or not self._board.nodes:
             reason = f"no block of at least {live.job.min_workers} slots exists in this cluster"
             return [Reject(live.job_id, reason, None), *self._wake(now)]
         live.phase = Phase.PROFILING
@@ -131,13 +140,39 @@ class Decider:
         return self._replan(now, "a job has to be measured", retry=False)
 
     def _decide(self, live: LiveJob, now: float) -> list[Decision]:
-        """Admission of a job with a known speed; with the consequences its submitter asked for."""
+        """Admission of a job with a known speed; with the consequences its submitter asked for.
+
+        Where only a part of its curve is known, a no that the rest may turn into a yes is none yet.
+        """
         before = [] if live.job_id in self._board.jobs or self._put_off is not None else self._catch_up(now)
         self._note_arrival(live, now)
         verdict = self._ask(live, now)
         if verdict.draft is not None:
             return before + self._admit(live, verdict, Terms.DEADLINE, now)
+        if self._may_still_be_kept(live, now):
+            late = not self._may_still_be_kept(live, now, live.job.deadline_s)
+            taken = self._take_later(live, verdict, now) if late else None
+            return before + (self._measure_more(live, now) if taken is None else taken)
+        if live.job.partial and (missing := missing_sizes(live, self._board.layout, self.config)):
+            verdict.reason += f"; its speed with {_among_sizes(missing)} could not be measured in time"
         return before + self._refuse(live, verdict, now)
+
+    def _may_still_be_kept(self, live: LiveJob, now: float, deadline_s: float | None = None) -> bool:
+        """Whether sizes that were not measured yet may be so fast that a deadline (None: the last) can be kept."""
+        job = live.job
+        if not job.partial or not job.profile or not job.explore or live.remaining is None:
+            return False
+        return now < undecided_until(live, self._board.layout, now, self.config, deadline_s) - TOLERANCE_S
+
+    def _measure_more(self, live: LiveJob, now: float) -> list[Decision]:
+        """Go on measuring a job that what is known of its speed cannot admit."""
+        live.phase, live.judged = Phase.PROFILING, len(known_speeds(live))
+        own = undecided_until(live, self._board.layout, now, self.config, live.job.deadline_s)
+        live.thorough_s = now + self.config.waiting_retry_s
+        if now < own < live.thorough_s:  # from then on a later deadline will do, if it takes one
+            live.thorough_s = max(own, now + self.config.overdue_s)
+        self._register(live)
+        return self._replan(now, "a job has to be measured", retry=False)
 
     def _catch_up(self, now: float) -> list[Decision]:
         """Plan again where that is due, before somebody is asked about.
@@ -211,24 +246,13 @@ class Decider:
         return [Admit(live.job_id, terms, live.job.deadline_s, plan, verdict.reason), *out, *self._wake(now)]
 
     def _refuse(self, live: LiveJob, verdict: Verdict, now: float) -> list[Decision]:
-        job, offer = live.job, verdict.earliest_deadline_s
+        job = live.job
         known = live.job_id in self._board.jobs
         choice = job.on_reject
         if choice is OnReject.BEST_EFFORT:
             return self._take_best_effort(live, now, f"cannot be promised: {verdict.reason}; runs as best effort")
-        if choice.takes_later and offer is not None and offer <= (job.latest_deadline_s or -INFINITY):
-            live.job = replace(job, deadline_s=offer, asked_deadline_s=job.deadline_s)
-            live.changed()
-            again = self._ask(live, now)
-            if again.draft is not None:
-                left = f", for {live.job.part_at(offer):.0%} of its value" if choice is OnReject.LATE else ""
-                again.reason = (
-                    f"the deadline {moment(job.deadline_s or 0.0)} cannot be promised ({verdict.reason}); "
-                    f"accepted {moment(offer)} instead{left}: {again.reason}"
-                )
-                return self._admit(live, again, Terms.RENEGOTIATED, now)
-            live.job = job
-            live.changed()
+        if (taken := self._take_later(live, verdict, now)) is not None:
+            return taken
         if choice is OnReject.WAIT and job.deadline_s is not None:
             least = live.work(self._board.layout, self.config).least_time_s()
             until = job.deadline_s - least
@@ -244,11 +268,31 @@ class Decider:
                 live.said_waiting = "wait"
                 reason = f"waits for capacity until {moment(until)}: {verdict.reason}"
                 return [Wait(live.job_id, reason, until), *rest]
-        decision = Reject(live.job_id, self._advice(verdict), offer)
+        decision = Reject(live.job_id, self._advice(verdict), verdict.earliest_deadline_s)
         if not known:
             return [decision, *self._wake(now)]
         del self._board.jobs[live.job_id]
         return [decision, *self._replan(now, f"{live.job_id} was rejected", retry=False)]
+
+    def _take_later(self, live: LiveJob, verdict: Verdict, now: float) -> list[Decision] | None:
+        """Admit it for the deadline that was offered, if it takes that; None if not."""
+        job, offer = live.job, verdict.earliest_deadline_s
+        choice = job.on_reject
+        if not choice.takes_later or offer is None or offer > (job.latest_deadline_s or -INFINITY):
+            return None
+        live.job = replace(job, deadline_s=offer, asked_deadline_s=job.deadline_s)
+        live.changed()
+        again = self._ask(live, now)
+        if again.draft is not None:
+            left = f", for {live.job.part_at(offer):.0%} of its value" if choice is OnReject.LATE else ""
+            again.reason = (
+                f"the deadline {moment(job.deadline_s or 0.0)} cannot be promised ({verdict.reason}); "
+                f"accepted {moment(offer)} instead{left}: {again.reason}"
+            )
+            return self._admit(live, again, Terms.RENEGOTIATED, now)
+        live.job = job
+        live.changed()
+        return None
 
     def _advice(self, verdict: Verdict) -> str:
         offer = verdict.earliest_deadline_s
@@ -304,7 +348,7 @@ class Decider:
         self._finish(planner, draft, now, out, why)
         if retry:
             self._retry(now, out)
-        self._say_waiting(out)
+        self._say_waiting(now, out)
         return out
 
     def _retry(self, now: float, out: list[Decision]) -> None:
@@ -321,6 +365,19 @@ class Decider:
                 out += [d for d in self._admit(job, verdict, Terms.DEADLINE, now) if not is_wake(d)]
             elif thorough:
                 out += [d for d in self._refuse(job, verdict, now) if not is_wake(d)]
+        for job in list(self._board.jobs.values()):
+            waits = job.phase is Phase.PROFILING and job.profiling is None and job.job_id in self._board.jobs
+            if waits and job.remaining is not None and known_speeds(job):
+                out += self._ask_again(job, now)
+
+    def _ask_again(self, job: LiveJob, now: float) -> list[Decision]:
+        """Look whether a job that waits to be measured with more can be promised as it is: something has changed."""
+        if job.judged != len(known_speeds(job)):
+            return [d for d in self._decide_measured(job, now) if not is_wake(d)]
+        verdict = self._ask(job, now, thorough=False)
+        if verdict.draft is None:
+            return []
+        return [d for d in self._admit(job, verdict, Terms.DEADLINE, now) if not is_wake(d)]
 
     def _price(self, job: LiveJob, now: float) -> float:
         """Slot-seconds that a job needs at least for a value of 1 (infinite: it cannot be kept any more)."""
@@ -362,24 +419,19 @@ class Decider:
     def _after_measuring(self, job: LiveJob, now: float) -> list[Decision]:
         board = self._board
         job.profiling = None
-        largest = 1 << (board.layout.levels - 1)
-        over = enough(job, largest, now, self.config)
-        if over is None:
-            job.course = None
-            out = self._replan(now, "the next size is measured", retry=False)
-            if (
-                job.profiling is not None
-                or not job.measured
-                or job.job_id not in board.jobs
-                or job.phase is not Phase.PROFILING
-            ):
-                return out
-            return [d for d in out if not is_wake(d)] + self._decide_measured(job, now)
-        return self._decide_measured(job, now)
+        goes_on = known_speeds(job) == {} or now < undecided_until(job, board.layout, now, self.config)
+        if not missing_sizes(job, board.layout, self.config) or not goes_on or in_a_hurry(job, now, self.config):
+            return self._decide_measured(job, now)
+        job.course = None
+        out = self._replan(now, "the next size is measured", retry=False)
+        decided = job.job_id not in board.jobs or job.phase is not Phase.PROFILING
+        if decided or job.profiling is not None or job.judged == len(known_speeds(job)):
+            return out
+        return [d for d in out if not is_wake(d)] + self._decide_measured(job, now)
 
     def _decide_measured(self, job: LiveJob, now: float) -> list[Decision]:
-        """Profiling is over: admission on what was measured."""
-        if not job.measured:
+        """Admission on what was measured: all that can be, or all that there were slots for up to now."""
+        if not known_speeds(job):
             reason = "no number of workers could be measured; give scaling_curve= (steps/s by number of workers)"
             if job.job.on_reject is OnReject.BEST_EFFORT:
                 return self._take_best_effort(job, now, f"{reason}; runs as best effort")
@@ -387,50 +439,90 @@ class Decider:
             return [Reject(job.job_id, reason, None), *self._replan(now, f"{job.job_id} was rejected", retry=False)]
         if job.remaining is None:
             return self._wake(now)
-        job.job = replace(job.job, curve=ScalingCurve(job.measured))
         job.settle(self._board.layout, self.config, now)
-        job.course = None
-        job.changed()
+        job.take_measured(self.config)
+        job.course = job.course if job.profiling is not None else None  # which may have to go on
         return self._decide(job, now)
 
     def _expire_profiling(self, now: float, out: list[Decision]) -> None:
         """Give up sizes that take too long, and jobs that waited too long for slots to be measured on."""
         for job in list(self._board.jobs.values()):
-            if job.phase is not Phase.PROFILING:
+            if job.phase is not Phase.PROFILING or job.job_id not in self._board.jobs:
                 continue
             if job.profiling is not None and now >= job.profiling.until_s - TOLERANCE_S:
                 job.failed_sizes.add(job.profiling.size)
                 out += [d for d in self._after_measuring(job, now) if not is_wake(d)]
-            elif job.profiling is None and not job.measured:
-                limit = wait_limit(job, self.config)
+            elif job.profiling is None:
+                limit = wait_limit(job, self._board.layout, now, self.config)
                 if limit is not None and now >= limit - TOLERANCE_S:
-                    reason = (
-                        f"waited {duration(now - job.waiting_since_s)} for slots to measure its speed on, and the "
-                        f"deadline {moment(job.job.last_deadline_s or 0.0)} comes too near: give a later one, "
-                        "best_effort=True, or scaling_curve= (steps/s by number of workers) for a decision at once"
-                    )
-                    if job.job.on_reject is OnReject.BEST_EFFORT:
-                        out += [d for d in self._take_best_effort(job, now, reason) if not is_wake(d)]
-                    else:
-                        del self._board.jobs[job.job_id]
-                        out.append(Reject(job.job_id, reason, None))
+                    out += [d for d in self._waited_in_vain(job, now) if not is_wake(d)]
+                elif job.judged and job.judged == len(known_speeds(job)) and now >= job.thorough_s - TOLERANCE_S:
+                    out += [d for d in self._decide_measured(job, now) if not is_wake(d)]
 
-    def _say_waiting(self, out: list[Decision]) -> None:
+    def _waited_in_vain(self, job: LiveJob, now: float) -> list[Decision]:
+        """No slots were free to measure a job on, or to measure it with more, while that could still help."""
+        if known_speeds(job) and job.remaining is not None:
+            return self._decide_measured(job, now)
+        what = "measure its speed on" if not known_speeds(job) else "hear from it how long it is"
+        reason = (
+            f"waited {duration(now - job.waiting_since_s)} for slots to {what}, and the "
+            f"deadline {moment(job.job.last_deadline_s or 0.0)} comes too near: give a later one, "
+            "best_effort=True, or scaling_curve= (steps/s by number of workers) for a decision at once"
+        )
+        if job.job.on_reject is OnReject.BEST_EFFORT:
+            return self._take_best_effort(job, now, reason)
+        del self._board.jobs[job.job_id]
+        return [Reject(job.job_id, reason, None)]
+
+    def _say_waiting(self, now: float, out: list[Decision]) -> None:
         for job in self._board.jobs.values():
-            if job.phase is Phase.PROFILING and not job.mask:
-                if job.said_waiting != "profile":
-                    job.said_waiting = "profile"
-                    until = wait_limit(job, self.config)
-                    out.append(
-                        Wait(job.job_id, "waits for slots that no promise needs, to measure its speed on them", until)
-                    )
-            elif job.phase is Phase.PROFILING:
+            if job.phase is not Phase.PROFILING:
+                if job.competes and job.best_effort:
+                    self._say_no_block(job, now, out)
+                continue
+            known = known_speeds(job)
+            if job.profiling is not None:
                 job.said_waiting = ""
+            elif job.mask if job.remaining is None or not known else job.judged != len(known):
+                continue  # it was lent slots to say how long it is, or is decided on next
+            elif job.said_waiting != (saying := f"profile {len(known)}"):
+                job.said_waiting = saying
+                limit = wait_limit(job, self._board.layout, now, self.config)
+                out.append(Wait(job.job_id, self._for_what(job, known, now), limit))
+
+    def _say_no_block(self, job: LiveJob, now: float, out: list[Decision]) -> None:
+        """Say once of a best-effort job that it waits for a larger cluster, and not for others to make room."""
+        layout = self._board.layout
+        sizes = () if job.mask else job.work(layout, self.config).sizes
+        if job.mask or (sizes and layout.blocks(layout.usable_at(now), level_of(sizes[0]))):
+            job.said_waiting = ""
+        elif job.said_waiting != "block":
+            job.said_waiting = "block"
+            reason = f"best effort, and waits for a larger cluster: {no_block(job.job, layout, now)}"
+            out.append(Wait(job.job_id, reason, None))
+
+    def _for_what(self, job: LiveJob, known: Iterable[int], now: float) -> str:
+        """What a job waits for whose speed, or length, is not known; ``known`` are the sizes at which its speed is."""
+        more = sizes_to_measure(job, self._board.layout, now, self.config)[:1]
+        if not known:
+            return "waits for slots that no promise needs, to measure its speed on them"
+        if job.remaining is None or not more:
+            return "waits for slots that no promise needs, to hear from it how long it is"
+        return (
+            f"its deadline cannot be promised with {_among_sizes(known)}: waits for slots that no promise needs, "
+            f"to measure its speed with {_among_sizes(more)}"
+        )
 
 
 def among(reasons: Sequence[str]) -> str:
     """Several reasons for one plan: the first, and how many more there are."""
     return f"{reasons[0]}, and {len(reasons) - 1} more" if len(reasons) > 1 else reasons[0]
+
+
+def _among_sizes(sizes: Iterable[int]) -> str:
+    """Numbers of workers, for a sentence."""
+    *first, last = sorted(sizes)
+    return ", ".join(map(str, first)) + f" or {workers(last)}" if first else workers(last)
 
 
 def is_wake(decision: Decision) -> bool:

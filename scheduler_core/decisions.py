@@ -48,7 +48,10 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Not decided yet: waits for slots to profile on, or for capacity (``on_reject="wait"``)."""
+    """Waits for slots to profile on; with ``on_reject="wait"`` for capacity; as best effort for a larger cluster.
+
+    In the last case it was admitted already: no block of the cluster is as large as it needs.
+    """
 
     job_id: str
     reason: str

@@ -61,6 +61,8 @@ class LiveJob:
     """When its deadline was last asked for."""
     thorough_s: float = 0.0
     """While it waits: when it is next asked for with all orders that may help."""
+    judged: int = 0
+    """While it is measured: at how many sizes its speed was known when it was last decided on."""
     noted: bool = False
     """Whether the protection price has learned from its arrival."""
     turn_until_s: float = 0.0
@@ -197,6 +199,14 @@ class LiveJob:
         self.measured[size] = steps_per_s
         told = self.told or ScalingCurve({size: steps_per_s})
         self.job = replace(self.job, curve=believed(told, self.measured, config))
+        self._work = None
+
+    def take_measured(self, config: SchedulerConfig) -> None:
+        """Believe what profiling has measured so far, beside what was known before this run."""
+        if self.told is None:
+            self.told = self.job.curve
+        curve = ScalingCurve(self.measured) if self.told is None else believed(self.told, self.measured, config)
+        self.job = replace(self.job, curve=curve, partial=True)
         self._work = None
 
     def settle(self, layout: Layout, config: SchedulerConfig, now: float) -> None:

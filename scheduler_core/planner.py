@@ -16,7 +16,7 @@ from elasticflow_airflow.scheduler_core.exploring import try_next_size
 from elasticflow_airflow.scheduler_core.filling import Shape, minimum_share
 from elasticflow_airflow.scheduler_core.jobs import LiveJob, overdue
 from elasticflow_airflow.scheduler_core.placement import Layout
-from elasticflow_airflow.scheduler_core.profiling import next_size, window_s
+from elasticflow_airflow.scheduler_core.profiling import known_speeds, sizes_to_measure, window_s
 from elasticflow_airflow.scheduler_core.proof import deadline_order, prove, rescues
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.values import Phase
@@ -224,11 +224,19 @@ class Planner:
 
         ``anew``: nothing but promises is in the draft yet. Otherwise courses that exist are kept.
         """
+        measured = [job for job in self.jobs if job.phase is Phase.PROFILING]
+        for job in measured:
+            if job.profiling is None:  # what it trains on until it can be measured with more is anybody's
+                draft.drop(job.job_id)
         for job in self._in_need(draft):
             draft.drop(job.job_id)
             course = self._place(draft, job)
             if course is not None:
                 draft.put(job.job_id, course)
+        for job in measured:
+            meanwhile = None if job.job_id in draft.courses else self._train_meanwhile(draft, job)
+            if meanwhile is not None:
+                draft.put(job.job_id, meanwhile)
         grow(draft, (self.work(job) for job in self.jobs if job.competes), self.config)
         self._explore(draft)
         return draft
@@ -311,11 +319,21 @@ class Planner:
             if holding is not None and holding.mask == job.mask:
                 return Course((holding,), INFINITY, INFINITY)
             return None
-        size = next_size(job, 1 << (self.layout.levels - 1))
-        if size is None:
-            return None
-        held = window(draft, job.mask, size, window_s(job, self.config))
-        return Course((held,), INFINITY, INFINITY) if held is not None else None
+        for size in sizes_to_measure(job, self.layout, self.now, self.config):
+            held = window(draft, job.mask, size, window_s(job, self.config))
+            if held is not None:
+                return Course((held,), INFINITY, INFINITY)
+        return None
+
+    def _train_meanwhile(self, draft: Draft, job: LiveJob) -> Course | None:
+        """Have a job train that waits for slots to be measured on, at a size that it knows: where it is, if it can."""
+        work = self.work(job)
+        sizes = sorted(known_speeds(job).keys() & set(work.sizes), key=lambda size: (size != work.size, -size))
+        for size in sizes:
+            course = while_free(draft, work, size)
+            if course is not None and mask_at(course, self.now):
+                return Course(course.holdings, INFINITY, INFINITY)
+        return None
 
     def starved(self, draft: Draft) -> int:
         """How many jobs get nothing soon although they want a first worker; who waited too long counts twice."""
@@ -325,7 +343,8 @@ class Planner:
         for job in self.jobs:
             if (job.phase is Phase.PROFILING or job.competes) and not overdue(job, self.now):
                 course = draft.courses.get(job.job_id)
-                if course is None or not course.holdings or course.holdings[0].start_s > patience:
+                late = course is None or not course.holdings or course.holdings[0].start_s > patience
+                if late or (job.phase is Phase.PROFILING and not self._measures(draft, job)):
                     count += 2 if self._aged(job) else 1
         return count
 
@@ -343,6 +362,11 @@ class Planner:
             elif course is None:
                 return _NO_END_S
         return min(late, _NO_END_S)
+
+    @staticmethod
+    def _measures(draft: Draft, job: LiveJob) -> bool:
+        """Whether a job that is profiled gets slots of a size at which its speed is not known yet."""
+        return job.profiling is not None or draft.mask_now(job.job_id).bit_count() not in {0, *known_speeds(job)}
 
     def luxury(self, draft: Draft) -> bool:
         """Whether planning afresh could free slots: somebody holds more than its share, or slots lie idle."""

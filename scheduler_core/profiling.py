@@ -2,12 +2,17 @@
 
 A profiling gang trains: its steps count. Sizes are powers of two, smallest first, as in the paper's evaluation
 (ElasticFlow, section 5: throughputs are profiled before the first run), but measured here within the job's own run.
+
+While sizes are missing, what is known of a job's speed may admit it, but refuses it only when its deadline cannot be
+kept any more even if it were as fast with more workers as can be hoped: each as fast as the best that were measured.
 """
 
 from __future__ import annotations
 
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.jobs import LiveJob
+from elasticflow_airflow.scheduler_core.placement import Layout
+from elasticflow_airflow.scheduler_core.work import INFINITY
 
 
 def candidate_sizes(job: LiveJob, largest: int) -> list[int]:
@@ -21,12 +26,43 @@ def candidate_sizes(job: LiveJob, largest: int) -> list[int]:
     return sizes
 
 
-def next_size(job: LiveJob, largest: int) -> int | None:
-    """The size to measure next; None when all are measured or have failed."""
-    for size in candidate_sizes(job, largest):
-        if size not in job.measured and size not in job.failed_sizes:
-            return size
-    return None
+def known_speeds(job: LiveJob) -> dict[int, float]:
+    """Steps/s by size, as far as they are known: from earlier runs, and measured in this one."""
+    return {**(job.job.curve.steps_per_s if job.job.curve is not None else {}), **job.measured}
+
+
+def missing_sizes(job: LiveJob, layout: Layout, config: SchedulerConfig) -> list[int]:
+    """Sizes that are worth measuring still; none once the curve is known as far as it can be.
+
+    Larger ones are not when a size could not be measured, or was not faster than the one before.
+    """
+    known = known_speeds(job)
+    sizes = candidate_sizes(job, largest_block(layout))
+    missing = [size for size in sizes if size not in known and size not in job.failed_sizes]
+    tried = [size for size in sizes if size not in missing]
+    measured = [size for size in tried if size in known]
+    if not measured:
+        return missing
+    if tried[-1] not in known:
+        return []
+    if len(measured) > 1 and known[measured[-1]] < known[measured[-2]] * (1 + config.profile_min_gain):
+        return []
+    return missing
+
+
+def sizes_to_measure(job: LiveJob, layout: Layout, now: float, config: SchedulerConfig) -> list[int]:
+    """The size to measure next; in a hurry several, the first of which slots are free is the one.
+
+    A job that is in a hurry does not spend its time on sizes that cannot keep its deadline, whatever their speed may
+    be, as long as there are slots for one that may.
+    """
+    missing = missing_sizes(job, layout, config)
+    best = _best_per_worker(job)
+    if not missing or best is None or now + window_s(job, config) <= undecided_until(job, layout, now, config):
+        return missing[:1]
+    left, latest = job.work(layout, config).left_at(now), _last_start_s(job, layout, now, config)
+    hopeful = [size for size in missing if now + left / (best * size) <= latest]
+    return hopeful + [size for size in reversed(missing) if size not in hopeful]
 
 
 def window_s(job: LiveJob, config: SchedulerConfig) -> float:
@@ -34,32 +70,57 @@ def window_s(job: LiveJob, config: SchedulerConfig) -> float:
     return max(job.job.costs.startup_s, config.profile_startup_s) + config.profile_budget_s
 
 
-def enough(job: LiveJob, largest: int, now: float, config: SchedulerConfig) -> str | None:
-    """Say why profiling is over (None: it goes on). Call after a size was measured or has failed."""
-    sizes = candidate_sizes(job, largest)
-    tried = [s for s in sizes if s in job.measured or s in job.failed_sizes]
-    if len(tried) == len(sizes):
-        return "all sizes are tried"
-    measured = [s for s in tried if s in job.measured]
-    if not measured:
-        return None
-    if tried[-1] in job.failed_sizes:
-        return f"{tried[-1]} workers could not be measured"
-    if len(measured) > 1 and job.measured[measured[-1]] < job.measured[measured[-2]] * (1 + config.profile_min_gain):
-        return f"{measured[-1]} workers are not faster than {measured[-2]}"
-    deadline = job.job.last_deadline_s
-    if deadline is not None and not job.best_effort and job.remaining is not None:
-        best = max(job.measured.values())
-        rest = job.remaining / best + job.job.costs.tail_s
-        if now + window_s(job, config) + rest > deadline:
-            return "measuring another size could cost the deadline"
-    return None
+def in_a_hurry(job: LiveJob, now: float, config: SchedulerConfig) -> bool:
+    """Whether the speed that is known keeps the deadline now, and no longer when another size was measured first."""
+    deadline, known = job.job.last_deadline_s, known_speeds(job)
+    if deadline is None or job.best_effort or job.remaining is None or not known:
+        return False
+    rest = job.remaining / max(known.values()) + job.job.costs.tail_s
+    return now + rest <= deadline < now + window_s(job, config) + rest
 
 
-def wait_limit(job: LiveJob, config: SchedulerConfig) -> float | None:
-    """Until when a job may wait for slots to be profiled on; None without a deadline."""
-    deadline = job.job.last_deadline_s
-    if deadline is None or job.best_effort:
+def undecided_until(
+    job: LiveJob, layout: Layout, now: float, config: SchedulerConfig, deadline_s: float | None = None
+) -> float:
+    """Until when measuring further sizes may still show that the deadline can be kept; minus infinity: it cannot.
+
+    With the speed of each size that is missing at its best: as many times that of the best workers that were measured
+    as it has workers. ``deadline_s``: another one than the last that the job takes.
+    """
+    missing = missing_sizes(job, layout, config)
+    if not missing or job.best_effort or job.job.last_deadline_s is None:
+        return -INFINITY
+    latest, best = _last_start_s(job, layout, now, config, deadline_s), _best_per_worker(job)
+    if best is None:
+        return latest
+    return latest - job.work(layout, config).left_at(now) / (best * missing[-1])
+
+
+def wait_limit(job: LiveJob, layout: Layout, now: float, config: SchedulerConfig) -> float | None:
+    """Until when a job may wait for slots to be measured on, or to say how long it is; None without a deadline."""
+    if job.job.last_deadline_s is None or job.best_effort:
         return None
-    since = job.waiting_since_s
-    return since + config.profile_wait_fraction * max(0.0, deadline - since)
+    if job.remaining is None or not known_speeds(job):
+        return _last_start_s(job, layout, now, config)
+    return undecided_until(job, layout, now, config)
+
+
+def largest_block(layout: Layout) -> int:
+    """The most workers that a gang could have on this cluster."""
+    return 1 << (layout.levels - 1)
+
+
+def _best_per_worker(job: LiveJob) -> float | None:
+    """Steps/s of a worker in the gang that makes most of each; None while that, or what is left, is not known."""
+    known = known_speeds(job)
+    return max(speed / size for size, speed in known.items()) if known and job.remaining is not None else None
+
+
+def _last_start_s(
+    job: LiveJob, layout: Layout, now: float, config: SchedulerConfig, deadline_s: float | None = None
+) -> float:
+    """When a gang of another size must be ordered that makes all steps that are left in no time."""
+    deadline = job.job.last_deadline_s if deadline_s is None else deadline_s
+    if deadline is None:
+        return INFINITY
+    return deadline - config.deadline_margin_s - job.work(layout, config).cost_of_change(now) - job.job.costs.tail_s

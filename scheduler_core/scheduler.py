@@ -12,7 +12,7 @@ from itertools import chain, islice
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.admission import Verdict
 from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, stand_in_id
-from elasticflow_airflow.scheduler_core.cluster import nodes_after, nodes_avoiding
+from elasticflow_airflow.scheduler_core.cluster import nodes_after, nodes_avoiding, slots_cut_off
 from elasticflow_airflow.scheduler_core.decider import Decider, among
 from elasticflow_airflow.scheduler_core.decisions import (
     Amended,
@@ -23,7 +23,7 @@ from elasticflow_airflow.scheduler_core.decisions import (
 )
 from elasticflow_airflow.scheduler_core.jobs import LiveJob, ProfilingRun
 from elasticflow_airflow.scheduler_core.planner import Planner
-from elasticflow_airflow.scheduler_core.profiling import enough
+from elasticflow_airflow.scheduler_core.profiling import in_a_hurry, known_speeds, missing_sizes
 from elasticflow_airflow.scheduler_core.values import (
     Job,
     JobState,
@@ -81,6 +81,11 @@ class Scheduler(Decider):
         for job in waiting:
             del self._board.jobs[job.job_id]
         return waiting
+
+    def knows_curve(self, job_id: str) -> bool:
+        """Whether the speed of a live job is known at every size that is worth measuring."""
+        job = self._board.jobs.get(job_id)
+        return job is not None and not missing_sizes(job, self._board.layout, self.config)
 
     def projected_finish_s(self, job_id: str) -> float | None:
         """When the last step of a live job is expected, by its plan; None when that is not known.
@@ -183,9 +188,11 @@ class Scheduler(Decider):
         """
         if self._board.jobs:
             raise ValueError("restore() needs a scheduler that has no jobs yet")
-        layout = self._board.layout
+        layout, out = self._board.layout, list[Decision]()
         for state in states:
             job = _job_of(state, layout.mask_of(state.placement))
+            if reason := slots_cut_off(state.placement, self._board.nodes):
+                out.append(Suspend(job.job_id, reason))
             if job.mask.bit_count() != state.placement.workers:
                 job.placement, job.mask = Placement(), 0
             if state.reserved and all(
@@ -203,7 +210,7 @@ class Scheduler(Decider):
         spanning = any(len({slot.node_id for slot in job.placement.slots}) > 1 for job in self._board.jobs.values())
         if spanning:
             self._board.change_nodes(list(self._board.nodes.values()))
-        return self._replan(now, "the scheduler was restarted", retry=True)
+        return out + self._replan(now, "the scheduler was restarted", retry=True)
 
     def recall(self, jobs: Iterable[Job]) -> None:
         """Learn from jobs with deadlines that came and went before a restart; in order of submission.
@@ -250,8 +257,11 @@ class Scheduler(Decider):
             board.late.add(job.job_id)
         if job.phase is not Phase.PROFILING:
             return True
-        if job.measured and enough(job, 1 << (board.layout.levels - 1), now, self.config):
-            out += self._decide_measured(job, now)
+        known = known_speeds(job)
+        if job.judged != len(known):  # its length is known only now, or its time gets short
+            over = not missing_sizes(job, board.layout, self.config)
+            if over or job.profiling is None or in_a_hurry(job, now, self.config):
+                out += self._decide_measured(job, now)
         return False
 
     def _as_expected(self, job: LiveJob, event: ev.JobProgressed, now: float) -> bool:
@@ -287,6 +297,7 @@ class Scheduler(Decider):
             return self._replan(now, f"{job.job_id} was measured with {event.workers}", retry=False)
         if usable and event.steps_per_s is not None:
             job.measured[event.workers] = event.steps_per_s
+            job.take_measured(self.config)
         else:
             job.failed_sizes.add(event.workers)
         job.changed()
@@ -310,6 +321,7 @@ class Scheduler(Decider):
         deadline = before.deadline_s if event.deadline_s is None else event.deadline_s
         asked = before.asked_deadline_s if event.deadline_s is None else None
         job.job = replace(before, value=value, deadline_s=deadline, asked_deadline_s=asked)
+        job.judged, job.said_waiting = 0, "" if job.phase is Phase.PROFILING else job.said_waiting
         job.changed()
         if job.phase is Phase.WAITING and deadline is not None and deadline != before.deadline_s:
             if now + job.work(board.layout, self.config).least_time_s() >= deadline:
@@ -444,8 +456,13 @@ class Scheduler(Decider):
                 if any(slot.node_id == event.node_id for slot in job.placement.slots):
                     self._lose_gang(job, now)
         nodes, why = nodes_after(board.nodes, event)
+        out: list[Decision] = []
+        for job in board.jobs.values():
+            if reason := slots_cut_off(job.placement, nodes):
+                self._lose_gang(job, now)
+                out.append(Suspend(job.job_id, reason))
         board.change_nodes(nodes.values())
-        return self._replan(now, why, retry=True)
+        return out + self._replan(now, why, retry=True)
 
 
 def _job_of(state: JobState, mask: int) -> LiveJob:

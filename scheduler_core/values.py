@@ -153,6 +153,9 @@ class Job:
     """False: never profile (a plain script that reports nothing); it then runs as best effort at ``min_workers``."""
     explore: bool = True
     """False: never try a size that ``curve`` does not name (the user gave the curve, and means it)."""
+    partial: bool = False
+    """True: ``curve`` is what was measured so far. It may admit; it refuses only when the sizes that it lacks have been
+    measured, too, or could not help any more."""
     task: str = ""
     """The recurring task that it is a run of, by which the calendar knows it; empty: none."""
     requested_workers: int | None = None

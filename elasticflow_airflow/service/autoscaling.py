@@ -96,7 +96,7 @@ class CapacityDesk:
     def _job(self, reader: Reader, job: JobRow, row: IncarnationRow) -> Job | None:
         """A rejected job as it would ask again; None while its speed or its length is not known."""
         past = history.past_of(reader.history(job.recurring_key, row.signature) if row.signature else None)
-        known = known_speeds(row.submission, past.speeds)
+        known = known_speeds(row.submission, past.measured)
         speeds = known or {str(size): float(speed) for size, speed in row.speeds.items()}
         if not speeds or row.total_steps is None:
             return None
@@ -110,6 +110,7 @@ class CapacityDesk:
             min_workers=int(row.submission["min_workers"]),
             max_workers=most_workers(row.submission, row.logical_workers),
             value=row.value,
+            partial=not row.submission["scaling_curve"],
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from elasticflow_airflow.engines.port import STANDING, GangState, WorkerObservation
 from elasticflow_airflow.runtime.protocol import RescaleMode, checkpoint_dir
+from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.events import CalendarEvent, Event, GangStarted, JobProgressed
 from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
 from elasticflow_airflow.scheduler_core.values import JobState, RescaleCosts, Slot
@@ -201,6 +202,13 @@ class Books:
     def knows(self, job_id: str) -> bool:
         """Whether the scheduler has this job."""
         return self.scheduler.state(job_id) is not None
+
+    def knows_curve(self, row: IncarnationRow) -> bool:
+        """Whether the speed of a job was measured wherever that is worth it; else only a part of its curve is known."""
+        scheduler = self.scheduler
+        if not row.speeds or row.submission["scaling_curve"] or not isinstance(scheduler, Scheduler):
+            return False
+        return scheduler.knows_curve(row.job_id)
 
     def event(self, kind: str, reason: str, row: IncarnationRow, **data: Any) -> NewEvent:
         """Write an event of an incarnation; in a verdict it stands for its id."""

@@ -110,13 +110,15 @@ def record_all(books: Books, decisions: Sequence[Decision]) -> None:
     A job that gives its slots up and gets others (or the same) in one breath never stands without any. One that gets
     the very slots that its gang trains on goes on there, and the scheduler hears that nothing has to start.
     """
-    last = {decision.job_id: decision for decision in decisions if isinstance(decision, Resize | Suspend)}
+    changes = [(decision.job_id, i) for i, decision in enumerate(decisions) if isinstance(decision, Resize | Suspend)]
+    last = dict(changes)
     goes_on = []
-    for decision in decisions:
-        if isinstance(decision, Resize | Suspend) and decision is not last[decision.job_id]:
+    for i, decision in enumerate(decisions):
+        if isinstance(decision, Resize | Suspend) and i != last[decision.job_id]:
             continue
-        if isinstance(decision, Wait) and isinstance(last.get(decision.job_id), Resize):
-            continue
+        later = last.get(decision.job_id, i) if isinstance(decision, Wait) else i
+        if later > i and isinstance(decisions[later], Resize):
+            continue  # It had waited for no time at all.
         if isinstance(decision, WakeMeAt):
             books.wake_at = decision.at_s
             continue
@@ -186,9 +188,8 @@ def _admit(books: Books, row: IncarnationRow, decision: Admit) -> None:
         "event_id": event_id,
         "plan": plan_to_json(decision.plan),
     }
-    was_profiling = row.state == State.PROFILING
     _take_on(books, row, decision.reason)
-    if was_profiling and row.speeds:
+    if books.knows_curve(row):
         history.remember(books.tx, books.jobs[row.job_id], row, books.now, complete=True)
         books.learned = True
 
@@ -223,6 +224,8 @@ def _wait(books: Books, row: IncarnationRow, decision: Wait) -> None:
         row.verdict = {"decision": "undecided", "reason": decision.reason, "event_id": event_id}
     if books.desired(row) is None:
         books.set_state(row, State.WAITING, decision.reason)
+    else:
+        row.state_reason = decision.reason
 
 
 def _resize(books: Books, row: IncarnationRow, decision: Resize) -> None:

@@ -45,7 +45,7 @@ def _conclude(books: Books, row: IncarnationRow) -> None:
             books.jobs[row.job_id],
             row,
             books.now,
-            complete=bool(row.speeds) and _never_asked_for_curve(row),
+            complete=books.knows_curve(row),
             success=True,
         )
         books.learned = True
@@ -66,11 +66,6 @@ def _conclude(books: Books, row: IncarnationRow) -> None:
             feed(books, ev.JobCancelled(row.job_id))
         else:
             feed(books, ev.JobFailed(row.job_id))
-
-
-def _never_asked_for_curve(row: IncarnationRow) -> bool:
-    """A job that ended while it was profiled has shown what there is to show."""
-    return not row.submission["scaling_curve"] and row.state == State.PROFILING
 
 
 def _measure_tail(books: Books, row: IncarnationRow) -> None:

@@ -176,7 +176,7 @@ class ForecastDesk:
         shares = logical_workers(raw)
         key = submission.identity.recurring_key
         past = history.past_of(reader.history(key, history.signature_of(raw, self.device_type(), shares)))
-        speeds = known_speeds(raw, past.speeds)
+        speeds = known_speeds(raw, past.measured)
         steps = history.length_of(submission.length, submission.global_batch_size, past)
         task = reader.recurring_task(key)
         expected = task is not None and any(due - recurring.POLICY.early_s <= now for due in task.due)
@@ -193,6 +193,7 @@ class ForecastDesk:
             on_reject=OnReject(submission.on_reject),
             latest_deadline_s=submission.latest_deadline_at,
             explore=not submission.scaling_curve,
+            partial=not submission.scaling_curve,
             task=key if expected else "",
         )
 

@@ -38,7 +38,9 @@ class Past:
     """What can be believed of what past runs showed; by default nothing."""
 
     speeds: Mapping[str, float] | None = None
-    """A whole scaling curve: steps/s by workers (as text)."""
+    """Steps/s by workers (as text), with which a run was planned to its end: a whole curve, or a run has succeeded."""
+    measured: Mapping[str, float] | None = None
+    """All speeds that any run has shown, also one that was refused: perhaps not at all sizes."""
     costs: Mapping[str, float] = field(default_factory=dict)
     total_steps: int | None = None
     epochs: int | None = None
@@ -50,11 +52,12 @@ def past_of(row: HistoryRow | None) -> Past:
     if row is None:
         return Past()
     speeds = _speeds(row.speeds)
-    whole = bool(speeds) and row.complete and len(speeds) == len(row.speeds)
+    enough = bool(speeds) and (row.complete or bool(row.runs)) and len(speeds) == len(row.speeds)
     steps, epochs = (n if _is_number(n, 1, bounds.MOST_COUNT) else None for n in (row.total_steps, row.epochs))
     curve, _ = loss_curve(row.loss_curve)
     return Past(
-        speeds=speeds if whole else None,
+        speeds=speeds if enough else None,
+        measured=speeds or None,
         costs=_costs(row.costs),
         total_steps=steps,
         epochs=epochs,
@@ -101,6 +104,7 @@ def remember(
 ) -> None:
     """Keep what this run has shown so far; newer numbers replace older ones of the same size.
 
+    ``complete``: the speeds are known at every size that is worth measuring.
     How long a script says it is counts once it has succeeded: else one wrong word would keep all its later runs out.
     """
     past = tx.history(job.recurring_key, row.signature)

@@ -83,7 +83,7 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
     row.total_steps = history.length_of(length, int(submission["global_batch_size"]), past)
     # Where only its script can tell how long it is, it is measured once more: meanwhile the script tells.
     needs_length = row.total_steps is None and not row.best_effort
-    speeds = known_speeds(submission, None if needs_length else past.speeds)
+    speeds = known_speeds(submission, None if needs_length else past.measured)
     _say_where_it_starts(books, row)
     outlook.begin(books, row, past.loss_curve)
     most, least = most_workers(submission, row.logical_workers), int(submission["min_workers"])
@@ -111,14 +111,26 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
             on_reject=OnReject(submission["on_reject"]),
             latest_deadline_s=submission["latest_deadline_at"],
             explore=not submission["scaling_curve"],
+            partial=not submission["scaling_curve"],
         ),
     )
     if asked is None:
         return None
-    reason = "its scaling curve is known" if speeds else "its speed is not known yet: it is measured first"
+    reason = _what_is_known(submission, speeds)
     reason += _limit(submission, row.logical_workers, slots)
     books.event("submitted", f"submitted; {reason}", row, deadline_at=row.deadline_at, curve=speeds)
     return replace(asked, task=recurring.arrive(books, job, row))
+
+
+def _what_is_known(submission: Mapping[str, Any], speeds: Mapping[str, float] | None) -> str:
+    """Of the speed of a job, for the event of its submission."""
+    if not speeds:
+        return "its speed is not known yet: it is measured first"
+    if submission["scaling_curve"]:
+        return "its scaling curve is known"
+    *most, last = map(str, sorted(map(int, speeds)))
+    sizes = f"{', '.join(most)} and {last} workers" if most else "1 worker" if last == "1" else f"{last} workers"
+    return f"its speed with {sizes} is known from earlier runs"
 
 
 def recall(books: Books, scheduler: Scheduler) -> None:

@@ -16,7 +16,7 @@ from elasticflow_airflow.runtime.protocol import Report, ReportKind, RescaleMode
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.scheduler_core.values import Phase
-from elasticflow_airflow.service import measuring, outlook, samples, stragglers
+from elasticflow_airflow.service import history, measuring, outlook, samples, stragglers
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.codec import placement_from_json
 from elasticflow_airflow.service.deciding import feed, feed_reports
@@ -419,6 +419,8 @@ def _tell_progress(books: Books, row: IncarnationRow, generation: GenerationRow)
             generation.notes = {**generation.notes, "measured": True}
             reason = f"measured {speed:.3g} steps/s with {_workers(generation.workers)}"
             books.event("measured", reason, row, workers=generation.workers, steps_per_s=speed)
+            if not row.submission["scaling_curve"]:  # Even if it is refused, its next run need not measure that again.
+                history.remember(books.tx, books.jobs[row.job_id], row, books.now)
             outlook.tell(books, row)
             feed(books, ev.JobMeasured(row.job_id, generation.workers, speed, books.costs_of(row)))
             return

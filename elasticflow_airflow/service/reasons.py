@@ -75,7 +75,8 @@ def why(row: IncarnationRow, foresight: Foresight | None, keys: Mapping[str, str
         ends_at = None if row.lease_expires_at is None else row.lease_expires_at + row.orphan_s
         until = "" if ends_at is None else f", and is cancelled at {clock(ends_at, now)}"
         return Sentence(f"its owner in Airflow is not heard of: it holds nothing until one is back{until}")
-    if state.phase is Phase.WAITING or (state.phase is Phase.PROFILING and not state.placement.workers):
+    waits = state.phase is Phase.PROFILING and (state.profile_until_s is None or not state.placement.workers)
+    if state.phase is Phase.WAITING or waits:
         return Sentence(row.state_reason)
     if state.phase is Phase.PROFILING:
         limit = state.profile_until_s
@@ -140,6 +141,8 @@ def _of_waiter(case: _Case) -> str:
             reason = "its deadline leaves time for that"
         gets = f"then it gets {_slots(first.placement.workers)}"
         return f"waits until {clock(first.start_s, case.now)}, {gets}{_because(reason)}"
+    if case.state.best_effort and case.row.state == State.WAITING:
+        return case.row.state_reason  # No block of the cluster is large enough.
     waits = "waits for slots that no promise needs" if case.state.best_effort else "waits, and no slots are free for it"
     return waits + _because(_others(case, case.now, math.inf, "all"))
 

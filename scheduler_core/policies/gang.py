@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.cluster import nodes_after
+from elasticflow_airflow.scheduler_core.cluster import nodes_after, slots_cut_off
 from elasticflow_airflow.scheduler_core.decisions import (
     Admit,
     Amended,
@@ -283,8 +283,10 @@ class GangPolicy(Books, ABC):
 
     def _nodes_changed(self, event: ev.NodeJoined | ev.NodeLost | ev.NodeDraining, now: float) -> list[Decision]:
         nodes, why = nodes_after(self._nodes, event)
+        cut = {job.job_id: slots_cut_off(job.placement, nodes) for job in self.jobs.values()}
         self._change_nodes(nodes.values(), now)
-        return self._replan(now, why, retry=True)
+        told: list[Decision] = [Suspend(job_id, reason) for job_id, reason in cut.items() if reason]
+        return told + self._replan(now, why, retry=True)
 
     def _as_expected(self, job: GangJob, before_s: float | None, now: float) -> bool:
         """Whether a report leaves a job's end so nearly where it was that nobody need be asked."""

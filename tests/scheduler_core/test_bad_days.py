@@ -33,7 +33,18 @@ troubles = st.lists(
     st.tuples(
         st.floats(0.0, 600.0),
         st.sampled_from(
-            ["node_lost", "node_back", "busy", "drain", "gang_lost", "workers_lost", "park", "unpark", "wake"]
+            [
+                "node_lost",
+                "node_back",
+                "smaller",
+                "busy",
+                "drain",
+                "gang_lost",
+                "workers_lost",
+                "park",
+                "unpark",
+                "wake",
+            ]
         ),
         st.integers(0, 9),
     ),
@@ -65,6 +76,9 @@ def _live_through(world: ModuleType, sizes: list[int], jobs: list, trouble: list
                 play.at(when + 100.0, ev.NodeJoined(Node(node_id=node_id, slots=size)))
             case "node_back":
                 play.at(when, ev.NodeJoined(Node(node_id=f"new{number}", slots=4)))
+            case "smaller":
+                play.at(when, ev.NodeJoined(Node(node_id=node_id, slots=max(1, size - 1 - number % 2))))
+                play.at(when + 100.0, ev.NodeJoined(Node(node_id=node_id, slots=size)))
             case "drain":
                 play.at(when, ev.NodeDraining(node_id, when + 50.0))
                 play.at(when + 50.0, ev.NodeLost(node_id))

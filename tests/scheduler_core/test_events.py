@@ -516,3 +516,93 @@ def test_restore_without_the_stored_plan_finds_one(make_job, nodes) -> None:
     decisions = again.restore([replace(state, reserved=()) for state in scheduler.states()], 50.0)
     assert of(decisions, de.AtRisk) == []
     assert all(again.plan_of(name).promised_s <= 260 for name in "abc")
+
+
+@pytest.mark.parametrize(
+    ("given", "largest"),
+    [
+        ({"curve": None, "min_workers": 4}, 2),
+        ({"curve": {1: 1.0, 4: 2.0}, "min_workers": 3}, 2),
+        ({"curve": {4: 2.0}, "explore": False}, 2),
+    ],
+)
+def test_best_effort_that_fits_no_block_says_so_once_and_goes_on_when_the_cluster_grows(
+    make_job, nodes, given, largest
+) -> None:
+    scheduler = Scheduler(nodes=nodes(2))
+    decisions = scheduler.handle(ev.JobSubmitted(make_job(deadline=None, **given)), 0.0)
+    waits = only(decisions, de.Wait)
+    assert "waits for a larger cluster: no usable number of workers: it needs at least" in waits.reason
+    assert f"the largest block of the cluster is {largest} slots" in waits.reason
+    assert waits.until_s is None
+    assert not of(scheduler.handle(ev.WakeUp(), 10.0), de.Wait)
+    grown = scheduler.handle(ev.NodeJoined(Node(node_id="big", slots=4)), 20.0)
+    assert only(grown, de.Resize).placement.workers == 4
+    lost = scheduler.handle(ev.NodeLost("big"), 30.0)
+    assert only(lost, de.Wait).job_id == "a"
+
+
+def test_a_deadline_given_up_for_best_effort_that_fits_no_block_is_said(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=[*nodes(2), Node(node_id="big", slots=4)])
+    only(scheduler.handle(ev.JobSubmitted(make_job(curve={4: 2.0}, explore=False)), 0.0), de.Admit)
+    scheduler.handle(ev.NodeLost("big"), 10.0)
+    assert "larger cluster" in only(scheduler.handle(ev.JobAmended("a", best_effort=True), 20.0), de.Wait).reason
+
+
+def test_slots_that_are_taken_from_outside_make_no_block(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=[Node(node_id="n", slots=2, busy=frozenset({1}))])
+    decisions = scheduler.handle(ev.JobSubmitted(make_job(curve={2: 2.0}, deadline=None)), 0.0)
+    assert "the largest block of the cluster is 1 slot" in only(decisions, de.Wait).reason
+    only(scheduler.handle(ev.NodeJoined(Node(node_id="n", slots=2)), 20.0), de.Resize)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_node_that_comes_back_smaller_shrinks_the_gang(make_job, nodes, slots) -> None:
+    scheduler = Scheduler(nodes=nodes(4))
+    decisions = scheduler.handle(ev.JobSubmitted(make_job(steps=1000, deadline=None)), 0.0)
+    assert only(decisions, de.Resize).placement.workers == 4
+    shrunk = scheduler.handle(ev.NodeJoined(*nodes(slots)), 100.0)
+    assert "gone: the node is smaller now" in only(shrunk, de.Suspend).reason
+    assert only(shrunk, de.Resize).placement.workers == min(2, slots)
+    assert all(slot.index < slots for slot in scheduler.states()[0].placement.slots)
+
+
+def test_a_node_that_comes_back_smaller_moves_the_gang_where_that_keeps_its_promise(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(4, 4))
+    job = make_job(steps=1000, deadline=450, curve={4: 2.4})
+    before = only(scheduler.handle(ev.JobSubmitted(job), 0.0), de.Resize).placement
+    (node_id,) = {slot.node_id for slot in before.slots}
+    decisions = scheduler.handle(ev.NodeJoined(Node(node_id=node_id, slots=2)), 20.0)
+    moved = only(decisions, de.Resize).placement
+    assert moved.workers == 4
+    assert node_id not in {slot.node_id for slot in moved.slots}
+    assert not of(decisions, de.AtRisk)
+
+
+def test_a_node_that_comes_back_too_small_suspends_the_gang(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(4))
+    scheduler.handle(ev.JobSubmitted(make_job(steps=1000, curve={4: 2.4}, deadline=500)), 0.0)
+    decisions = scheduler.handle(ev.NodeJoined(*nodes(2)), 20.0)
+    only(decisions, de.Suspend)
+    only(decisions, de.AtRisk)
+    assert scheduler.states()[0].placement.workers == 0
+
+
+def test_a_plan_that_holds_slots_which_came_back_no_more_is_made_anew(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(4))
+    scheduler.handle(ev.JobSubmitted(make_job("now", steps=200, deadline=101, curve={4: 2.0})), 0.0)
+    for name in ("one", "two"):
+        only(scheduler.handle(ev.JobSubmitted(make_job(name, deadline=300, curve={2: 1.0})), 0.0), de.Admit)
+    decisions = scheduler.handle(ev.NodeJoined(*nodes(2)), 10.0)
+    assert [d.job_id for d in of(decisions, de.AtRisk)] == ["now"]
+    assert sizes(decisions) == {"one": 2}
+    assert scheduler.plan_of("two").promised_s <= 300.0
+
+
+def test_a_node_that_is_smaller_after_a_restart_suspends_or_shrinks_the_gang(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(4))
+    scheduler.handle(ev.JobSubmitted(make_job("shrinks", steps=1000, deadline=None)), 0.0)
+    again = Scheduler(nodes=nodes(2))
+    decisions = again.restore(scheduler.states(), 100.0)
+    only(decisions, de.Suspend)
+    assert only(decisions, de.Resize).placement.workers == 2

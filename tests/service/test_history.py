@@ -67,9 +67,10 @@ def test_what_is_stored_out_of_bounds_is_as_if_it_were_not_there(rubbish):
         epochs=2,
         loss_curve={"width": rubbish, "losses": [1.0]},
     )
-    assert past_of(row) == Past(speeds={"1": 10.0, "2": 18.0}, costs={"startup_s": 3.0}, epochs=2)
+    speeds = {"1": 10.0, "2": 18.0}
+    assert past_of(row) == Past(speeds=speeds, measured=speeds, costs={"startup_s": 3.0}, epochs=2)
     row.speeds, row.costs = {"1": 10.0, "2": rubbish}, rubbish
-    assert past_of(row) == Past(epochs=2)
+    assert past_of(row) == Past(epochs=2, measured={"1": 10.0})
     row.speeds = rubbish
     assert past_of(row) == Past(epochs=2)
 
@@ -101,3 +102,43 @@ def test_a_run_that_reports_rubbish_does_not_spoil_the_next_ones(world):
     assert min(world.row(first).speeds.values()) > 1.0
     after = world.submit(run="run1", within=300, steps=60, max_workers=2)
     assert world.ended(after).result.met
+
+
+def test_a_job_that_one_worker_cannot_keep_is_measured_with_more_before_it_is_refused(world):
+    """Three of four slots are promised to others: with one worker it takes its 200 s, with four 62 s."""
+    for number in range(3):
+        world.submit(task=f"full{number}", steps=600, within=100, scaling_curve={1: 10.0}, max_workers=1)
+    job = world.submit(steps=2000, within=200)
+    told = world.until(lambda: world.events(job, "waiting"), "it says what it waits for")[-1]
+    assert "to measure its speed with 2 workers" in told.reason
+    assert "until" in told.data
+    status = world.status(job)
+    assert (status.state, status.verdict.decision, status.state_reason) == ("profiling", "undecided", told.reason)
+    ended = world.ended(job)
+    assert (ended.state, ended.verdict.decision, ended.result.met) == ("succeeded", "admitted", True)
+
+
+def test_what_was_measured_of_a_job_that_is_refused_is_known_to_its_next_run(world):
+    for number in range(3):
+        world.submit(task=f"full{number}", steps=2000, within=255, scaling_curve={1: 10.0}, max_workers=1)
+    first = world.submit(run="run0", steps=3000, within=150)
+    refused = world.ended(first)
+    assert refused.state == "rejected"
+    assert "its speed with 2 or 4 workers could not be measured in time" in refused.verdict.reason
+    with world.store.read() as reader:
+        row = reader.history(reader.job(first.job.job_id).recurring_key, world.row(first).signature)
+        assert (set(row.speeds), row.complete) == ({"1"}, False)
+    easy = world.submit(run="run1", steps=200, within=200)
+    assert world.status(easy).verdict.decision == "admitted"
+    assert not world.events(easy, "measured")
+    assert "its speed with 1 worker is known from earlier runs" in world.events(easy, "submitted")[0].reason
+    world.desk.cancel(easy.job.job_id, easy.claim, "enough seen")
+    world.until(lambda: world.status(easy).state.terminal, "it is cancelled")
+    world.run(240)
+    hard = world.submit(run="run2", steps=8000, within=500)
+    world.until(lambda: world.status(hard).verdict.decision != "undecided", "it is decided on")
+    assert world.status(hard).verdict.decision == "admitted"
+    assert [event.data["workers"] for event in world.events(hard, "measured")] == [2, 4]
+    with world.store.read() as reader:
+        row = reader.history(reader.job(first.job.job_id).recurring_key, world.row(first).signature)
+        assert (set(row.speeds), row.complete) == ({"1", "2", "4"}, True)

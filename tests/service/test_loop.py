@@ -89,7 +89,8 @@ def test_sizes_stay_powers_of_two_within_the_limits(make_world):
 
 
 def test_on_a_full_cluster_measuring_waits_and_then_names_scaling_curve(world):
-    full = world.submit(task="full", within=170, steps=1600, min_workers=4, scaling_curve={4: 16.0})
+    slow = {"steps_per_s": {"4": 16.0}}
+    full = world.submit(task="full", within=170, steps=1600, min_workers=4, scaling_curve={4: 16.0}, fake=slow)
     assert full.job.verdict.decision == "admitted"
     job = world.submit(task="new", within=100, steps=50)
     assert job.job.state == "waiting"
