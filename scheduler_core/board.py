@@ -25,7 +25,7 @@ from elasticflow_airflow.scheduler_core.exploring import unmeasured
 from elasticflow_airflow.scheduler_core.jobs import LiveJob, ProfilingRun, overdue
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.planner import Planner
-from elasticflow_airflow.scheduler_core.profiling import known_speeds, wait_limit, window_s
+from elasticflow_airflow.scheduler_core.profiling import is_measured_at, wait_limit, window_s
 from elasticflow_airflow.scheduler_core.timeline import Bookings
 from elasticflow_airflow.scheduler_core.values import Node, Phase, Placement
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding, course_of
@@ -298,11 +298,12 @@ class Board:
             saved = max(now, work.since_s) + work.left_at(now) / work.speed(before) - end
         purpose = Purpose.PROFILE if job.phase is Phase.PROFILING else Purpose.TRAIN
         job.hold(self.layout, self.config, target, now)
-        if purpose is Purpose.PROFILE and after in known_speeds(job):
+        if purpose is Purpose.PROFILE and not is_measured_at(job, after):
             reason = f"trains with {workers(after)} on slots that nobody needs, until it can be measured with more"
         elif purpose is Purpose.PROFILE:
             job.profiling = ProfilingRun(after, now + window_s(job, self.config))
             reason = f"measures its speed with {after} on slots that no promise needs"
+            reason += ": its curve alone is not sure enough for a promise" if job.trial else ""
         elif after > before > 0 and unmeasured(job, after):
             job.failed_sizes.add(after)  # once; if its speed gets known, the curve says so
             reason = f"tries {workers(after)} instead of {before}: its speed there is not known, and slots are idle"

@@ -49,6 +49,7 @@ from elasticflow_airflow.scheduler_core.values import (
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding
 from elasticflow_airflow.scheduler_core.work import plan_of as public_plan
 
+_EVEN_ODDS = 0.5
 _WORTH_OF_LATENESS = 0.05
 """Of the lateness of all jobs at risk: less is not worth the pauses of the others."""
 
@@ -146,6 +147,7 @@ class Decider:
         """
         before = [] if live.job_id in self._board.jobs or self._put_off is not None else self._catch_up(now)
         self._note_arrival(live, now)
+        live.trial = 0
         verdict = self._ask(live, now)
         if verdict.draft is not None:
             return before + self._admit(live, verdict, Terms.DEADLINE, now)
@@ -153,6 +155,8 @@ class Decider:
             late = not self._may_still_be_kept(live, now, live.job.deadline_s)
             taken = self._take_later(live, verdict, now) if late else None
             return before + (self._measure_more(live, now) if taken is None else taken)
+        if size := self._worth_a_trial(live, now):
+            return before + self._try_out(live, size, now)
         if live.job.partial and (missing := missing_sizes(live, self._board.layout, self.config)):
             verdict.reason += f"; its speed with {_among_sizes(missing)} could not be measured in time"
         return before + self._refuse(live, verdict, now)
@@ -163,6 +167,31 @@ class Decider:
         if not job.partial or not job.profile or not job.explore or live.remaining is None:
             return False
         return now < undecided_until(live, self._board.layout, now, self.config, deadline_s) - TOLERANCE_S
+
+    def _worth_a_trial(self, live: LiveJob, now: float) -> int:
+        """The size to measure first, on slots that are free now, at a job that is refused only for want of certainty.
+
+        0: it would be refused, too, if its curve were exact, or nothing can be measured.
+        """
+        certain = self.config.speed_confidence <= _EVEN_ODDS or live.sigma(self.config) == 0.0
+        if certain or not live.job.profile or live.remaining is None:
+            return 0
+        twin = replace(live, job=replace(live.job, speed_sigma=0.0))
+        twin.changed()
+        draft = self._ask(twin, now, thorough=False).draft
+        if draft is None:
+            return 0
+        first = draft.courses[live.job_id].holdings[0]
+        size = first.mask.bit_count()
+        tried = live.is_certain(size, self.config) or size in live.failed_sizes
+        return 0 if tried or first.start_s > now + TOLERANCE_S else size
+
+    def _try_out(self, live: LiveJob, size: int, now: float) -> list[Decision]:
+        """Measure a job at one size before it is promised or refused; refused, where the slots are gone again."""
+        live.phase, live.trial, live.judged = Phase.PROFILING, size, len(known_speeds(live))
+        live.thorough_s = now + self.config.overdue_s
+        self._register(live)
+        return self._replan(now, "a job is measured before it is promised", retry=False)
 
     def _measure_more(self, live: LiveJob, now: float) -> list[Decision]:
         """Go on measuring a job that what is known of its speed cannot admit."""
@@ -204,7 +233,7 @@ class Decider:
     def _ask(self, live: LiveJob, now: float, *, thorough: bool = True) -> Verdict:
         board = self._board
         live.asked_s = now
-        jobs = [j for j in board.jobs.values() if j is not live]
+        jobs = [j for j in board.jobs.values() if j.job_id != live.job_id]
         runs = tuple(board.calendar.runs.values())
         limits = [j.job.deadline_s for j in (live, *jobs) if j is live or j.promised]
         last = max((limit for limit in limits if limit is not None), default=now)
@@ -419,6 +448,8 @@ class Decider:
     def _after_measuring(self, job: LiveJob, now: float) -> list[Decision]:
         board = self._board
         job.profiling = None
+        if job.trial:
+            return self._decide_measured(job, now)
         goes_on = known_speeds(job) == {} or now < undecided_until(job, board.layout, now, self.config)
         if not missing_sizes(job, board.layout, self.config) or not goes_on or in_a_hurry(job, now, self.config):
             return self._decide_measured(job, now)
@@ -452,6 +483,9 @@ class Decider:
             if job.profiling is not None and now >= job.profiling.until_s - TOLERANCE_S:
                 job.failed_sizes.add(job.profiling.size)
                 out += [d for d in self._after_measuring(job, now) if not is_wake(d)]
+            elif job.trial and job.profiling is None and now >= job.thorough_s - TOLERANCE_S:
+                job.failed_sizes.add(job.trial)  # the slots went to somebody else
+                out += [d for d in self._decide_measured(job, now) if not is_wake(d)]
             elif job.profiling is None:
                 limit = wait_limit(job, self._board.layout, now, self.config)
                 if limit is not None and now >= limit - TOLERANCE_S:
@@ -483,6 +517,8 @@ class Decider:
             known = known_speeds(job)
             if job.profiling is not None:
                 job.said_waiting = ""
+            elif job.trial:
+                continue  # it is measured, or refused, at once
             elif job.mask if job.remaining is None or not known else job.judged != len(known):
                 continue  # it was lent slots to say how long it is, or is decided on next
             elif job.said_waiting != (saying := f"profile {len(known)}"):

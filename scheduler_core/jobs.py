@@ -61,6 +61,8 @@ class LiveJob:
     """When its deadline was last asked for."""
     thorough_s: float = 0.0
     """While it waits: when it is next asked for with all orders that may help."""
+    trial: int = 0
+    """The size that is measured before it is promised, as its curve alone is not sure enough for that; 0: none."""
     judged: int = 0
     """While it is measured: at how many sizes its speed was known when it was last decided on."""
     noted: bool = False
@@ -206,7 +208,7 @@ class LiveJob:
         if self.told is None:
             self.told = self.job.curve
         curve = ScalingCurve(self.measured) if self.told is None else believed(self.told, self.measured, config)
-        self.job = replace(self.job, curve=curve, partial=True)
+        self.job = replace(self.job, curve=curve, partial=self.job.partial or not self.trial)
         self._work = None
 
     def settle(self, layout: Layout, config: SchedulerConfig, now: float) -> None:
@@ -279,6 +281,7 @@ class LiveJob:
             profile_until_s=self.profiling.until_s if self.profiling else None,
             expected_steps=self.expected,
             foreseen=self.foreseen,
+            trial=self.trial,
             reserved=tuple(
                 Reservation(h.start_s, h.end_s, layout.placement_of(h.mask, self.placement)) for h in holdings
             ),

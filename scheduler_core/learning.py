@@ -125,8 +125,9 @@ def planned(
 ) -> dict[int, float]:
     """Speeds by size, in steps/s, that a promise may rely on. ``curve`` is :func:`believed` of ``told``.
 
-    While every measured size is at least as fast as it was promised with, the others are planned at least as fast as
-    they were, too: a promise holds where speeds are at least what was planned with.
+    While every measured size is at least as fast as it was promised with, the others are planned as they were: a
+    promise holds where speeds are at least what was planned with. Bad news of one size counts for the others, good
+    news does not: how much of the error they share, nobody knows, and a size that runs is measured soon.
     """
     promised = {size: speed * _quantile(config, sigma) for size, speed in told.steps_per_s.items()}
     speeds = {size: _measured(held, promised.get(size), config) for size, held in measured.items()}
@@ -135,7 +136,8 @@ def planned(
     doubt = _quantile(config, sigma * _rest_of_doubt(config.speed_shared, len(known)))
     for size, speed in curve.steps_per_s.items():
         if size not in speeds:
-            speeds[size] = max(speed * doubt, promised.get(size, 0.0) if kept else 0.0)
+            before = promised.get(size, speed)
+            speeds[size] = before if kept else min(before, speed * doubt)
     return {size: speeds[size] for size in curve.steps_per_s}
 
 

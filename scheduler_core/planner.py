@@ -16,7 +16,7 @@ from elasticflow_airflow.scheduler_core.exploring import try_next_size
 from elasticflow_airflow.scheduler_core.filling import Shape, minimum_share
 from elasticflow_airflow.scheduler_core.jobs import LiveJob, overdue
 from elasticflow_airflow.scheduler_core.placement import Layout
-from elasticflow_airflow.scheduler_core.profiling import known_speeds, sizes_to_measure, window_s
+from elasticflow_airflow.scheduler_core.profiling import is_measured_at, known_speeds, sizes_to_measure, window_s
 from elasticflow_airflow.scheduler_core.proof import deadline_order, prove, rescues
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.values import Phase
@@ -234,7 +234,7 @@ class Planner:
             if course is not None:
                 draft.put(job.job_id, course)
         for job in measured:
-            meanwhile = None if job.job_id in draft.courses else self._train_meanwhile(draft, job)
+            meanwhile = None if job.job_id in draft.courses or job.trial else self._train_meanwhile(draft, job)
             if meanwhile is not None:
                 draft.put(job.job_id, meanwhile)
         grow(draft, (self.work(job) for job in self.jobs if job.competes), self.config)
@@ -365,8 +365,8 @@ class Planner:
 
     @staticmethod
     def _measures(draft: Draft, job: LiveJob) -> bool:
-        """Whether a job that is profiled gets slots of a size at which its speed is not known yet."""
-        return job.profiling is not None or draft.mask_now(job.job_id).bit_count() not in {0, *known_speeds(job)}
+        """Whether a job that is profiled gets slots of a size at which its speed is to be measured."""
+        return job.profiling is not None or is_measured_at(job, draft.mask_now(job.job_id).bit_count())
 
     def luxury(self, draft: Draft) -> bool:
         """Whether planning afresh could free slots: somebody holds more than its share, or slots lie idle."""

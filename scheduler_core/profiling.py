@@ -31,6 +31,11 @@ def known_speeds(job: LiveJob) -> dict[int, float]:
     return {**(job.job.curve.steps_per_s if job.job.curve is not None else {}), **job.measured}
 
 
+def is_measured_at(job: LiveJob, size: int) -> bool:
+    """Whether a gang of this size, on which a job stands that is profiled, is there to measure its speed."""
+    return size > 0 and (size == job.trial or size not in known_speeds(job))
+
+
 def missing_sizes(job: LiveJob, layout: Layout, config: SchedulerConfig) -> list[int]:
     """Sizes that are worth measuring still; none once the curve is known as far as it can be.
 
@@ -56,6 +61,8 @@ def sizes_to_measure(job: LiveJob, layout: Layout, now: float, config: Scheduler
     A job that is in a hurry does not spend its time on sizes that cannot keep its deadline, whatever their speed may
     be, as long as there are slots for one that may.
     """
+    if job.trial:
+        return [] if job.is_certain(job.trial, config) else [job.trial]
     missing = missing_sizes(job, layout, config)
     best = _best_per_worker(job)
     if not missing or best is None or now + window_s(job, config) <= undecided_until(job, layout, now, config):
@@ -100,6 +107,8 @@ def wait_limit(job: LiveJob, layout: Layout, now: float, config: SchedulerConfig
     """Until when a job may wait for slots to be measured on, or to say how long it is; None without a deadline."""
     if job.job.last_deadline_s is None or job.best_effort:
         return None
+    if job.trial:
+        return job.thorough_s
     if job.remaining is None or not known_speeds(job):
         return _last_start_s(job, layout, now, config)
     return undecided_until(job, layout, now, config)

@@ -262,6 +262,8 @@ class Scheduler(Decider):
             over = not missing_sizes(job, board.layout, self.config)
             if over or job.profiling is None or in_a_hurry(job, now, self.config):
                 out += self._decide_measured(job, now)
+        elif job.trial and job.is_certain(job.trial, self.config):
+            out += self._decide_measured(job, now)
         return False
 
     def _as_expected(self, job: LiveJob, event: ev.JobProgressed, now: float) -> bool:
@@ -475,6 +477,7 @@ def _job_of(state: JobState, mask: int) -> LiveJob:
         remaining=state.remaining_steps,
         expected=state.expected_steps,
         foreseen=state.foreseen,
+        trial=state.trial,
         as_of_s=state.as_of_s,
         waiting_since_s=state.waiting_since_s or state.as_of_s,
         placement=state.placement,

@@ -282,6 +282,8 @@ class JobState:
     """Until when the size that is being profiled may take."""
     expected_steps: float | None = None
     """At ``as_of_s``: what a prediction says is left, if there is one; less than ``remaining_steps``."""
+    trial: int = 0
+    """The size that is measured before it is promised; 0: none."""
     foreseen: bool = False
     """The calendar expected it: it has taken the place of its reservation."""
     reserved: tuple[Reservation, ...] = ()

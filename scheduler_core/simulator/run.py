@@ -21,6 +21,8 @@ from elasticflow_airflow.scheduler_core.simulator.outcome import JobRecord, Resu
 from elasticflow_airflow.scheduler_core.values import Job, Node, Placement, Slot
 
 _TINY_S = 1e-5
+_MEASURE_S = 20.0
+"""How long a gang that measures its speed needs, from its first step."""
 _LEAST_WAKE_UP_S = 1e-3
 """Wake-ups that come more often than this, many of them in a row, stop the clock."""
 
@@ -80,6 +82,8 @@ class _Run:
     as_of_s: float = 0.0
     starting: bool = False
     batch: int | None = None
+    measures: bool = False
+    """Whether its gang is there to measure its speed."""
     beside: bool = False
     """Whether it runs on what the holders of its slots leave."""
     version: int = 0
@@ -97,7 +101,7 @@ class _Run:
 class _Due(NamedTuple):
     """Something that a gang will do or say, unless its slots change before (then ``version`` is another)."""
 
-    what: Literal["left", "start", "report", "slow", "end"]
+    what: Literal["left", "start", "measured", "report", "slow", "end"]
     run: _Run
     version: int
 
@@ -243,6 +247,9 @@ class Simulation:
         if happening.what == "left":
             run.said_s = now
             return [ev.JobProgressed(job_id, run.left)]
+        if happening.what == "measured":
+            measured = ev.JobMeasured(job_id, len(run.slots), run.speed, run.simulated.job.costs)
+            return [ev.JobProgressed(job_id, run.left), measured]
         if happening.what == "slow":
             return self._tell_of_straggler(run, now)
         if happening.what == "report":
@@ -309,6 +316,7 @@ class Simulation:
                 case de.Resize():
                     run.settle(now)
                     run.batch = decision.batch_size
+                    run.measures = decision.purpose is de.Purpose.PROFILE
                     if self.leftover is not None or self.packed is not None:
                         run.beside = decision.beside
                     wanted[decision.job_id] = decision.placement.slots
@@ -451,5 +459,7 @@ class Simulation:
             if run.ready_s > now:
                 self._push(run.ready_s, 2, _Due("start", run, run.version))
             self._push(counted + self.report_after_s, 3, _Due("report", run, run.version))
+        if run.measures:
+            self._push(counted + _MEASURE_S, 2, _Due("measured", run, run.version))
         if self.straggler_after_s is not None and size > 1 and run.speed < healthy and not run.beside:
             self._push(counted + self.straggler_after_s, 4, _Due("slow", run, run.version))

@@ -70,19 +70,14 @@ def test_what_is_measured_needs_no_margin_and_the_others_have_the_quantile() -> 
     assert promised(TOLD, 0.1, APART).steps_per_s == pytest.approx({n: v * doubt for n, v in TOLD.steps_per_s.items()})
 
 
-def test_a_measured_size_takes_the_doubt_from_the_others_as_far_as_the_error_is_shared() -> None:
-    assert promise_of({2: 2.0}, 0.1, SchedulerConfig(speed_shared=1.0)) == pytest.approx({1: 1.0, 2: 2.0, 4: 4.0})
-    half = SchedulerConfig(speed_shared=0.5)
-    one, two = promise_of({2: 2.0}, 0.1, half)[4], promise_of({1: 1.0, 2: 2.0}, 0.1, half)[4]
-    assert 4.0 * math.exp(-0.1 * Z90) < one < two < 4.0
-
-
-@pytest.mark.parametrize("factor", [0.88, 0.9, 0.95])
-def test_a_size_inside_the_stated_error_leaves_the_promised_speeds_of_the_others_alone(factor: float) -> None:
-    """Else a promise would be lost though no speed is below what was planned with."""
-    doubt = math.exp(-0.1 * Z90)
-    speeds = promise_of({1: factor, 2: 2.0 * factor}, 0.1, SchedulerConfig(speed_shared=0.5))
-    assert speeds == pytest.approx({1: factor, 2: 2.0 * factor, 4: max(speeds[4], 4.0 * doubt)})
+@pytest.mark.parametrize("factor", [0.88, 0.9, 1.0, 1.2])
+@pytest.mark.parametrize("shared", [0.0, 0.5, 1.0])
+def test_a_size_inside_the_stated_error_leaves_the_promised_speeds_of_the_others_alone(
+    factor: float, shared: float
+) -> None:
+    """Else a promise would be lost though no speed is below what was planned with, or given on hope."""
+    speeds = promise_of({1: factor, 2: 2.0 * factor}, 0.1, SchedulerConfig(speed_shared=shared))
+    assert speeds == pytest.approx({1: factor, 2: 2.0 * factor, 4: 4.0 * math.exp(-0.1 * Z90)})
 
 
 def test_a_size_outside_the_stated_error_speaks_against_the_others() -> None:
@@ -162,8 +157,7 @@ def test_a_size_that_never_ran_is_as_fast_as_planned_with_the_stated_probability
         own = 0.2 * math.sqrt(1.0 - shared)
         truth = {n: v * math.exp(common + chaos.gauss(0.0, own)) for n, v in TOLD.steps_per_s.items()}
         kept += truth[4] >= promise_of({n: truth[n] for n in (1, 2)[:measured]}, 0.2, config)[4]
-    # Where measured sizes are no slower than promised, the others are planned no slower than promised, either.
-    assert 0.9 - 0.04 * bool(shared and measured) <= kept / draws + 0.02 <= 0.94
+    assert kept / draws >= 0.9 - 0.02
 
 
 def test_the_first_report_lifts_the_margin_of_its_size(make_job, nodes) -> None:
@@ -174,13 +168,6 @@ def test_the_first_report_lifts_the_margin_of_its_size(make_job, nodes) -> None:
     assert scheduler.plan_of("a").finish_s == pytest.approx(100 * math.exp(0.1 * Z90))
     scheduler.handle(ev.JobProgressed("a", remaining_steps=80, steps_per_s=1.0), 20.0)
     assert scheduler.plan_of("a").finish_s == pytest.approx(100.0)
-
-
-def test_a_deadline_that_only_the_told_speed_keeps_is_not_promised(make_job, nodes) -> None:
-    job = make_job("a", steps=100, deadline=105, curve={1: 1.0})
-    assert isinstance(Scheduler(nodes=nodes(1)).handle(ev.JobSubmitted(job), 0.0)[0], de.Admit)
-    config = SchedulerConfig(speed_sigma=0.1)
-    assert isinstance(Scheduler(config, nodes(1)).handle(ev.JobSubmitted(job), 0.0)[0], de.Reject)
 
 
 def test_a_size_that_turns_out_slower_than_a_smaller_one_is_planned_as_slow_as_it_is(make_job, nodes) -> None:

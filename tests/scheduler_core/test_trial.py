@@ -1,0 +1,107 @@
+"""A job that is refused only because its curve is not sure enough is measured first, and then promised or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
+from elasticflow_airflow.scheduler_core import decisions as de
+from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.values import OnReject, Phase
+
+SERVED = SchedulerConfig.served()
+TIGHT = {"steps": 1000, "deadline": 1100, "curve": {1: 1.0}}
+"""It takes 1000 s at the speed as told, and 1137 s at the speed that is promised with."""
+
+
+def of(decisions: list[de.Decision], kind: type) -> list[Any]:
+    return [decision for decision in decisions if isinstance(decision, kind)]
+
+
+def submit(scheduler: Scheduler, job: Any, now: float = 0.0) -> list[de.Decision]:
+    return scheduler.handle(ev.JobSubmitted(job), now)
+
+
+def test_what_only_the_told_speed_keeps_is_measured_and_then_promised(make_job: Any, nodes: Any) -> None:
+    scheduler = Scheduler(SERVED, nodes(1))
+    (resize,) = of(submit(scheduler, make_job("a", **TIGHT)), de.Resize)
+    assert resize.purpose is de.Purpose.PROFILE
+    assert "not sure enough" in resize.reason
+    scheduler.handle(ev.GangStarted("a", resize.placement), 0.0)
+    decided = scheduler.handle(ev.JobMeasured("a", 1, 1.0), 20.0)
+    assert [d.terms for d in of(decided, de.Admit)] == [de.Terms.DEADLINE]
+    assert of(decided, de.Resize) == of(decided, de.Suspend) == []  # it goes on where it is
+
+
+def test_what_turns_out_too_slow_is_refused_and_makes_room(make_job: Any, nodes: Any) -> None:
+    scheduler = Scheduler(SERVED, nodes(1))
+    submit(scheduler, make_job("a", **TIGHT))
+    (reject,) = of(scheduler.handle(ev.JobMeasured("a", 1, 0.85), 20.0), de.Reject)
+    assert reject.earliest_deadline_s is not None
+    assert scheduler.state("a") is None
+
+
+def test_reports_measure_it_too(make_job: Any, nodes: Any) -> None:
+    scheduler = Scheduler(SERVED, nodes(1))
+    submit(scheduler, make_job("a", **TIGHT))
+    told = [scheduler.handle(ev.JobProgressed("a", 1000 - t, steps_per_s=1.0), t) for t in (15.0, 30.0, 45.0)]
+    assert [len(of(one, de.Admit)) for one in told] == [0, 0, 1]
+
+
+def test_nobody_is_tried_who_could_not_make_it_as_told_or_not_begin_now(make_job: Any, nodes: Any) -> None:
+    scheduler = Scheduler(SERVED, nodes(1))
+    assert of(submit(scheduler, make_job("a", **(TIGHT | {"deadline": 990}))), de.Reject)
+    submit(scheduler, make_job("b", steps=100, deadline=150, curve={1: 1.0}))
+    assert of(submit(scheduler, make_job("c", **(TIGHT | {"deadline": 1200}))), de.Reject)
+
+
+@pytest.mark.parametrize("config", [SchedulerConfig(), SchedulerConfig.served(speed_confidence=0.5)])
+def test_where_no_margin_is_kept_there_is_nothing_to_try(make_job: Any, nodes: Any, config: SchedulerConfig) -> None:
+    assert of(submit(Scheduler(config, nodes(1)), make_job("a", **TIGHT)), de.Admit)
+
+
+def test_a_script_that_reports_nothing_is_refused_at_once(make_job: Any, nodes: Any) -> None:
+    assert of(submit(Scheduler(SERVED, nodes(1)), make_job("a", **TIGHT, profile=False)), de.Reject)
+
+
+def test_a_promise_that_needs_the_slots_ends_the_trial(make_job: Any, nodes: Any) -> None:
+    scheduler = Scheduler(SERVED, nodes(1))
+    submit(scheduler, make_job("a", **TIGHT))
+    decided = submit(scheduler, make_job("b", steps=500, deadline=600, curve={1: 1.0}), 5.0)
+    assert [d.job_id for d in of(decided, de.Admit)] == ["b"]
+    later = scheduler.handle(ev.WakeUp(), of(decided, de.WakeMeAt)[0].at_s)
+    assert [d.job_id for d in of(decided + later, de.Reject)] == ["a"]
+
+
+def test_a_trial_outlives_a_restart(make_job: Any, nodes: Any) -> None:
+    scheduler = Scheduler(SERVED, nodes(1))
+    submit(scheduler, make_job("a", **TIGHT))
+    again = Scheduler(SERVED, nodes(1))
+    again.restore(scheduler.states(), 5.0)
+    state = again.state("a")
+    assert state is not None
+    assert (state.phase, state.trial) == (Phase.PROFILING, 1)
+    assert of(again.handle(ev.JobMeasured("a", 1, 1.0), 20.0), de.Admit)
+
+
+def test_a_crowd_is_tried_on_the_slots_that_there_are(make_job: Any, nodes: Any) -> None:
+    scheduler = Scheduler(SERVED, nodes(2))
+    decided = scheduler.submitted([make_job(name, **TIGHT) for name in "abc"], 0.0)
+    assert len(of(decided, de.Resize)) == 2
+    later = scheduler.handle(ev.WakeUp(), of(decided, de.WakeMeAt)[0].at_s)
+    assert len(of(decided + later, de.Reject)) == 1
+
+
+@pytest.mark.parametrize("choice", [OnReject.BEST_EFFORT, OnReject.WAIT])
+def test_what_the_submitter_wants_when_it_cannot_be_promised_follows_after_the_trial(
+    make_job: Any, nodes: Any, choice: OnReject
+) -> None:
+    scheduler = Scheduler(SERVED, nodes(1))
+    submit(scheduler, make_job("a", **TIGHT, on_reject=choice))
+    decided = scheduler.handle(ev.JobMeasured("a", 1, 0.85), 20.0)
+    if choice is OnReject.BEST_EFFORT:
+        assert [d.terms for d in of(decided, de.Admit)] == [de.Terms.BEST_EFFORT]
+    else:
+        assert of(decided, de.Reject)  # nothing that it could wait for would help
