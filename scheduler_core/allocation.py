@@ -13,6 +13,7 @@ from heapq import heappop, heappush
 
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.draft import Draft
+from elasticflow_airflow.scheduler_core.windows import first_window
 from elasticflow_airflow.scheduler_core.work import (
     INFINITY,
     TOLERANCE_S,
@@ -51,35 +52,37 @@ def share_later(draft: Draft, work: Work, limit: float) -> Course | None:
     """Find the earliest end, at one size throughout, beginning now or whenever slots become free, if by ``limit``."""
     now, layout, book = draft.now, draft.layout, draft.book
     left = work.left_at(now)
-    best: Course | None = None
     limit = limit + TOLERANCE_S / 2
-    fastest = work.speeds[work.sizes[-1]] if work.sizes else 0.0
-    if fastest <= 0.0:
+    if not work.sizes or work.speeds[work.sizes[-1]] <= 0.0:
         return None
-    for i, start in enumerate(book.times):
-        if start == INFINITY:
-            break
-        start = max(start, now)
-        cost = work.cost_of_change(now) if start == now else work.startup_s
-        if start + cost + left / fastest + work.tail_s > min(limit, best.promised_s if best else limit):
-            break
-        free, k = book.everything, i
-        for size in reversed(work.sizes):
-            end = start + cost + left / work.speeds[size] + work.tail_s
-            if end > limit or (best and end >= best.promised_s):
-                break
-            while k < len(book.times) and book.times[k] < end:
-                free &= ~book.taken[k]
-                k += 1
-            block = layout.find(free, size)
-            if block:
-                course = course_of(work, [Holding(start, end, block)], now)
-                if best is None or course.promised_s < best.promised_s:
-                    best = course
-                break
-            if free.bit_count() < work.sizes[0]:
-                break
+    best = _at_once(draft, work, left, limit) if work.size else None  # a running gang pays less for its first slots
+    for size in reversed(work.sizes):
+        seconds = work.startup_s + left / work.speeds[size] + work.tail_s
+        if seconds == INFINITY:
+            continue
+        latest = min(limit, best.promised_s if best else limit) - seconds
+        found = first_window(book, layout, size, seconds, latest, later=bool(work.size))
+        if found is None:
+            continue
+        start, block = found
+        end = start + work.startup_s + left / work.speeds[size] + work.tail_s
+        course = course_of(work, [Holding(start, end, block)], now)
+        if best is None or (course.promised_s, start) < (best.promised_s, best.holdings[0].start_s):
+            best = course
     return best
+
+
+def _at_once(draft: Draft, work: Work, left: float, limit: float) -> Course | None:
+    """Find the fastest size that is free from now to the end, if by ``limit``, for a gang that runs."""
+    now, cost = draft.now, work.cost_of_change(draft.now)
+    for size in reversed(work.sizes):
+        end = now + cost + left / work.speeds[size] + work.tail_s
+        if end > limit:
+            break
+        found = first_window(draft.book, draft.layout, size, end - now, now)
+        if found is not None:
+            return course_of(work, [Holding(now, end, found[1])], now)
+    return None
 
 
 def window(draft: Draft, mask: int, size: int, seconds: float) -> Holding | None:
@@ -92,33 +95,39 @@ def window(draft: Draft, mask: int, size: int, seconds: float) -> Holding | None
     return Holding(draft.now, draft.now + seconds, block) if block else None
 
 
-def while_free(draft: Draft, work: Work, size: int) -> Course | None:
-    """Hold ``size`` slots wherever and as long as nobody has reserved them; None if there is none now or later."""
+def while_free(draft: Draft, work: Work, size: int, before_s: float = INFINITY) -> Course | None:
+    """Hold ``size`` slots wherever and as long as nobody has reserved them; None if there is none now or later.
+
+    None, too, if it is seen early that the job is not done before ``before_s``.
+    """
     now, book = draft.now, draft.book
     pieces: list[Holding] = []
     holds = work.size == size and not work.mask & book.taken[0]  # which need not be a block that could be found
-    index, course = 0 if holds else bisect_left(book.times, book.crowded_until.get(size, now)), None
-    seen = holds
+    brief = 2.0 * work.startup_s
+    """Stretches that are not longer are not worth a start."""
+    index, course = 0 if holds else bisect_left(book.times, book.vain.until(size, brief)), None
     while len(pieces) < _PIECES and index < len(book.times):
         start = max(book.times[index], now)
-        if start == INFINITY:
+        if start == INFINITY or start >= before_s:
             break
-        own = work.mask if start == now and work.size == size else 0
-        block, until = _longest(draft, size, index, own)
-        if block and not seen:
-            seen = True
-            book.crowded_until[size] = book.times[index]
-        if block == 0 or (block != own and until - start <= 2.0 * work.startup_s):
+        if (book.everything & ~book.taken[index]).bit_count() < size:
             index += 1
             continue
+        own = work.mask if start == now and work.size == size else 0
+        block, until = _longest(draft, size, index, own)
+        if block == 0 or (block != own and until - start <= brief):
+            index += 1
+            continue
+        if not pieces and not holds:
+            book.vain.note(size, brief, start)
         pieces.append(Holding(start, until, block))
         course = course_of(work, pieces, now)
         if course.finish_s < INFINITY or until == INFINITY:
             return course
         while index < len(book.times) and book.times[index] < until:
             index += 1
-    if not seen:
-        book.crowded_until[size] = INFINITY
+    if not pieces and not holds:
+        book.vain.note(size, brief, book.times[index] if index < len(book.times) else INFINITY)
     return course
 
 
@@ -146,16 +155,20 @@ def as_soon_as_possible(draft: Draft, work: Work) -> Course | None:
 
     Where no end is in sight: what begins at once, and makes most progress; whatever becomes free is looked at then.
     """
-    options = [share_later(draft, work, INFINITY)] + [while_free(draft, work, size) for size in work.sizes]
-    found = [course for course in options if course is not None]
+    best = share_later(draft, work, INFINITY)
+    endless: list[Course] = []
+    for size in work.sizes:
+        course = while_free(draft, work, size, best.promised_s if best else INFINITY)
+        if course is not None and course.promised_s == INFINITY:
+            endless.append(course)
+        elif course is not None and (best is None or course.promised_s < best.promised_s):
+            best = course
 
-    def rank(course: Course) -> tuple[float, bool, float]:
-        if course.promised_s < INFINITY:
-            return course.promised_s, False, 0.0
+    def rank(course: Course) -> tuple[bool, float]:
         waits = course.holdings[0].start_s > draft.now + TOLERANCE_S
-        return INFINITY, waits, left_after(work, course.holdings, draft.now)
+        return waits, left_after(work, course.holdings, draft.now)
 
-    return min(found, key=rank, default=None)
+    return min(endless, key=rank, default=None) if best is None else best
 
 
 def grow(draft: Draft, works: Iterable[Work], config: SchedulerConfig) -> None:

@@ -33,6 +33,10 @@ class Draft:
                 self.book.give_back(holding)
         return course
 
+    def is_free(self, course: Course) -> bool:
+        """Whether all that a course holds is free."""
+        return all(not mask & ~self.book.free_over(start, end) for start, end, mask in course.holdings)
+
     def mask_now(self, job_id: str) -> int:
         """Slots that the draft gives a job now."""
         return mask_at(self.courses.get(job_id), self.now)

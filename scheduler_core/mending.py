@@ -11,7 +11,10 @@ from elasticflow_airflow.scheduler_core.allocation import share_later, share_now
 from elasticflow_airflow.scheduler_core.draft import Draft
 from elasticflow_airflow.scheduler_core.jobs import LiveJob, overdue
 from elasticflow_airflow.scheduler_core.planner import Planner
-from elasticflow_airflow.scheduler_core.work import TOLERANCE_S, Course, Holding, Work
+from elasticflow_airflow.scheduler_core.work import TOLERANCE_S, Course, Work
+
+_RESCUE_EFFORT = 800
+"""Other orders of filling times the jobs that each has to place: what is tried at most before a promise is given up."""
 
 
 def mend(planner: Planner, rescue: int) -> Draft:
@@ -24,10 +27,13 @@ def mend(planner: Planner, rescue: int) -> Draft:
         return mended
     if planner.held_at_risk() and (draft := planner.fresh(guarded=True)) is not None:
         return planner.unguarded(draft)
-    draft = planner.fresh(rescue=rescue)
+    draft = planner.fresh(rescue=min(rescue, _RESCUE_EFFORT // len(planner.jobs)))
     if draft is not None:
         return draft
+    if lost == 1:
+        return mended  # to keep more is to keep all, and that was tried
     draft = planner.salvage()
+    _help(draft, [(job, work) for job, work in _promised(planner) if job.job_id not in draft.courses])
     kept = sum(job.promised and not job.at_risk for job in planner.jobs) - lost
     return draft if len(draft.courses) > kept else mended
 
@@ -40,17 +46,28 @@ def _beside_the_others(planner: Planner) -> tuple[Draft, int]:
     stored = {job.job_id: job.course for job in planner.jobs if job.course is not None}
     ailing: list[tuple[LiveJob, Work]] = []
     healthy: dict[str, Course] = {}
-    for job in planner.jobs:
-        if job.promised and not job.at_risk:
-            work, course = planner.bound(job, planner.work(job)), stored.get(job.job_id)
-            kept = course is not None and course.holdings and course.promised_s <= work.limit_s + TOLERANCE_S
-            if course is not None and (kept or overdue(job, planner.now)):
-                healthy[job.job_id] = course
-            else:
-                ailing.append((job, work))
-    ailing.sort(key=lambda pair: pair[0].promise)
+    for job, work in _promised(planner):
+        course = stored.get(job.job_id)
+        kept = course is not None and course.holdings and course.promised_s <= work.limit_s + TOLERANCE_S
+        if course is not None and (kept or overdue(job, planner.now)):
+            healthy[job.job_id] = course
+        else:
+            ailing.append((job, work))
     draft = Draft(planner.layout, planner.now, healthy)
-    placed: list[Holding] = []
+    lost = _help(draft, ailing)
+    if len(draft.courses) > len(healthy):  # only what was placed now may be in the way
+        stored = {job_id: course for job_id, course in stored.items() if draft.is_free(course)}
+    return Draft(planner.layout, planner.now, stored | draft.courses), lost
+
+
+def _promised(planner: Planner) -> list[tuple[LiveJob, Work]]:
+    """Jobs whose promise is to be kept, the oldest promise first."""
+    jobs = sorted((job for job in planner.jobs if job.promised and not job.at_risk), key=lambda job: job.promise)
+    return [(job, planner.bound(job, planner.work(job))) for job in jobs]
+
+
+def _help(draft: Draft, ailing: list[tuple[LiveJob, Work]]) -> int:
+    """Put into the draft whoever is in time beside the others; how many are not."""
     lost = 0
     for job, work in ailing:
         found = _keeping(draft, work)
@@ -58,20 +75,10 @@ def _beside_the_others(planner: Planner) -> tuple[Draft, int]:
             lost += 1
         else:
             draft.put(job.job_id, found)
-            placed += found.holdings
-    for job_id, course in stored.items():  # stored courses share no slot; only what was placed now may be in the way
-        if job_id not in draft.courses and not any(_meet(held, new) for held in course.holdings for new in placed):
-            draft.courses[job_id] = course
-    return Draft(planner.layout, planner.now, draft.courses), lost
+    return lost
 
 
 def _keeping(draft: Draft, work: Work) -> Course | None:
     if not work.sizes or work.speeds[work.sizes[-1]] <= 0.0:
         return None
     return share_now(draft, work, work.limit_s) or share_later(draft, work, work.limit_s)
-
-
-def _meet(one: Holding, other: Holding) -> bool:
-    """Whether two holdings share a slot at some time."""
-    together = one.start_s < other.end_s - TOLERANCE_S and other.start_s < one.end_s - TOLERANCE_S
-    return together and bool(one.mask & other.mask)

@@ -13,14 +13,19 @@ from elasticflow_airflow.scheduler_core.allocation import as_soon_as_possible, g
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.draft import Draft, mask_at
 from elasticflow_airflow.scheduler_core.exploring import try_next_size
-from elasticflow_airflow.scheduler_core.filling import Shape, minimum_share
+from elasticflow_airflow.scheduler_core.filling import Shape
 from elasticflow_airflow.scheduler_core.jobs import LiveJob, overdue
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.profiling import is_measured_at, known_speeds, sizes_to_measure, window_s
 from elasticflow_airflow.scheduler_core.proof import deadline_order, prove, rescues
+from elasticflow_airflow.scheduler_core.salvaging import salvage
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.values import Phase
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding, Work
+
+_ANEW = 64
+"""How many jobs without a course are given the best there is; all others keep what the stored plan has, if it is free:
+they can grow into what is better."""
 
 
 class Planner:
@@ -182,42 +187,10 @@ class Planner:
         return draft
 
     def salvage(self) -> Draft:
-        """Keep as many promises as can be kept, the older promise first; the others are left out of the draft.
-
-        Drops, each time somebody does not fit, the newest promise among those filled so far (Moore and Hodgson's
-        rule with the promise's age in place of the length), and at the end tries the dropped ones again.
-        """
+        """Keep as many promises as can be kept, the older promise first; the others are left out of the draft."""
         age = {job.job_id: job.promise for job in self.jobs}
-        works = self.promised()
-        dropped: list[Work] = []
-        courses: dict[str, Course] | None = {}
-        while works:
-            ordered = deadline_order(works)
-            courses, late = prove(self.layout, self.free, ordered, self.now, self.held(), self.config.proof_rounds)
-            if courses is not None:
-                break
-            until = next((i for i, work in enumerate(ordered) if work.job_id == late), len(ordered) - 1)
-            unfit = ordered[until]
-            if minimum_share(self.free, unfit, self.now) is None:
-                victim = unfit  # not even alone
-            else:
-                victim = max(ordered[: until + 1], key=lambda work: age.get(work.job_id, 0))
-            works.remove(victim)
-            dropped.append(victim)
-            courses = {}
-        for work in sorted(dropped, key=lambda work: age.get(work.job_id, 0))[:16]:
-            again, _ = prove(
-                self.layout,
-                self.free,
-                deadline_order([*works, work]),
-                self.now,
-                self.held(),
-                self.config.proof_rounds,
-            )
-            if again is not None:
-                works.append(work)
-                courses = again
-        return self._draft(courses or {})
+        rounds = self.config.proof_rounds
+        return self._draft(salvage(self.layout, self.free, self.promised(), age, self.now, self.held(), rounds))
 
     def complete(self, draft: Draft) -> Draft:
         """Plan those without a (keepable) promise into what is left, then let jobs grow. Changes and returns ``draft``.
@@ -228,9 +201,10 @@ class Planner:
         for job in measured:
             if job.profiling is None:  # what it trains on until it can be measured with more is anybody's
                 draft.drop(job.job_id)
-        for job in self._in_need(draft):
+        for place, job in enumerate(self._in_need(draft)):
             draft.drop(job.job_id)
-            course = self._place(draft, job)
+            course = self._as_before(draft, job) if place >= _ANEW else None
+            course = course or self._place(draft, job)
             if course is not None:
                 draft.put(job.job_id, course)
         for job in measured:
@@ -240,6 +214,12 @@ class Planner:
         grow(draft, (self.work(job) for job in self.jobs if job.competes), self.config)
         self._explore(draft)
         return draft
+
+    def _as_before(self, draft: Draft, job: LiveJob) -> Course | None:
+        """The stored course of a job that is at risk, if that is free still."""
+        if job.best_effort or job.course is None or not job.course.holdings or not draft.is_free(job.course):
+            return None
+        return job.course
 
     def _explore(self, draft: Draft) -> None:
         """Let running jobs try a size that was never measured, if nobody goes without for it."""

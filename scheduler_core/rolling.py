@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
+from heapq import heapify, heappop, heappush
 from operator import or_
 
 from elasticflow_airflow.scheduler_core.filling import Share
@@ -95,15 +96,17 @@ class _Roll:
                     todo.append((size, i))
             elif own.bit_count() != size or own & ~self.usable:
                 todo.append((size, i))
-        while todo:
-            if len(todo) > 1:
-                todo.sort(key=lambda item: (-item[0], item[1]))
-            size, i = todo.pop(0)
-            waiting = {j for _, j in todo}
-            for j in self._put(i, size):
+        queue = [(-size, i) for size, i in todo]  # the largest first
+        heapify(queue)
+        waiting = {i for _, i in queue}
+        while queue:
+            negative, i = heappop(queue)
+            waiting.discard(i)
+            for j in self._put(i, -negative):
                 touched.add(j)
                 if j not in waiting:
-                    todo.append((held[j].bit_count(), j))
+                    waiting.add(j)
+                    heappush(queue, (-held[j].bit_count(), j))
                 self._hold(j, 0)
             self._hold(i, self.block)
         for i in touched:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elasticflow_airflow.scheduler_core.placement import Layout
+from elasticflow_airflow.scheduler_core.windows import Vain
 from elasticflow_airflow.scheduler_core.work import TOLERANCE_S, Holding
 
 _ROOM = 64
@@ -46,6 +47,8 @@ class FreeCapacity:
         self.rows: npt.NDArray[np.int32] = np.zeros((self.levels, count + _ROOM), dtype=np.int32)
         self.rows[:, :count] = np.array(bases, dtype=np.int32).T[: self.levels]
         self.largest: npt.NDArray[np.int8] = np.zeros(count + _ROOM, dtype=np.int8)
+        self._untidy = 2 * count + _ROOM
+        """With more segments than this it is seen whether neighbours are alike."""
         self._recount(0, count)
 
     def copy(self, top: int | None = None) -> FreeCapacity:
@@ -55,6 +58,7 @@ class FreeCapacity:
         twin.times = self.times.copy()
         twin.rows = self.rows[: twin.levels].copy()
         twin.largest = np.minimum(self.largest, np.int8(twin.levels))
+        twin._untidy = self._untidy
         return twin
 
     def segment(self, when_s: float) -> int:
@@ -108,6 +112,26 @@ class FreeCapacity:
             self.rows[: size.bit_length(), i:j] -= size
             self._recount(i, j)
 
+    def release(self, start_s: float, end_s: float, size: int) -> None:
+        """Undo :meth:`reserve` of the same gang."""
+        i = self._split(start_s)
+        j = self._split(end_s)
+        if j > i:
+            self.rows[: size.bit_length(), i:j] += size
+            self._recount(i, j)
+        if len(self.times) > self._untidy:
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Make one segment of neighbours in which the same is free."""
+        count = len(self.times)
+        borders = np.concatenate(([True], (self.rows[:, 1:count] != self.rows[:, : count - 1]).any(axis=0)))
+        left = int(np.count_nonzero(borders))
+        self.rows[:, :left] = self.rows[:, :count][:, borders]
+        self.largest[:left] = self.largest[:count][borders]
+        self.times = [when for when, border in zip(self.times, borders.tolist(), strict=True) if border]
+        self._untidy = 2 * left + _ROOM
+
     def withhold(self, start_s: float, end_s: float, slots: int) -> None:
         """Take ``slots`` slots, wherever they are, out of the free capacity."""
         i, j = self._split(start_s), self._split(end_s)
@@ -153,8 +177,8 @@ class Bookings:
         self.everything = everything
         self.times: list[float] = [now]
         self.taken: list[int] = [everything & ~layout.usable_at(now)]
-        self.crowded_until: dict[int, float] = {}
-        """By size: before that time no block of that size is free. For who looks for one again and again."""
+        self.vain = Vain()
+        """Where no block is free. For who looks for one again and again."""
         for until_s in layout.changes:
             if until_s > self.times[-1]:
                 self.times.append(until_s)
@@ -196,7 +220,7 @@ class Bookings:
         twin = object.__new__(Bookings)
         twin.now, twin.everything = self.now, self.everything
         twin.times, twin.taken = self.times.copy(), self.taken.copy()
-        twin.crowded_until = self.crowded_until.copy()
+        twin.vain = Vain()
         return twin
 
     def _split(self, when_s: float) -> int:
@@ -263,7 +287,7 @@ class Bookings:
         """Undo :meth:`take` of the same holding."""
         if holding.end_s <= self.now:
             return
-        self.crowded_until.clear()
+        self.vain.clear()
         i, j = self._split(max(holding.start_s, self.now)), self._split(holding.end_s)
         others = ~holding.mask
         self.taken[i:j] = [held & others for held in self.taken[i:j]]
