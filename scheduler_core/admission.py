@@ -195,7 +195,7 @@ class Admission:
         for size in work.sizes:
             if size == work.size:
                 best = min(best, work.since_s - now + work.remaining / work.speeds[size])
-            best = min(best, work.cost_of_change(now) + work.left_at(now) / work.speeds[size])
+            best = min(best, work.cost_of_change(now, size) + work.left_at(now) / work.speeds[size])
         return best + work.tail_s
 
     def _earliest(self, work: Work) -> float | None:
@@ -265,7 +265,7 @@ class Admission:
         window = limit - now
         enough = None
         for size in work.sizes:
-            cost = max(0.0, work.since_s - now) if size == work.size else work.cost_of_change(now)
+            cost = max(0.0, work.since_s - now) if size == work.size else work.cost_of_change(now, size)
             needed = cost + work.left_at(now) / work.speeds[size] + work.tail_s
             if needed <= window + TOLERANCE_S:
                 enough = (size, needed)
