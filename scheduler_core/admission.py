@@ -259,7 +259,7 @@ class Admission:
         window = limit - now
         enough = None
         for size in work.sizes:
-            cost = max(0.0, work.since_s - now) if size == work.size else work.cost_of_change(now)
+            cost = max(0.0, work.since_s - now) if size == work.size else work.cost_of_change(now, size)
             needed = cost + work.left_at(now) / work.speeds[size] + work.tail_s
             if needed <= window + TOLERANCE_S:
                 enough = (size, needed)

@@ -32,13 +32,13 @@ _PIECES = 6
 def share_now(draft: Draft, work: Work, limit: float) -> Course | None:
     """Find the smallest size that begins now, in free slots, and keeps the limit without changing again."""
     now, layout = draft.now, draft.layout
-    left, cost = work.left_at(now), work.cost_of_change(now)
+    left = work.left_at(now)
     for size in work.sizes:
         if size == work.size:
             end = work.since_s + work.remaining / work.speeds[size] + work.tail_s
             if end <= limit + TOLERANCE_S and draft.book.free_until(work.mask, now) >= end:
                 return course_of(work, [Holding(now, max(end, now + TOLERANCE_S), work.mask)], now)
-        end = now + cost + left / work.speeds[size] + work.tail_s
+        end = now + work.cost_of_change(now, size) + left / work.speeds[size] + work.tail_s
         if end > limit + TOLERANCE_S / 2:
             continue
         free = draft.book.free_over(now, end)
@@ -74,11 +74,11 @@ def share_later(draft: Draft, work: Work, limit: float) -> Course | None:
 
 def _at_once(draft: Draft, work: Work, left: float, limit: float) -> Course | None:
     """Find the fastest size that is free from now to the end, if by ``limit``, for a gang that runs."""
-    now, cost = draft.now, work.cost_of_change(draft.now)
+    now = draft.now
     for size in reversed(work.sizes):
-        end = now + cost + left / work.speeds[size] + work.tail_s
+        end = now + work.cost_of_change(now, size) + left / work.speeds[size] + work.tail_s
         if end > limit:
-            break
+            continue
         found = first_window(draft.book, draft.layout, size, end - now, now)
         if found is not None:
             return course_of(work, [Holding(now, end, found[1])], now)
@@ -209,16 +209,17 @@ def _option(draft: Draft, work: Work, config: SchedulerConfig) -> tuple[float, C
     free_now = book.everything & ~book.taken[0] | mask
     keeps = work.size in candidates and not work.mask & ~free_now  # what it holds already costs no pause
     candidates = [work.size] if keeps else candidates[:1]
-    left, cost = work.left_at(now), work.cost_of_change(now)
-    least = max(TOLERANCE_S, max(config.min_saving_pauses * work.pause_s, config.min_saving_s) if size else 0.0)
+    left = work.left_at(now)
     best: tuple[float, Course] | None = None
     for target in candidates:
         if work.speeds[target] <= 0.0:
             continue  # nobody knows what it would gain
+        pauses_s = config.min_saving_pauses * work.pause_between(size, target) if size else 0.0
+        least = max(TOLERANCE_S, pauses_s, config.min_saving_s if size else 0.0)
         if target == work.size and not work.mask & ~free_now:
             soonest, enough = work.since_s + work.remaining / work.speeds[target], TOLERANCE_S
         else:
-            soonest, enough = now + cost + left / work.speeds[target], least
+            soonest, enough = now + work.cost_of_change(now, target) + left / work.speeds[target], least
         if present.finish_s - soonest < enough or not layout.find(free_now, target):
             continue
         course = _at_size(draft, work, target, mask, present)
@@ -249,7 +250,7 @@ def _at_size(draft: Draft, work: Work, size: int, mask: int, present: Course) ->
         end = work.since_s + work.remaining / speed + work.tail_s
         if book.free_until(work.mask, now, own) >= end:
             return course_of(work, [Holding(now, max(end, now + TOLERANCE_S), work.mask)], now)
-    end = now + work.cost_of_change(now) + work.left_at(now) / speed + work.tail_s
+    end = now + work.cost_of_change(now, size) + work.left_at(now) / speed + work.tail_s
     free = book.free_over(now, end, own)
     block = (mask and layout.enclosing(free, mask, size)) or layout.find(free, size)
     if block:
@@ -262,7 +263,7 @@ def _at_size(draft: Draft, work: Work, size: int, mask: int, present: Course) ->
     if not block:
         return None
     until = book.free_until(block, now, own)
-    if until <= now + 2.0 * work.pause_s:
+    if until <= now + 2.0 * work.cost_of_change(now, size):
         return None
     later = [Holding(max(start, until), stop, held) for start, stop, held in own if stop > until + TOLERANCE_S]
     course = course_of(work, [Holding(now, until, block), *later], now)

@@ -291,7 +291,7 @@ class Board:
     def _resize(self, job: LiveJob, target: int, now: float, out: list[Decision], why: str) -> None:
         work = job.work(self.layout, self.config)
         before, after = job.mask.bit_count(), target.bit_count()
-        cost = work.cost_of_change(now)
+        cost = work.standstill_s(now)
         end = job.course.finish_s if job.course is not None else INFINITY
         saved = None
         if 0 < before < after and work.speed(before) > 0.0:

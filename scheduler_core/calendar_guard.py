@@ -56,6 +56,7 @@ def stand_in(
             speeds=speeds,
             startup_s=run.costs.startup_s,
             pause_s=run.costs.pause_s,
+            join_s=run.costs.join_s,
             tail_s=run.costs.tail_s,
             limit_s=limit,
             release_s=release,

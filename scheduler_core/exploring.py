@@ -30,9 +30,10 @@ def try_next_size(draft: Draft, job: LiveJob, work: Work, config: SchedulerConfi
     if target > most or target in job.failed_sizes or draft.mask_now(job.job_id) != work.mask:
         return None
     now = draft.now
-    if (likely_end(work, present, now) - now) * config.explore_gain <= 2.0 * work.pause_s:
+    away_s = work.join_s + work.pause_s
+    if (likely_end(work, present, now) - now) * config.explore_gain <= away_s + work.pause_s:
         return None
-    back = now + work.pause_s + config.explore_window_s
+    back = now + away_s + config.explore_window_s
     worst = present.promised_s + (back - now) + work.pause_s
     if worst > work.limit_s - config.deadline_margin_s:
         return None

@@ -67,13 +67,12 @@ def minimum_share(free: FreeCapacity, work: Work, now: float, extra_s: float = 0
     now = max(now, work.release_s)
     limit = work.limit_s + TOLERANCE_S / 2
     left = work.left_at(now)
-    cost = work.cost_of_change(now)
     runs: list[tuple[float, float, int]] | None = None
     for level in work.sizes:
         if level == work.size:
             finish = work.since_s + extra_s + work.remaining / work.speeds[level]
         else:
-            finish = now + cost + extra_s + left / work.speeds[level]
+            finish = now + work.cost_of_change(now, level) + extra_s + left / work.speeds[level]
         end = finish + work.tail_s
         if end > limit:
             continue
@@ -142,6 +141,7 @@ def _follow(work: Work, now: float, extra_s: float, runs: list[tuple[float, floa
     """Hold what ``runs`` say at every moment, changing only where a change repays its pause."""
     shares: list[Share] = []
     left, size, ready, starting = work.left_at(now), work.size, work.since_s, work.starting
+    joined = work.joined_s
     owed = extra_s
     for start, end, fit in runs:
         if fit == 0:
@@ -151,14 +151,17 @@ def _follow(work: Work, now: float, extra_s: float, runs: list[tuple[float, floa
         if (
             size
             and size < fit
-            and work.speed(fit) * max(0.0, end - start - work.pause_s)
+            and work.speed(fit) * max(0.0, end - start - work.pause_between(size, fit))
             <= work.speed(size) * (end - max(start, min(ready, end)))
         ):
             target = size
         if target != size:
             interrupted = starting and ready > start + TOLERANCE_S
-            cost = work.startup_s if size == 0 or interrupted else work.pause_s
+            cost = work.startup_s
+            if size and not interrupted:
+                cost = work.pause_between(size, target, joining=start < joined)
             starting = size == 0 or interrupted
+            joined = -INFINITY if starting else work.joined_after(start)
             ready, size = start + cost, target
         begin = max(start, ready)
         speed = work.speed(size)

@@ -39,6 +39,8 @@ class LiveJob:
     mask: int = 0
     ready_s: float = 0.0
     starting: bool = False
+    joined_s: float = -INFINITY
+    """When the new workers of its last change have joined, at the latest."""
     started: bool = False
     """Whether the present gang has said that it makes steps."""
     ever_started: bool = False
@@ -146,6 +148,8 @@ class LiveJob:
                 startup_s=costs.startup_s,
                 pause_s=costs.pause_s,
                 tail_s=costs.tail_s,
+                join_s=costs.join_s,
+                joined_s=self.joined_s,
                 limit_s=limit,
                 expected=INFINITY if self.expected is None else self.expected,
             )
@@ -241,8 +245,9 @@ class LiveJob:
 
     def hold(self, layout: Layout, config: SchedulerConfig, mask: int, now: float) -> None:
         """Take exactly the slots of ``mask`` from ``now`` on, paying for the change."""
-        cost = self.work(layout, config).cost_of_change(now)
+        cost = self.work(layout, config).cost_of_change(now, mask.bit_count())
         begins = self.mask == 0 or (self.starting and self.ready_s > now + TOLERANCE_S)
+        self.joined_s = -INFINITY if begins or not mask else self.work(layout, config).joined_after(now)
         self.stop(layout, config, now)
         self.placement = layout.placement_of(mask, self.placement)
         if self.mask == 0 and mask:
@@ -273,6 +278,7 @@ class LiveJob:
             at_risk=self.at_risk,
             ever_started=self.ever_started,
             starting=self.starting,
+            joined_s=max(0.0, self.joined_s),
             number=self.number,
             promise=self.promise,
             waiting_since_s=self.waiting_since_s,

@@ -60,12 +60,12 @@ class Expectation(NamedTuple):
 
 def footprint_of(work: Work, now: float, limit_s: float) -> float | None:
     """Least slot-seconds, at one size throughout, with which the job keeps a limit alone; None: not even alone."""
-    left, cost = work.left_at(now), work.cost_of_change(now)
+    left = work.left_at(now)
     least: float | None = None
     for size in work.sizes:
         if work.speeds[size] <= 0.0:
             continue  # not measured yet
-        seconds = cost + left / work.speeds[size] + work.tail_s
+        seconds = work.cost_of_change(now, size) + left / work.speeds[size] + work.tail_s
         if now + seconds <= limit_s + TOLERANCE_S:
             needed = size * seconds
             least = needed if least is None else min(least, needed)

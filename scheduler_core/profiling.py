@@ -132,4 +132,5 @@ def _last_start_s(
     deadline = job.job.last_deadline_s if deadline_s is None else deadline_s
     if deadline is None:
         return INFINITY
-    return deadline - config.deadline_margin_s - job.work(layout, config).cost_of_change(now) - job.job.costs.tail_s
+    work = job.work(layout, config)
+    return deadline - config.deadline_margin_s - work.cost_of_change(now, work.size) - work.tail_s

@@ -393,6 +393,8 @@ class Scheduler(Decider):
         if set(placement.slots) != set(job.placement.slots) or job.started or not job.mask:
             return False
         job.started = job.ever_started = True
+        job.joined_s = -INFINITY
+        job.changed()
         if job.profiling is not None:
             job.profiling = ProfilingRun(job.profiling.size, now + self.config.profile_budget_s)
         if now > job.ready_s and job.as_of_s > job.ready_s:  # a report came in between: it knows better
@@ -417,6 +419,7 @@ class Scheduler(Decider):
         job.settle(board.layout, self.config, now)
         job.placement, job.mask, job.ready_s, job.starting = placement, mask, now, False
         job.started = job.ever_started = True
+        job.joined_s = -INFINITY
         if job.profiling is not None:
             job.profiling, job.course = None, None
         job.changed()
@@ -484,6 +487,7 @@ def _job_of(state: JobState, mask: int) -> LiveJob:
         mask=mask,
         ready_s=state.no_progress_until_s,
         starting=state.starting,
+        joined_s=state.joined_s,
         ever_started=state.ever_started,
         at_risk=state.at_risk,
         measured=dict(state.measured),

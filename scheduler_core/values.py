@@ -102,12 +102,14 @@ class RescaleCosts:
 
     ``startup_s``: from the order to start a gang that has none to its first step.
     ``pause_s``: no progress, at every change of a running gang's slots (resize or migration).
+    ``join_s``: how long a running gang goes on at its old speed before that, as new workers have to start first.
     ``tail_s``: from the last step to the moment Airflow may use the result (final save, evaluation, wake-up).
     """
 
     startup_s: float = 0.0
     pause_s: float = 0.0
     tail_s: float = 0.0
+    join_s: float = 0.0
 
 
 class OnReject(StrEnum):
@@ -217,7 +219,10 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class PlanSegment:
-    """Hold ``workers`` slots from ``start_s`` until ``end_s``, of which the first ``lost_s`` make no progress."""
+    """Hold ``workers`` slots from ``start_s`` until ``end_s``, of which the first ``lost_s`` make no progress.
+
+    Where a gang grows, what it lacks of its new speed until its new workers have joined counts as lost, too.
+    """
 
     start_s: float
     end_s: float
@@ -268,6 +273,8 @@ class JobState:
     ever_started: bool = False
     starting: bool = False
     """Whether ``no_progress_until_s`` ends a start-up (which a change of slots would make it pay again)."""
+    joined_s: float = 0.0
+    """When the new workers of its last change have joined, at the latest."""
     number: int = 0
     """Order of arrival."""
     promise: int = 0

@@ -49,6 +49,9 @@ class Work:
     expected: float = INFINITY
     release_s: float = -INFINITY
     """It cannot hold slots before; only of work that has not come yet."""
+    join_s: float = 0.0
+    joined_s: float = -INFINITY
+    """When the new workers of its last change have joined for sure: until then it may be as slow as before."""
 
     def left_at(self, now: float) -> float:
         """Steps left at ``now`` if nothing has changed since ``since_s``."""
@@ -56,11 +59,41 @@ class Work:
             return self.remaining
         return max(0.0, self.remaining - self.speed_now * (now - self.since_s))
 
-    def cost_of_change(self, now: float) -> float:
-        """Seconds without progress if the slots change at ``now`` to another non-empty set."""
-        if self.size == 0 or (self.starting and self.since_s > now + TOLERANCE_S):
+    def cost_of_change(self, now: float, size: int | None = None) -> float:
+        """Seconds lost if the slots change at ``now`` to ``size`` other ones (None: at most, whatever the size)."""
+        if self._begins(now):
             return self.startup_s
-        return self.pause_s
+        if size is None:
+            return self.longest_pause_s
+        return self.pause_between(self.size, size, joining=now < self.joined_s)
+
+    def standstill_s(self, now: float) -> float:
+        """Seconds without a step if the slots change at ``now``: less than it costs where others have to join first."""
+        return self.startup_s if self._begins(now) else self.pause_s
+
+    def _begins(self, now: float) -> bool:
+        return self.size == 0 or (self.starting and self.since_s > now + TOLERANCE_S)
+
+    def pause_between(self, before: int, after: int, *, joining: bool = False) -> float:
+        """Seconds that a running gang loses, counted at its new speed, when its slots change.
+
+        It stands still for ``pause_s``. Before that it lacks, while new workers start, what it would gain by them: it
+        goes on at its old speed. Who gets no faster, by shrinking or by moving, lacks nothing. ``joining``: it may not
+        have come to the size ``before`` yet, so that its speed is at least its slowest.
+        """
+        if self.join_s == 0.0 or not self.sizes:
+            return self.pause_s
+        old, new = self.speed(self.sizes[0] if joining else before), self.speed(after)
+        return self.pause_s + self.join_s * (1.0 - old / new if new > old else 0.0)
+
+    @property
+    def longest_pause_s(self) -> float:
+        """What a running gang loses at most by a change of its slots."""
+        return self.pause_between(self.sizes[0], self.sizes[-1]) if self.sizes else self.pause_s
+
+    def joined_after(self, start_s: float) -> float:
+        """When the new workers have joined, at the latest, of a change that begins at ``start_s``."""
+        return start_s + self.join_s + self.pause_s if self.join_s else -INFINITY
 
     def speed(self, size: int) -> float:
         """Planned steps/s with ``size`` workers: the fastest measured size that is not larger (0: none)."""
@@ -76,7 +109,7 @@ class Work:
             if size == self.size:
                 soonest = min(soonest, self.since_s + self.remaining / self.speeds[size])
             elif self.speeds[size] > 0.0:
-                soonest = min(soonest, now + self.cost_of_change(now) + self.left_at(now) / self.speeds[size])
+                soonest = min(soonest, now + self.cost_of_change(now, size) + self.left_at(now) / self.speeds[size])
         return soonest + self.tail_s
 
     def least_time_s(self) -> float:
@@ -115,7 +148,7 @@ def legs_of(work: Work, holdings: Sequence[Holding], now: float) -> tuple[list[L
     """Walk through ``holdings``: the legs, every start-up and pause paid, and the time of the last step."""
     legs: list[Leg] = []
     mask, ready, starting, left = work.mask, work.since_s, work.starting, work.remaining
-    end_before, first = now, True
+    end_before, first, joined = now, True, work.joined_s
     for begin, end, held in holdings:
         start = begin if begin > now else now
         gap = start > end_before + TOLERANCE_S
@@ -124,9 +157,10 @@ def legs_of(work: Work, holdings: Sequence[Holding], now: float) -> tuple[list[L
             if first:
                 left = work.left_at(now)
             if mask == 0 or gap or (starting and ready > start + TOLERANCE_S):
-                ready, starting = start + work.startup_s, True
+                ready, starting, joined = start + work.startup_s, True, -INFINITY
             else:
-                ready, starting = start + work.pause_s, False
+                pause_s = work.pause_between(mask.bit_count(), held.bit_count(), joining=start < joined)
+                ready, starting, joined = start + pause_s, False, work.joined_after(start)
             counted = ready
         elif not first and start > ready:
             counted = start

@@ -25,9 +25,6 @@ from elasticflow_airflow.service.store import DATABASE_AWAY
 from elasticflow_airflow.service.unit_of_work import NewEvent, UnitOfWork
 from elasticflow_airflow.wire import State
 
-_GAIN_UNKNOWN = 0.75
-"""From one worker to four, if four are four times as fast."""
-
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -235,14 +232,8 @@ class Books:
         row.state_reason = reason
 
     def costs_of(self, row: IncarnationRow) -> RescaleCosts:
-        """What was measured of start-up, pause and tail; the settings' defaults for the rest.
-
-        The pause of a change in place is that of the training, and what it loses because new workers have to start
-        first: so long it goes on at its old speed and not at its new one. How much that is depends on the two speeds;
-        the most that the known speeds allow is taken, as promises are made with it.
-        """
-        speeds = row.speeds or row.submission["scaling_curve"] or {}
-        return costs_from(self.settings, row.costs, row.in_place, speeds)
+        """What was measured of start-up, pause and tail; the settings' defaults for the rest."""
+        return costs_from(self.settings, row.costs, row.in_place)
 
     def lived_s(self, row: IncarnationRow) -> float:
         """How long an incarnation is there by the service's clock: nothing that its workers tell of took longer."""
@@ -255,26 +246,25 @@ class Books:
         return Enough(skip_steps=s.profile_skip_steps, steps=s.profile_steps, seconds=s.profile_s)
 
 
-def costs_from(
-    s: ServiceSettings, known: Mapping[str, Any], in_place: Mapping[str, Any], speeds: Mapping[str, Any]
-) -> RescaleCosts:
-    """Costs out of what was measured (``known``), how changes in place went, and the speeds known so far."""
-    pause_s = float(known.get("pause_s", s.default_pause_s))
+def costs_from(s: ServiceSettings, known: Mapping[str, Any], in_place: Mapping[str, Any]) -> RescaleCosts:
+    """Costs out of what was measured (``known``), and of how changes in place went."""
+    pause_s, join_s = float(known.get("pause_s", s.default_pause_s)), 0.0
     attempts = int(in_place.get("failures", 0)) < s.in_place_attempts
     if attempts and in_place.get("able", "in_place_pause_s" in known):
         join_s = float(known.get("join_s", s.default_join_s))
-        pause_s = float(known.get("in_place_pause_s", s.default_in_place_pause_s)) + join_s * _most_gain(speeds)
+        pause_s = float(known.get("in_place_pause_s", s.default_in_place_pause_s))
     return RescaleCosts(
         startup_s=float(known.get("startup_s", s.default_startup_s)),
         pause_s=pause_s,
         tail_s=float(known.get("tail_s", s.default_tail_s)),
+        join_s=join_s,
     )
 
 
-def _most_gain(known: Mapping[str, Any]) -> float:
-    """The largest part of its speed that a gang may lack while it waits for more workers: 1 - slowest / fastest."""
-    speeds = [float(speed) for speed in known.values()]
-    return 1.0 - min(speeds) / max(speeds) if len(speeds) > 1 else _GAIN_UNKNOWN
+def steady(known: Mapping[str, Any], name: str, measured_s: float) -> float:
+    """A cost to plan with after another measurement of it: a higher one counts at once, a lower one half."""
+    before_s = float(known.get(name, measured_s))
+    return max(measured_s, (before_s + measured_s) / 2)
 
 
 def incarnation_dir(state_dir: Path, job_id: str, incarnation: int) -> Path:

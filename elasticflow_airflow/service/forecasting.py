@@ -186,7 +186,7 @@ class ForecastDesk:
             deadline_s=None if submission.best_effort else submission.deadline_at,
             total_steps=None if steps is None else float(steps),
             curve=curve_from_json(speeds) if speeds else None,
-            costs=costs_from(self.settings, past.costs, {}, speeds or {}),
+            costs=costs_from(self.settings, past.costs, {}),
             min_workers=submission.min_workers,
             max_workers=most_workers(raw, shares),
             value=submission.value,

@@ -17,7 +17,7 @@ from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.scheduler_core.values import Phase
 from elasticflow_airflow.service import history, measuring, outlook, samples, stragglers
-from elasticflow_airflow.service.books import Books
+from elasticflow_airflow.service.books import Books, steady
 from elasticflow_airflow.service.codec import placement_from_json
 from elasticflow_airflow.service.deciding import feed, feed_reports
 from elasticflow_airflow.service.models import CandidateRow, GenerationRow, IncarnationRow
@@ -169,10 +169,11 @@ def _switched(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
     )
     costs = dict(row.costs)
     if pause_s is not None and not generation.lost:
-        costs["in_place_pause_s"] = float(pause_s)
+        costs["in_place_pause_s"] = steady(row.costs, "in_place_pause_s", float(pause_s))
     if new and not generation.lost:
         began_at = generation.created_at if generation.holding_at is None else generation.holding_at
-        costs["join_s"] = max(0.0, float(switch.get("at_s", books.now)) - began_at)
+        joined_s = max(0.0, float(switch.get("at_s", books.now)) - began_at)
+        costs["join_s"] = steady(row.costs, "join_s", joined_s)
         row.in_place = {**row.in_place, "failures": 0}
     if costs != row.costs:
         row.costs = costs

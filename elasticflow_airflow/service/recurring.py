@@ -209,7 +209,7 @@ def _expected(settings: ServiceSettings, reader: Reader, task: RecurringTaskRow,
         task=task.recurring_key,
         due_s=due_at,
         curve=curve_from_json(speeds),
-        costs=costs_from(settings, past.costs, {}, speeds),
+        costs=costs_from(settings, past.costs, {}),
         min_workers=int(facts["min_workers"]),
         max_workers=min(limits, default=None),
     )

@@ -88,7 +88,7 @@ def state_out_of_bounds(state: JobState) -> str | None:
     times = {"submitted_s": job.submitted_s, "deadline_s": job.deadline_s, "latest_deadline_s": job.latest_deadline_s}
     times |= {"as_of_s": state.as_of_s, "waiting_since_s": state.waiting_since_s}
     steps = {"total_steps": job.total_steps, "remaining_steps": state.remaining_steps, "expected": state.expected_steps}
-    lengths = {"startup_s": costs.startup_s, "pause_s": costs.pause_s, "tail_s": costs.tail_s}
+    lengths = {name: getattr(costs, name) for name in ("startup_s", "pause_s", "tail_s", "join_s")}
     workers = {"min_workers": job.min_workers, "max_workers": job.max_workers}
     curves = [curve for curve in (job.curve, state.told) if curve is not None]
     speeds = [*state.measured.items(), *(pair for curve in curves for pair in curve.steps_per_s.items())]

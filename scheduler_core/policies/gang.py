@@ -391,7 +391,7 @@ class GangPolicy(Books, ABC):
             job.hold(self.layout, self.config, 0, now)
         for job, target in growing:
             before = job.size
-            cost = job.work(self.layout, self.config).cost_of_change(now)
+            cost = job.work(self.layout, self.config).standstill_s(now)
             job.hold(self.layout, self.config, target, now)
             end = self.projected_finish_s(job.job_id)
             reason = change(

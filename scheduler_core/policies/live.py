@@ -89,7 +89,7 @@ class JobView:
         self.left = work.left_at(now)
         """Steps left now; infinite while nobody knows."""
         self.startup_s = work.startup_s
-        self.pause_s = work.pause_s
+        self.pause_s = work.longest_pause_s
         self.tail_s = work.tail_s
 
     @property

@@ -76,7 +76,7 @@ def schedules(work: Work, over: Sequence[Stretch], layout: Layout) -> Iterator[l
     best = np.full((len(weights), len(levels)), -np.inf)
     held = levels.index(work.size) if work.size in levels else 0
     best[:, held] = 0.0
-    pause = np.full((len(levels), len(levels)), work.pause_s)
+    pause = np.full((len(levels), len(levels)), work.longest_pause_s)
     pause[0, :] = work.startup_s
     pause[:, 0] = 0.0
     np.fill_diagonal(pause, 0.0)

@@ -606,3 +606,26 @@ def test_a_node_that_is_smaller_after_a_restart_suspends_or_shrinks_the_gang(mak
     decisions = again.restore(scheduler.states(), 100.0)
     only(decisions, de.Suspend)
     assert only(decisions, de.Resize).placement.workers == 2
+
+
+def test_who_grows_lacks_what_it_would_gain_until_its_workers_have_joined_and_who_shrinks_only_stands_still(
+    make_job, nodes
+) -> None:
+    def grown(join_s: float) -> tuple[float, float]:
+        scheduler = Scheduler(nodes=nodes(4))
+        blocker = make_job("blocker", steps=100, deadline=101, curve={2: 1.0})
+        scheduler.handle(ev.JobSubmitted(blocker), 0.0)
+        job = make_job(steps=1000, deadline=None, curve={2: 1.0, 4: 2.0}, pause=0.05)
+        job = replace(job, costs=replace(job.costs, join_s=join_s))
+        scheduler.handle(ev.JobSubmitted(job), 0.0)
+        grows = only(scheduler.handle(ev.JobFinished("blocker"), 100.0), de.Resize)
+        assert "beyond the pause of 0.1 s" in grows.reason
+        finish = scheduler.plan_of("a").finish_s
+        scheduler.handle(ev.JobProgressed("a", 800.0), 150.0)
+        shrinks = scheduler.handle(ev.JobSubmitted(make_job("new", steps=100, deadline=301, curve={2: 1.0})), 150.0)
+        (shrunk,) = [d for d in of(shrinks, de.Resize) if d.job_id == "a"]
+        assert "(pause of 0.1 s)" in shrunk.reason
+        return finish, scheduler.state("a").no_progress_until_s
+
+    assert grown(0.0) == pytest.approx((550.05, 150.05))
+    assert grown(12.0) == pytest.approx((556.05, 150.05))

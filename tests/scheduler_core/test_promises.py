@@ -142,6 +142,15 @@ def test_an_admitted_job_never_misses_its_deadline_and_no_slot_is_given_twice(wo
     _promises_hold(world, story)
 
 
+@QUICK
+@given(story=stories())
+def test_promises_hold_where_new_workers_have_to_start_before_they_join(world: ModuleType, story) -> None:
+    """A gang that grows or moves goes on at its old speed for as long as a start takes, and then stands still."""
+    sizes, arrivals, others, _, _ = story
+    joining = [replace(job, costs=replace(job.costs, join_s=job.costs.startup_s)) for job in arrivals]
+    _promises_hold(world, (sizes, joining, others, False, False))
+
+
 @pytest.mark.soak
 @LONG
 @given(story=stories())

@@ -35,6 +35,11 @@ class Run:
     outcome: str = "undecided"
     version: int = 0
     changes: int = 0
+    joins_s: float = 0.0
+    """Until when it goes on at the speed before, ``old_speed``, from ``old_ready_s`` on: others start meanwhile."""
+    base: tuple[Slot, ...] = ()
+    old_speed: float = 0.0
+    old_ready_s: float = 0.0
     measured: set[int] = field(default_factory=set)
     profiling: bool = False
 
@@ -45,6 +50,7 @@ class Run:
 
     def advance(self, now: float) -> None:
         if self.slots:
+            self.left -= self.old_speed * max(0.0, min(now, self.joins_s) - max(self.as_of_s, self.old_ready_s))
             self.left -= self.speed() * max(0.0, now - max(self.as_of_s, self.ready_s))
             self.left = max(0.0, self.left)
         self.as_of_s = now
@@ -52,7 +58,12 @@ class Run:
     def ends_s(self) -> float | None:
         if not self.slots or self.speed() <= 0:
             return None
-        return max(self.as_of_s, self.ready_s) + self.left / self.speed() + self.job.costs.tail_s
+        left, began_s = self.left, max(self.as_of_s, self.old_ready_s)
+        if self.old_speed > 0.0 and self.joins_s > began_s:
+            if left <= self.old_speed * (self.joins_s - began_s):
+                return began_s + left / self.old_speed + self.job.costs.tail_s
+            left -= self.old_speed * (self.joins_s - began_s)
+        return max(self.as_of_s, self.ready_s) + left / self.speed() + self.job.costs.tail_s
 
 
 class World:
@@ -236,8 +247,13 @@ class World:
             assert len(slots) & (len(slots) - 1) == 0
             assert run.job.min_workers <= len(slots) <= most
             fresh = not run.slots or (run.starting and run.ready_s > self.now + EPS_S)
-            run.ready_s = self.now + (costs.startup_s if fresh else costs.pause_s)
             run.starting = fresh
+            if fresh:
+                run.old_speed, run.base = 0.0, ()
+            elif run.joins_s <= self.now:  # else the workers that were to join are given up, and others start
+                run.old_speed, run.old_ready_s, run.base = run.speed(), run.ready_s, run.slots
+            run.joins_s = self.now if fresh or set(slots) <= set(run.base) else self.now + costs.join_s
+            run.ready_s = run.joins_s + (costs.startup_s if fresh else costs.pause_s)
         run.slots = slots
         run.version += 1
         run.changes += 1
