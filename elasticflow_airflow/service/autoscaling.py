@@ -106,6 +106,7 @@ class CapacityDesk:
             deadline_s=row.deadline_at,
             total_steps=float(max(0, row.total_steps - row.step)),
             curve=curve_from_json(speeds),
+            speed_sigma=history.sigma_of(past, self.forecasts.settings.scheduler_config()),
             costs=costs_from(self.forecasts.settings, row.costs, row.in_place),
             min_workers=int(row.submission["min_workers"]),
             max_workers=most_workers(row.submission, row.logical_workers),

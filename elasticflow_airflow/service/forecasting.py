@@ -158,6 +158,7 @@ class ForecastDesk:
                 min_workers=job.min_workers,
                 max_workers=job.max_workers,
                 latest_s=job.latest_deadline_s if job.on_reject.takes_later else None,
+                speed_sigma=job.speed_sigma,
             )
             ids[run.run_id] = planned_run.submission
             scheduler.handle(ev.RunExpected(run), now)
@@ -194,6 +195,7 @@ class ForecastDesk:
             latest_deadline_s=submission.latest_deadline_at,
             explore=not submission.scaling_curve,
             partial=not submission.scaling_curve,
+            speed_sigma=history.sigma_of(past, self.settings.scheduler_config()),
             task=key if expected else "",
         )
 

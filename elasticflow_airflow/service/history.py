@@ -10,16 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from elasticflow_airflow import bounds
+from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.learning import sigma_of_errors
 from elasticflow_airflow.service.models import HistoryRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.reported import loss_curve
 from elasticflow_airflow.service.unit_of_work import UnitOfWork
 from elasticflow_airflow.wire import Length
 
+_KEPT_ERRORS = 20
+_MOST_ERROR = 50.0
 _LONGEST_ENTRY_BYTES = 500
 """A longer path stands there as its digest: the signature is indexed, together with the task."""
 
@@ -41,6 +45,8 @@ class Past:
     """Steps/s by workers (as text), with which a run was planned to its end: a whole curve, or a run has succeeded."""
     measured: Mapping[str, float] | None = None
     """All speeds that any run has shown, also one that was refused: perhaps not at all sizes."""
+    errors: Sequence[float] = ()
+    """How wrong the speeds were with which the last runs were decided on, oldest first: as ``HistoryRow.errors``."""
     costs: Mapping[str, float] = field(default_factory=dict)
     total_steps: int | None = None
     epochs: int | None = None
@@ -58,6 +64,7 @@ def past_of(row: HistoryRow | None) -> Past:
     return Past(
         speeds=speeds if enough else None,
         measured=speeds or None,
+        errors=_errors(row.errors),
         costs=_costs(row.costs),
         total_steps=steps,
         epochs=epochs,
@@ -73,6 +80,11 @@ def _costs(raw: Any) -> dict[str, float]:
     return {str(name): float(cost) for name, cost in _items(raw) if _is_number(cost, 0.0, bounds.LONGEST_S)}
 
 
+def _errors(raw: Any) -> tuple[float, ...]:
+    found = raw if isinstance(raw, list) else []
+    return tuple(float(error) for error in found if _is_number(error, 0.0, _MOST_ERROR))
+
+
 def _items(raw: Any) -> Iterable[tuple[Any, Any]]:
     return raw.items() if isinstance(raw, Mapping) else ()
 
@@ -85,6 +97,30 @@ def _is_number(value: Any, least: float, most: float) -> bool:
 def _is_speed(size: Any, speed: Any) -> bool:
     sized = str(size).isdecimal() and _is_number(int(size), 1, bounds.MOST_WORKERS)
     return sized and _is_number(speed, bounds.SLOWEST_STEPS_PER_S, bounds.FASTEST_STEPS_PER_S)
+
+
+def speeds_to_plan_with(
+    given: Mapping[str, float] | None, measured: Mapping[str, float] | None
+) -> dict[str, float] | None:
+    """What past runs have measured, else the curve that the submitter gave; by workers as text. None: nothing is known.
+
+    Which sizes there are says the submitter.
+    """
+    past = measured or {}
+    known = {str(size): past.get(str(size), speed) for size, speed in given.items()} if given else past
+    return {size: float(speed) for size, speed in known.items()} or None
+
+
+def sigma_of(past: Past, config: SchedulerConfig) -> float | None:
+    """How wrong the speeds of the next run may be, by its past runs; None while none has shown it."""
+    return sigma_of_errors(past.errors, config) if past.errors else None
+
+
+def error_of(row: IncarnationRow) -> float | None:
+    """How wrong the speeds were that a run was decided on with; None: it has measured none of these sizes."""
+    told, measured = _speeds(row.told_speeds), _speeds(row.speeds)
+    squares = [math.log(measured[size] / told[size]) ** 2 for size in told.keys() & measured.keys()]
+    return math.sqrt(math.fsum(squares) / len(squares)) if squares else None
 
 
 def length_of(length: Length, global_batch_size: int, past: Past) -> int | None:
@@ -114,6 +150,7 @@ def remember(
             signature=row.signature,
             speeds={},
             complete=False,
+            errors=None,
             costs={},
             total_steps=None,
             epochs=None,
@@ -130,5 +167,8 @@ def remember(
         past.total_steps, past.epochs = row.total_steps, length.epochs
     if success and (row.target or {}).get("curve"):
         past.loss_curve = dict(row.target["curve"])
+    error = error_of(row) if success else None
+    if error is not None:
+        past.errors = [*_errors(past.errors), error][-_KEPT_ERRORS:]
     past.runs = (past.runs or 0) + int(success)
     past.updated_at = now

@@ -84,6 +84,7 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
     # Where only its script can tell how long it is, it is measured once more: meanwhile the script tells.
     needs_length = row.total_steps is None and not row.best_effort
     speeds = known_speeds(submission, None if needs_length else past.measured)
+    row.told_speeds = speeds
     _say_where_it_starts(books, row)
     outlook.begin(books, row, past.loss_curve)
     most, least = most_workers(submission, row.logical_workers), int(submission["min_workers"])
@@ -112,6 +113,7 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
             latest_deadline_s=submission["latest_deadline_at"],
             explore=not submission["scaling_curve"],
             partial=not submission["scaling_curve"],
+            speed_sigma=history.sigma_of(past, books.settings.scheduler_config()),
         ),
     )
     if asked is None:
@@ -192,9 +194,8 @@ def most_workers(submission: Mapping[str, Any], shares: int | None) -> int:
 
 
 def known_speeds(submission: Mapping[str, Any], past: Mapping[str, float] | None) -> dict[str, float] | None:
-    """The curve that the submitter gave, or that past runs showed; by workers as text."""
-    given = submission["scaling_curve"] or past
-    return {str(workers): float(speed) for workers, speed in given.items()} if given else None
+    """What past runs have measured, or the submitter said of its curve; by workers as text."""
+    return history.speeds_to_plan_with(submission["scaling_curve"], past)
 
 
 def _say_where_it_starts(books: Books, row: IncarnationRow) -> None:

@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-SCHEMA_HEAD = "0010"
+SCHEMA_HEAD = "0011"
 """Newest Alembic revision: a database that is already there needs no Alembic at start."""
 
 
@@ -128,6 +128,8 @@ class IncarnationRow(Base):
     steps_per_s: Mapped[float | None] = mapped_column(default=None)
     speeds: Mapped[dict[str, Any]] = mapped_column(default=dict)
     """Measured steps/s by number of workers (as text)."""
+    told_speeds: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    """Those that it was decided on with, before anything was measured in this run."""
     costs: Mapped[dict[str, Any]] = mapped_column(default=dict)
     """Measured startup_s, pause_s (of a restart), tail_s; in_place_pause_s and join_s of a change in place."""
     metrics: Mapped[dict[str, Any]] = mapped_column(default=dict)
@@ -329,6 +331,8 @@ class HistoryRow(Base):
     """How long the last run was that said so only when it began ..."""
     epochs: Mapped[int | None] = mapped_column(Integer, default=None)
     """... in so many epochs."""
+    errors: Mapped[list[Any] | None] = mapped_column(default=None)
+    """How wrong the speeds of the last runs were, oldest first: root mean square of log(measured / told) of each."""
     loss_curve: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     """Of the last success with a loss to train to: ``width`` and ``losses``."""
     runs: Mapped[int] = mapped_column(Integer, default=0)

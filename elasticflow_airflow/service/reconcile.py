@@ -18,9 +18,8 @@ from typing import Any
 import structlog
 
 from elasticflow_airflow.engines.port import Engine, EngineError, EngineNode, GangObservation, GangState
-from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
+from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.config import Objective
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.scheduler_core.learning import sigma_of_margin
 from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
@@ -383,7 +382,7 @@ class Reconciler:
         """A job that was promised when all speeds had one flat margin keeps it where its speed was not measured."""
         if "speed_sigma" in raw["job"]:
             return state
-        sigma = sigma_of_margin(self._settings.throughput_error, _scheduler_config(self._settings))
+        sigma = sigma_of_margin(self._settings.throughput_error, self._settings.scheduler_config())
         return replace(state, job=replace(state.job, speed_sigma=sigma))
 
     def _think(
@@ -512,20 +511,7 @@ class Reconciler:
 
 
 def _policy(settings: ServiceSettings, nodes: Iterable[Node]) -> ServicePolicy:
-    config = _scheduler_config(settings)
+    config = settings.scheduler_config()
     if settings.policy == DEFAULT_POLICY:
         return Scheduler(config, nodes, recurring.POLICY)
     return make_policy(settings.policy, nodes, config)
-
-
-def _scheduler_config(settings: ServiceSettings) -> SchedulerConfig:
-    return SchedulerConfig.served(
-        objective=Objective(settings.objective),
-        speed_sigma=settings.throughput_error,
-        speed_confidence=settings.confidence,
-        deadline_margin_s=settings.deadline_margin_s,
-        offer_margin_s=settings.offer_margin_s,
-        profile_budget_s=settings.profile_limit_s,
-        profile_startup_s=settings.profile_startup_s,
-        explore_gain=settings.explore_gain,
-    )

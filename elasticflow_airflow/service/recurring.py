@@ -199,7 +199,8 @@ def _expected(settings: ServiceSettings, reader: Reader, task: RecurringTaskRow,
     """A due run as the scheduler knows it; None while its speed or its length is not known."""
     facts = task.facts
     past = history.past_of(reader.history(task.recurring_key, facts.get("signature", "")))
-    speeds = facts.get("scaling_curve") or past.speeds
+    given = facts.get("scaling_curve")
+    speeds = history.speeds_to_plan_with(given, past.measured) if given else past.speeds
     if not speeds:
         return None
     limits = [size for size in (facts["max_workers"], facts["logical_workers"]) if size is not None]
@@ -212,6 +213,7 @@ def _expected(settings: ServiceSettings, reader: Reader, task: RecurringTaskRow,
         costs=costs_from(settings, past.costs, {}),
         min_workers=int(facts["min_workers"]),
         max_workers=min(limits, default=None),
+        speed_sigma=history.sigma_of(past, settings.scheduler_config()),
     )
 
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+if TYPE_CHECKING:
+    from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -169,6 +172,21 @@ class ServiceSettings(BaseSettings):
         if wrong:
             raise ValueError(f'warm_imports: {wrong[0]!r} is no module name; write names such as "torch,transformers"')
         return value
+
+    def scheduler_config(self) -> SchedulerConfig:
+        """What the scheduler is to do, as far as it is set here."""
+        from elasticflow_airflow.scheduler_core.config import Objective, SchedulerConfig
+
+        return SchedulerConfig.served(
+            objective=Objective(self.objective),
+            speed_sigma=self.throughput_error,
+            speed_confidence=self.confidence,
+            deadline_margin_s=self.deadline_margin_s,
+            offer_margin_s=self.offer_margin_s,
+            profile_budget_s=self.profile_limit_s,
+            profile_startup_s=self.profile_startup_s,
+            explore_gain=self.explore_gain,
+        )
 
     def warm_modules(self) -> tuple[str, ...] | None:
         """What the warm pool imports; None: there is none."""

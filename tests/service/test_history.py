@@ -69,6 +69,9 @@ def test_what_is_stored_out_of_bounds_is_as_if_it_were_not_there(rubbish):
     )
     speeds = {"1": 10.0, "2": 18.0}
     assert past_of(row) == Past(speeds=speeds, measured=speeds, costs={"startup_s": 3.0}, epochs=2)
+    row.errors = [0.1, rubbish]
+    assert past_of(row).errors in ((0.1,), (0.1, rubbish))
+    row.errors = rubbish
     row.speeds, row.costs = {"1": 10.0, "2": rubbish}, rubbish
     assert past_of(row) == Past(epochs=2, measured={"1": 10.0})
     row.speeds = rubbish
@@ -135,10 +138,47 @@ def test_what_was_measured_of_a_job_that_is_refused_is_known_to_its_next_run(wor
     world.desk.cancel(easy.job.job_id, easy.claim, "enough seen")
     world.until(lambda: world.status(easy).state.terminal, "it is cancelled")
     world.run(240)
-    hard = world.submit(run="run2", steps=8000, within=500)
+    hard = world.submit(run="run2", steps=8000, within=420)
     world.until(lambda: world.status(hard).verdict.decision != "undecided", "it is decided on")
     assert world.status(hard).verdict.decision == "admitted"
     assert [event.data["workers"] for event in world.events(hard, "measured")] == [2, 4]
     with world.store.read() as reader:
         row = reader.history(reader.job(first.job.job_id).recurring_key, world.row(first).signature)
         assert (set(row.speeds), row.complete) == ({"1", "2", "4"}, True)
+
+
+def errors_of(world, job):
+    with world.store.read() as reader:
+        return past_of(reader.history(reader.job(job.job.job_id).recurring_key, world.row(job).signature)).errors
+
+
+def test_a_task_whose_speeds_have_held_is_promised_without_a_margin(world):
+    """200 s at the speed as told, 227 s at the one that the first run is promised with."""
+    curve = {1: 10.0}
+    first = world.submit(run="run0", steps=2000, within=400, scaling_curve=curve, max_workers=1)
+    assert errors_of(world, first) == ()
+    assert world.ended(first).result.met
+    (error,) = errors_of(world, first)
+    assert error == pytest.approx(0.0, abs=0.01)
+    again = world.submit(run="run1", steps=2000, within=240, scaling_curve=curve, max_workers=1)
+    assert world.status(again).verdict.decision == "admitted"
+    assert "measures its speed" not in " ".join(event.reason for event in world.events(again))
+
+
+def test_what_a_run_has_measured_counts_more_than_the_curve_that_was_given(world):
+    told = {1: 20.0}  # twice as fast as it is
+    first = world.submit(run="run0", steps=600, within=400, scaling_curve=told, max_workers=1)
+    assert world.ended(first).state == "succeeded"
+    assert errors_of(world, first)[0] == pytest.approx(0.69, abs=0.05)
+    again = world.submit(run="run1", steps=600, within=400, scaling_curve=told, max_workers=1)
+    assert world.row(again).told_speeds["1"] == pytest.approx(10.0, rel=0.05)
+
+
+def test_the_last_errors_of_a_task_are_kept_and_runs_that_measured_nothing_add_none(world):
+    for number in range(25):
+        job = world.submit(run=f"run{number}", steps=60, within=400, scaling_curve={1: 10.0}, max_workers=1)
+        assert world.ended(job).state == "succeeded"
+    assert len(errors_of(world, job)) == 20
+    short = world.submit(run="short", steps=2, within=400, scaling_curve={1: 10.0}, max_workers=1)
+    assert world.ended(short).state == "succeeded"
+    assert len(errors_of(world, job)) == 20
