@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from elasticflow_airflow.service.books import costs_from
+from elasticflow_airflow.service.settings import ServiceSettings
+
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 SLOW = {"in_place": False, "save_s": 10.0}
 
@@ -32,3 +35,12 @@ def test_a_change_that_is_taken_back_before_it_has_begun_stops_nobody(world):
     assert world.row(job).desired_generation == first.generation
     assert world.status(job).step > step + 50
     world.until(lambda: world.status(other).state == "running", "the other goes on")
+
+
+@pytest.mark.parametrize(
+    ("known", "pause_s"),
+    [({}, 10.0), ({"startup_s": 40.0}, 40.0), ({"startup_s": 2.0}, 10.0), ({"startup_s": 40.0, "pause_s": 12.0}, 12.0)],
+)
+def test_a_restart_takes_at_least_as_long_as_the_start_that_was_measured(known, pause_s):
+    """Else a size would be tried for a time that is over before its workers have started."""
+    assert costs_from(ServiceSettings(), known, {}).pause_s == pause_s
