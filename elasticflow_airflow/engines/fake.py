@@ -375,6 +375,8 @@ class FakeEngine:
             current = FakeGang(spec=spec, behaviour=self._behaviour(spec), now_s=self.world.clock())
             if spec.mode is RescaleMode.IN_PLACE:
                 self._change(current, gangs)
+            else:  # nobody is told to leave for slots that somebody else holds
+                self._check_slots(spec, *gangs)
             self.world.gangs[spec.job_id, spec.generation] = current
         current.spec = replace(current.spec, cleared_generation=spec.cleared_generation, lease_s=spec.lease_s)
         current.lease_ends_s = self.world.clock() + spec.lease_s

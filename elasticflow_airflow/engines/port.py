@@ -171,7 +171,7 @@ class Engine(Protocol):
 
         Idempotent; repeated on every pass. A lower generation than one applied before is ignored. Renews the
         supervisor's lease. Raises EngineError when a worker cannot even be tried (interpreter or script missing,
-        disk full), and SlotsHeldError when others hold slots of it.
+        disk full), and SlotsHeldError when others hold slots of it: nobody was told to leave for it then.
         """
         ...
 

@@ -248,7 +248,8 @@ class Books:
 
 def costs_from(s: ServiceSettings, known: Mapping[str, Any], in_place: Mapping[str, Any]) -> RescaleCosts:
     """Costs out of what was measured (``known``), and of how changes in place went."""
-    pause_s, join_s = float(known.get("pause_s", s.default_pause_s)), 0.0
+    least_s = float(known.get("startup_s", 0.0))  # of a restart, which ends with a start
+    pause_s, join_s = float(known.get("pause_s", max(s.default_pause_s, least_s))), 0.0
     attempts = int(in_place.get("failures", 0)) < s.in_place_attempts
     if attempts and in_place.get("able", "in_place_pause_s" in known):
         join_s = float(known.get("join_s", s.default_join_s))

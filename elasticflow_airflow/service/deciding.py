@@ -33,7 +33,7 @@ from elasticflow_airflow.service import history, instruments
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.codec import plan_to_json, slots_to_json
 from elasticflow_airflow.service.faults import SchedulerFaultError
-from elasticflow_airflow.service.generations import can_continue, order
+from elasticflow_airflow.service.generations import can_continue, order, unbegun_restart_of
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.store import DATABASE_AWAY
 from elasticflow_airflow.wire import State
@@ -237,6 +237,14 @@ def _resize(books: Books, row: IncarnationRow, decision: Resize) -> None:
         workers = "worker" if len(slots) == 1 else "workers"
         reason = f"goes on with {len(slots)} {workers} on the slots that it has"
         books.event("kept", reason, row, generation=current.generation, workers=len(slots))
+        return
+    there = None if current is None else unbegun_restart_of(books, row, current)
+    if there is not None and there.placement == slots:
+        row.desired_generation, there.purpose = there.generation, decision.purpose.value
+        workers = "worker" if len(slots) == 1 else "workers"
+        reason = f"goes on with {len(slots)} {workers} where it is: the change that was ordered had not begun"
+        books.event("kept", reason, row, generation=there.generation, workers=len(slots))
+        row.state_reason = decision.reason
         return
     training = books.training(row) or current
     generation = order(

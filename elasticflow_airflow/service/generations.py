@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from elasticflow_airflow.engines.port import GangState
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.service.books import Books, alive
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
@@ -25,6 +26,17 @@ def can_continue(books: Books, row: IncarnationRow) -> GenerationRow | None:
     if not training.notes.get("in_place") or training.notes.get("finished") or gave_up(books, row):
         return None
     return training
+
+
+def unbegun_restart_of(books: Books, row: IncarnationRow, ordered: GenerationRow) -> GenerationRow | None:
+    """The gang that trains and was not told to leave yet, as the restart that was ordered waits for its slots."""
+    if ordered.state != "ordered" or ordered.mode != RescaleMode.RESTART or ordered.notes.get("vacate"):
+        return None
+    open_ones = [g for g in books.open_of(row) if g is not ordered and g.state != "ordered"]
+    alone = open_ones[0] if len(open_ones) == 1 else None
+    if alone is None or alone.state != GangState.RUNNING or alone.desired != "run" or alone.notes.get("finished"):
+        return None
+    return alone
 
 
 def gave_up(books: Books, row: IncarnationRow) -> bool:

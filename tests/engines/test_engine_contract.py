@@ -174,6 +174,20 @@ def test_slots_that_another_service_holds_are_busy(bench: Bench) -> None:
         bench.engine.apply(bench.spec(1, workers=2))
 
 
+@pytest.mark.slow
+def test_nobody_is_told_to_leave_for_slots_that_another_service_holds(bench: Bench) -> None:
+    """A plain script that was stopped for them would have saved and ended for nothing."""
+    bench.engine.apply(bench.spec(1, workers=1))
+    bench.wait_state(1, GangState.RUNNING)
+    bench.hold_slot(1)
+    for _ in range(3):
+        with pytest.raises(EngineError, match="held by job other"):
+            bench.engine.apply(bench.spec(2, workers=2))
+        assert [(gang.generation, gang.state) for gang in bench.engine.observe()] == [(1, GangState.RUNNING)]
+    bench.engine.apply(bench.spec(1, workers=1))
+    assert [(gang.generation, gang.state) for gang in bench.engine.observe()] == [(1, GangState.RUNNING)]
+
+
 def test_the_latest_generation_is_known_in_every_life(bench: Bench) -> None:
     assert bench.engine.latest("job") == 0
     bench.engine.apply(bench.spec(7))

@@ -107,6 +107,10 @@ class LocalEngine:
                 if spec.generation == job.latest:
                     return  # It ended and was forgotten.
                 self._check(spec)
+                if spec.mode is RescaleMode.RESTART:
+                    # Nobody is told to leave for slots that somebody else holds.
+                    own = {slot for earlier in job.gangs.values() for slot in earlier.placement}
+                    self._starter.check_slots(slot for slot in spec.placement if slot not in own)
                 gang = self._accept(job, spec)
             if gang.dropped or gang.told or gang.never_came:
                 return
