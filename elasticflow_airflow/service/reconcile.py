@@ -261,6 +261,7 @@ class Reconciler:
                     self._leftovers.look(books, observations, self._nodes)
                 books.held = self._leftovers.held(books)
                 leftovers.number_above(books, self._engine.latest, everyone=self._scheduler is None)
+                setting_aside.notice_troubles(books, observations or ())
                 self._bounds.check(books, observations or ())
                 setting_aside.place(books, observations or ())
                 if self._scheduler is None:
