@@ -428,8 +428,11 @@ def open_ordinary(path: Path) -> BinaryIO:
     Raises OSError, and ValueError where it is no ordinary file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise ValueError(f"{path} is no ordinary file")
     return os.fdopen(descriptor, "rb")
 
