@@ -50,7 +50,7 @@ from elasticflow_airflow.service.foresight import Foresight, foresight_of
 from elasticflow_airflow.service.models import IncarnationRow
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.renewals import Renewals
-from elasticflow_airflow.service.secrets import SecretBox, SecretError, secrets_in_args
+from elasticflow_airflow.service.secrets import SecretBox, SecretError, hidden_values
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import Snapshots
 from elasticflow_airflow.service.store import Store
@@ -478,13 +478,7 @@ class Reconciler:
             raise EngineError(str(error)) from error
 
     def _secrets_to_hide(self, row: IncarnationRow) -> Mapping[str, str]:
-        """What must not show up in messages. Without the key no environment was given to the workers."""
-        command = row.submission["command"]
-        in_args = secrets_in_args(command["args"], command.get("args_shown"))
-        try:
-            return {**in_args, **self._box.open(row.secret_env)}
-        except SecretError:
-            return in_args
+        return hidden_values(self._box, row.submission, row.secret_env)
 
     def _device_type(self) -> str:
         return self._nodes[0].device_type if self._nodes else ""
