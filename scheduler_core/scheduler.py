@@ -158,20 +158,21 @@ class Scheduler(Decider):
     def reported(self, reports: Sequence[ev.JobProgressed | ev.GangStarted], now: float) -> list[Decision]:
         """Take in what several jobs report at the same time, and plan once for all of them: see :meth:`handle`."""
         self._board.calendar.expire(now)
-        out: list[Decision] = []
-        news = [why for event in reports if (why := self._news(event, now, out))]
+        measured: list[LiveJob] = []
+        news = [why for event in reports if (why := self._news(event, now, measured))]
+        out = [decision for job in measured for decision in self._decide_measured(job, now)]
         if news:
             return out + self._replan(now, among(news), retry=False)
         return out + self._board.wake(now)
 
-    def _news(self, event: ev.JobProgressed | ev.GangStarted, now: float, out: list[Decision]) -> str:
-        """Take in a report; why it is to be planned again, empty if it is not. What follows at once goes to ``out``."""
+    def _news(self, event: ev.JobProgressed | ev.GangStarted, now: float, measured: list[LiveJob]) -> str:
+        """Take in a report; why it is to be planned again, empty if it is not. See :meth:`_hear` for ``measured``."""
         job = self._board.jobs.get(event.job_id)
         if job is None:
             return ""
         if isinstance(event, ev.GangStarted):
             return f"{job.job_id} has started" if self._gang_started(job, event.placement, now) else ""
-        return f"{job.job_id} reported progress" if self._hear(job, event, now, out) else ""
+        return f"{job.job_id} reported progress" if self._hear(job, event, now, measured) else ""
 
     def restore(self, states: Iterable[JobState], now: float) -> list[Decision]:
         """Take over live jobs after a crash: promised ones stay promised. Only on a scheduler without jobs.
@@ -231,8 +232,11 @@ class Scheduler(Decider):
             return self._begin_profiling(live, now)
         return self._decide(live, now)
 
-    def _hear(self, job: LiveJob, event: ev.JobProgressed, now: float, out: list[Decision]) -> bool:
-        """Take in what a job has done; True: it is to be planned again. What follows at once is appended to ``out``."""
+    def _hear(self, job: LiveJob, event: ev.JobProgressed, now: float, measured: list[LiveJob]) -> bool:
+        """Take in what a job has done; True: it is to be planned again.
+
+        ``measured`` are those on which it is decided once all have been heard: this one may come to them.
+        """
         board = self._board
         if self._as_expected(job, event, now):
             return False
@@ -249,7 +253,7 @@ class Scheduler(Decider):
         if job.phase is not Phase.PROFILING:
             return True
         if job.measured and enough(job, 1 << (board.layout.levels - 1), now, self.config):
-            out += self._decide_measured(job, now)
+            measured += [job] if all(one is not job for one in measured) else []
         return False
 
     def _as_expected(self, job: LiveJob, event: ev.JobProgressed, now: float) -> bool:
