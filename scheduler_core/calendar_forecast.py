@@ -116,8 +116,13 @@ def commonest(nodes: Iterable[Node]) -> Node | None:
 
 def join(scheduler: Policy, shape: Node, numbers: Iterable[int], now: float) -> None:
     """Let further nodes like ``shape`` come; each number makes one."""
-    for number in numbers:
-        scheduler.handle(ev.NodeJoined(replace(shape, node_id=f"~more{number:04}")), now)
+    for event in joining(shape, numbers):
+        scheduler.handle(event, now)
+
+
+def joining(shape: Node, numbers: Iterable[int]) -> list[ev.NodeJoined]:
+    """That further nodes like ``shape`` come; each number makes one."""
+    return [ev.NodeJoined(replace(shape, node_id=f"~more{number:04}")) for number in numbers]
 
 
 def fewest(enough: Callable[[int], bool], most: int) -> int | None:

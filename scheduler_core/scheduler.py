@@ -163,22 +163,26 @@ class Scheduler(Decider):
     def reported(self, reports: Sequence[ev.JobProgressed | ev.GangStarted], now: float) -> list[Decision]:
         """Take in what several jobs report at the same time, and plan once for all of them: see :meth:`handle`."""
         self._board.calendar.expire(now)
+        measured: list[LiveJob] = []
+        news = [why for event in reports if (why := self._news(event, now, measured))]
         out: list[Decision] = []
-        news = [why for event in reports if (why := self._news(event, now, out))]
+        for job in measured:
+            if self._board.jobs.get(job.job_id) is job and job.phase is Phase.PROFILING:  # not decided on with another
+                out += self._decide_measured(job, now)
         if news:
             return out + self._replan(now, among(news), retry=False)
         if self._board.is_due(now):
             return out + self._replan(now, "the plan of the cluster says so", retry=False)
         return out + self._board.wake(now)
 
-    def _news(self, event: ev.JobProgressed | ev.GangStarted, now: float, out: list[Decision]) -> str:
-        """Take in a report; why it is to be planned again, empty if it is not. What follows at once goes to ``out``."""
+    def _news(self, event: ev.JobProgressed | ev.GangStarted, now: float, measured: list[LiveJob]) -> str:
+        """Take in a report; why it is to be planned again, empty if it is not. See :meth:`_hear` for ``measured``."""
         job = self._board.jobs.get(event.job_id)
         if job is None:
             return ""
         if isinstance(event, ev.GangStarted):
             return f"{job.job_id} has started" if self._gang_started(job, event.placement, now) else ""
-        return f"{job.job_id} reported progress" if self._hear(job, event, now, out) else ""
+        return f"{job.job_id} reported progress" if self._hear(job, event, now, measured) else ""
 
     def restore(self, states: Iterable[JobState], now: float) -> list[Decision]:
         """Take over live jobs after a crash: promised ones stay promised. Only on a scheduler without jobs.
@@ -240,8 +244,11 @@ class Scheduler(Decider):
             return self._begin_profiling(live, now)
         return self._decide(live, now)
 
-    def _hear(self, job: LiveJob, event: ev.JobProgressed, now: float, out: list[Decision]) -> bool:
-        """Take in what a job has done; True: it is to be planned again. What follows at once is appended to ``out``."""
+    def _hear(self, job: LiveJob, event: ev.JobProgressed, now: float, measured: list[LiveJob]) -> bool:
+        """Take in what a job has done; True: it is to be planned again.
+
+        ``measured`` are those on which it is decided once all have been heard: this one may come to them.
+        """
         board = self._board
         if self._as_expected(job, event, now):
             return False
@@ -258,12 +265,12 @@ class Scheduler(Decider):
         if job.phase is not Phase.PROFILING:
             return True
         known = known_speeds(job)
+        decide = job.trial > 0 and job.is_certain(job.trial, self.config)
         if job.judged != len(known):  # its length is known only now, or its time gets short
             over = not missing_sizes(job, board.layout, self.config)
-            if over or job.profiling is None or in_a_hurry(job, now, self.config):
-                out += self._decide_measured(job, now)
-        elif job.trial and job.is_certain(job.trial, self.config):
-            out += self._decide_measured(job, now)
+            decide = over or job.profiling is None or in_a_hurry(job, now, self.config)
+        if decide and all(one is not job for one in measured):
+            measured.append(job)
         return False
 
     def _as_expected(self, job: LiveJob, event: ev.JobProgressed, now: float) -> bool:

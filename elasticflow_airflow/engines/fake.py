@@ -58,6 +58,8 @@ class FakeWorld:
     write_checkpoint: CheckpointWriter = write_fake_checkpoint
     gangs: dict[tuple[str, int], FakeGang] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
+    troubles: dict[str, str] = field(default_factory=dict)
+    """By job id: why its gangs cannot be looked at, as if its script had spoilt their files."""
     journal: Journal | None = None
     """What keeps the gangs in ``state_file``; None: nothing does."""
 
@@ -205,6 +207,9 @@ class FakeEngine:
             self.world.advance()
             observations = []
             for key, gang in sorted(self.world.gangs.items()):
+                if key[0] in self.world.troubles:
+                    observations.append(replace(gang.observation(()), trouble=self.world.troubles[key[0]]))
+                    continue
                 fresh = tuple(gang.reports[self._delivered.get(key, 0) :])
                 self._delivered[key] = len(gang.reports)
                 observations.append(gang.observation(fresh))
@@ -313,6 +318,11 @@ class FakeEngine:
         with self.world.lock:
             self._running(job_id).end(GangOutcome.LOST, -9, message)
             self.world.save()
+
+    def spoil(self, job_id: str, trouble: str = "status.json does not hold what it should") -> None:
+        """The files of a job cannot be read any more, whatever becomes of its workers."""
+        with self.world.lock:
+            self.world.troubles[job_id] = trouble
 
     def set_busy(self, node_id: str, index: int, holder: str | None) -> None:
         """Somebody else holds a slot (or, with None, gives it back)."""

@@ -126,6 +126,9 @@ class GangObservation:
     failure: str | None = None
     """For FAILED and LOST: what happened, with the last lines of the failing rank's log."""
     failed_rank: int | None = None
+    trouble: str | None = None
+    """Why it cannot be looked at: what a script has made of its files, say. The rest is then what is known all the
+    same, first of all whether it holds its slots (any state but ENDED)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +197,11 @@ class Engine(Protocol):
         ...
 
     def observe(self) -> tuple[GangObservation, ...]:
-        """Every generation of every job that runs, or has ended and is not forgotten."""
+        """Every generation of every job that runs, or has ended and is not forgotten.
+
+        Raises EngineError only for what is wrong with the machine or with all of them: what is wrong with the files of
+        one job is told as the ``trouble`` of its gangs. Those can be renewed and stopped like any other.
+        """
         ...
 
     def forget(self, job_id: str) -> None:
@@ -202,7 +209,10 @@ class Engine(Protocol):
         ...
 
     def read_log(self, job_id: str, incarnation: int, worker_id: str, offset: int, limit: int) -> LogChunk:
-        """Read a worker's log from a byte offset. Raises KeyError for a worker that never was."""
+        """Read a worker's log from a byte offset.
+
+        Raises KeyError for a worker that never was, EngineError where the log cannot be read.
+        """
         ...
 
     def stacks(self, job_id: str) -> Mapping[str, str]:

@@ -25,7 +25,13 @@ from typing import Any
 
 from elasticflow_airflow import bounds
 from elasticflow_airflow.runtime.container import ContainerError, verify
-from elasticflow_airflow.runtime.protocol import Promotion, candidate_name, promoted_path, write_json_atomic
+from elasticflow_airflow.runtime.protocol import (
+    Promotion,
+    candidate_name,
+    open_ordinary,
+    promoted_path,
+    write_json_atomic,
+)
 from elasticflow_airflow.runtime.retrying import retried
 
 FORMAT = 2
@@ -155,7 +161,12 @@ def verify_candidate(path: Path, *, contents: bool = True) -> CandidateInfo:
     try:
         if (path / MANIFEST).stat().st_size > _LARGEST_BYTES:
             raise CheckpointError(f"checkpoint {path}: {MANIFEST} has more than {_LARGEST_BYTES} bytes")
-        raw = (path / MANIFEST).read_bytes()
+        with open_ordinary(path / MANIFEST) as file:
+            raw = file.read(_LARGEST_BYTES + 1)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {path}: {error}") from error
     except FileNotFoundError as error:
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} is missing") from error
     except OSError as error:
@@ -416,7 +427,7 @@ def _verify_file(folder: Path, name: str, entry: FileEntry, contents: bool) -> N
         if not contents:
             return
         if entry.container:
-            with file.open("rb") as stream:
+            with open_ordinary(file) as stream:
                 digest = verify(stream).digest
         else:
             digest, _ = _digest(file)
@@ -432,7 +443,7 @@ def _verify_file(folder: Path, name: str, entry: FileEntry, contents: bool) -> N
 
 def _digest(file: Path) -> tuple[str, int]:
     digest, size = hashlib.sha256(), 0
-    with file.open("rb") as stream:
+    with open_ordinary(file) as stream:
         while chunk := stream.read(_CHUNK_BYTES):
             digest.update(chunk)
             size += len(chunk)

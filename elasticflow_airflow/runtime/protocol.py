@@ -24,13 +24,14 @@ import contextlib
 import errno
 import json
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 SESSION_ENV = "ELASTICFLOW_SESSION"
 """Environment variable: path of ``session.json``. Absent: the script runs alone or under a bare torchrun."""
@@ -61,6 +62,7 @@ SUBMITTED_FIELDS = (
 
 _LONGEST_LINE_BYTES = 1 << 20
 _LARGEST_FILE_BYTES = 1 << 24
+_MOST_BYTES_A_LOOK = 1 << 24
 
 
 class RescaleMode(StrEnum):
@@ -346,7 +348,7 @@ def append_report(path: Path, report: Report) -> None:
     Raises OSError where the disk does not take it; then nothing of it is in the file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)  # a pipe keeps nobody
     try:
         line = report.to_line()
         written = os.write(descriptor, line)
@@ -362,25 +364,42 @@ def read_reports(path: Path, offset: int = 0) -> Iterator[tuple[Report, int]]:
     """Yield each complete report from a byte offset on, with the offset after it. A torn last line is left for later.
 
     A damaged line in the middle is skipped, and so is one that is too long for a report: the next one says the same
-    and more.
+    and more. Raises OSError, or ValueError for what is no ordinary file.
     """
-    if not path.exists():
-        return
-    with path.open("rb") as file:
+    while True:
+        reports, next_offset = read_some_reports(path, offset)
+        yield from reports
+        if next_offset == offset:
+            return
+        offset = next_offset
+
+
+def read_some_reports(path: Path, offset: int = 0) -> tuple[list[tuple[Report, int]], int]:
+    """Read on from a byte offset, at most 16 MiB, as a script may write anything there; returns where to read on.
+
+    Each report comes with the offset after it. Raises what :func:`read_reports` raises.
+    """
+    found: list[tuple[Report, int]] = []
+    end, too_long = offset + _MOST_BYTES_A_LOOK, False
+    try:
+        file = open_ordinary(path)
+    except FileNotFoundError:
+        return found, offset
+    with file:
         file.seek(offset)
-        too_long = False
-        while line := file.readline(_LONGEST_LINE_BYTES):
+        while offset < end and (line := file.readline(_LONGEST_LINE_BYTES)):
             if line.endswith(b"\n"):
                 offset += len(line)
                 if not too_long:
                     with contextlib.suppress(ValueError):
-                        yield Report.from_line(line), offset
+                        found.append((Report.from_line(line), offset))
                 too_long = False
             elif len(line) == _LONGEST_LINE_BYTES:
                 offset += len(line)
                 too_long = True
             else:
-                return
+                break
+    return found, offset
 
 
 def write_json_atomic(path: Path, value: Mapping[str, Any], *, flush: bool = True) -> None:
@@ -403,10 +422,25 @@ def write_json_atomic(path: Path, value: Mapping[str, Any], *, flush: bool = Tru
         raise
 
 
+def open_ordinary(path: Path) -> BinaryIO:
+    """Open a file for reading that a training script may have put there: no pipe or device keeps whoever reads it.
+
+    Raises OSError, and ValueError where it is no ordinary file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise ValueError(f"{path} is no ordinary file")
+    return os.fdopen(descriptor, "rb")
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object; None when the file is not there. ValueError when it is damaged."""
+    """Read a JSON object; None when the file is not there. ValueError when it is damaged, or no ordinary file."""
     try:
-        with path.open("rb") as file:
+        with open_ordinary(path) as file:
             raw = file.read(_LARGEST_FILE_BYTES + 1)
     except FileNotFoundError:
         return None

@@ -58,6 +58,8 @@ class Actuator:
     secrets: Secrets
     monotonic: Callable[[], float]
     leftovers: Leftovers
+    wanted: Callable[[], list[str]]
+    """Jobs that may have workers, as stored: what is renewed until a pass has succeeded."""
     refusals: dict[str, Refusals] = field(default_factory=dict)
     drained: set[tuple[str, int]] = field(default_factory=set)
     """Terminal incarnations whose gangs the engine has forgotten; the next pass writes it down."""
@@ -67,7 +69,8 @@ class Actuator:
     _applied: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By job: the generation, and the fence with it, that the engine took."""
     _written: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
-    _held: list[str] = field(default_factory=list)
+    _held: list[str] | None = None
+    """Jobs that had workers at the last pass; None before there was one."""
 
     def act(self, books: Books) -> None:
         """Make the engine do what the rows say."""
@@ -83,7 +86,10 @@ class Actuator:
             with books.on_behalf_of(row.job_id, "starting, changing or stopping its workers"):
                 self._act(books, row, on_slots, renew=renew)
         for row in books.aside:
-            self._keep(books, row, renew=renew)
+            try:
+                self._keep(books, row, renew=renew)
+            except Exception:  # It is set aside already: the others go on.
+                log.exception("a job that is set aside could not be kept", job_id=row.job_id)
 
     def _act(self, books: Books, row: IncarnationRow, on_slots: Holders, *, renew: bool) -> None:
         self._write_promotion(row)
@@ -116,15 +122,19 @@ class Actuator:
         self._try("stop", self.engine.stop, row.job_id, self.settings.grace_s, reason)
 
     def hold(self, *, unless_renewed_within_s: float = 0.0) -> None:
-        """Have those train on who trained at the last pass, whatever else can be done. For any thread."""
+        """Have those train on who trained at the last pass, whatever else can be done. For any thread.
+
+        Before the first pass: all of whom workers are stored. Raises what the store raises.
+        """
         if self.monotonic() - self._renewed_at_s < unless_renewed_within_s:
             return
+        held = self.wanted() if self._held is None else self._held
         self._renewed_at_s = self.monotonic()
-        for job_id in self._held:
+        for job_id in held:
             try:
                 self.engine.renew(job_id)
-            except EngineError as error:
-                log.warning("the engine refused", call="renew", job_id=job_id, error=str(error))
+            except Exception as error:  # noqa: BLE001  (the others all the same)
+                log.warning("the engine refused", call="renew", job_id=job_id, error=repr(error))
 
     def _apply_or_wait(self, books: Books, row: IncarnationRow, due: GenerationRow, on_slots: Holders) -> None:
         """Have the engine bring a generation about, once nobody else is on its slots."""

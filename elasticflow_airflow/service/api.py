@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from elasticflow_airflow import __version__
 from elasticflow_airflow.bounds import MOST_COUNT, NAME_CHARACTERS, TEXT_CHARACTERS, clean_text
-from elasticflow_airflow.engines.port import Engine, EngineNode
+from elasticflow_airflow.engines.port import Engine, EngineError, EngineNode
 from elasticflow_airflow.service.autoscaling import CapacityDesk, add_capacity
 from elasticflow_airflow.service.bodies import BodyLimit
 from elasticflow_airflow.service.doctoring import add_doctor
@@ -38,8 +38,10 @@ from elasticflow_airflow.service.insight_routes import InsightDesks, add_insight
 from elasticflow_airflow.service.job_routes import add_jobs
 from elasticflow_airflow.service.jobs import JobDesk
 from elasticflow_airflow.service.lanes import Lanes
+from elasticflow_airflow.service.log_pieces import read_piece
 from elasticflow_airflow.service.marking import VersionMark
 from elasticflow_airflow.service.metrics import add_metrics
+from elasticflow_airflow.service.models import IncarnationRow
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.owners_routes import OWNERS_PATH, add_owners
 from elasticflow_airflow.service.parameters import (
@@ -53,7 +55,7 @@ from elasticflow_airflow.service.parameters import (
     Sha256,
 )
 from elasticflow_airflow.service.refusal import Refusal, declared, no_such_job
-from elasticflow_airflow.service.secrets import SecretError
+from elasticflow_airflow.service.secrets import SecretError, hidden_values
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import SnapshotRefusedError, Snapshots
 from elasticflow_airflow.service.store import DATABASE_AWAY, Store
@@ -367,36 +369,29 @@ def _add_events_and_logs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> Non
         limit: Annotated[int, Query(ge=1, le=1 << 20)] = 1 << 16,
         incarnation: Incarnation | None = None,
     ) -> LogPiece:
-        """A piece of a worker's log, from a byte offset on."""
+        """A piece of a worker's log, from a byte offset on. The job's secrets are left out of it while it lives."""
         with parts.store.read() as reader:
             job = reader.job(job_id)
-        if job is None:
-            raise no_such_job(job_id)
+            if job is None:
+                raise no_such_job(job_id)
+            of = incarnation or job.incarnation
+            row = reader.incarnation(job_id, of)
+        secrets = {} if row is None else _secrets_of(parts, row)
         try:
-            piece = parts.engine.read_log(job_id, incarnation or job.incarnation, log_name, offset, limit)
+            return read_piece(partial(parts.engine.read_log, job_id, of, log_name), offset, limit, secrets.values())
+        except EngineError as error:
+            raise Refusal(503, "log_not_readable", str(error), "ask again in a moment") from error
         except KeyError as error:
             raise Refusal(
                 404, "log_not_found", f"job {job_id} has no log {log_name!r}", "its status lists log_names"
             ) from error
-        data = piece.data if piece.end_of_file else _whole_characters(piece.data)
-        return LogPiece(
-            text=data.decode(errors="replace"),
-            start_offset=piece.start_offset,
-            next_offset=piece.start_offset + len(data),
-            end_of_file=piece.end_of_file,
-        )
 
 
-def _whole_characters(data: bytes) -> bytes:
-    """Leave a character for the next piece whose bytes are not all there; what is no UTF-8 at all stays."""
-    for back in range(1, min(4, len(data))):
-        byte = data[-back]
-        if 0xC0 <= byte < 0xF8:  # The first of several bytes.
-            wanted = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return data[:-back] if back < wanted else data
-        if byte & 0xC0 != 0x80:
-            break
-    return data
+def _secrets_of(parts: ServiceParts, row: IncarnationRow) -> dict[str, str]:
+    try:
+        return hidden_values(parts.desk.secrets, row.submission, row.secret_env)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return {}  # What is stored of it cannot be read, and so it was never started.
 
 
 async def _event_stream(

@@ -77,9 +77,12 @@ def add_insight(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
         return desks().insight.runs(job_id, limit)
 
     @app.post("/v1/what-if", responses=declared(404, 409, 501))
-    @lanes.planning
+    @lanes.what_if
     def what_if(request: WhatIfRequest) -> WhatIf:
-        """The outlook with other deadlines, or with more or fewer nodes. Nothing is changed."""
+        """The outlook with other deadlines, or with more or fewer nodes. Nothing is changed.
+
+        What takes longer than some seconds to work out is refused (422, `too_large`): ask for fewer changes at once.
+        """
         return desks().what_if.ask(request)
 
     @app.post("/v1/calendar", responses=declared(501))

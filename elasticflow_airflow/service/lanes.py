@@ -87,6 +87,8 @@ class Lanes:
         self.pages = Lane("pages", 2, most_waiting=100)
         """What people look at, and what reads or writes much at once."""
         self.planning = Lane("plans of what would be", 1, most_waiting=20, patience_s=20.0)
+        self.what_if = Lane("answers to what-if", 1, most_waiting=5, patience_s=20.0)
+        """Each takes seconds: nobody else waits for them."""
         self.looking = Lane("looks at this machine", 2, most_waiting=20, patience_s=20.0)
         """What waits for other processes."""
         self.unpacking = Lane("code to be unpacked", 2, most_waiting=200, patience_s=60.0)

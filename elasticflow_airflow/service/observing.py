@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from elasticflow_airflow.bounds import TEXT_CHARACTERS, clean_text
@@ -18,12 +19,13 @@ from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.scheduler_core.values import Phase
 from elasticflow_airflow.service import history, measuring, outlook, samples, stragglers
 from elasticflow_airflow.service.books import Books, steady
+from elasticflow_airflow.service.candidates import CANDIDATE_PATH
 from elasticflow_airflow.service.codec import placement_from_json
 from elasticflow_airflow.service.deciding import feed, feed_reports
 from elasticflow_airflow.service.models import CandidateRow, GenerationRow, IncarnationRow
 from elasticflow_airflow.service.reported import within_bounds
 from elasticflow_airflow.service.rescaling import go_on_as_planned
-from elasticflow_airflow.service.secrets import redact
+from elasticflow_airflow.service.secrets import redact, redact_all
 from elasticflow_airflow.wire import State
 
 Secrets = Callable[[IncarnationRow], Mapping[str, str]]
@@ -249,7 +251,7 @@ def _fold_reports(
         if number < folded.get(given.worker_id, 0):
             continue
         folded[given.worker_id] = number + 1
-        bounded = within_bounds(given, row.step, books.now, books.lived_s(row))
+        bounded = within_bounds(_without_secrets(given, hidden), row.step, books.now, books.lived_s(row))
         _say_refused(books, row, generation, bounded.refused)
         report = bounded.report
         if report is None:
@@ -262,20 +264,26 @@ def _fold_reports(
         if report.kind is ReportKind.WARNING and report.data.get("absent"):
             generation.notes = {**generation.notes, "absent": [str(worker) for worker in report.data["absent"]]}
         if report.rank == 0 or report.kind in (ReportKind.FAILED, ReportKind.OUT_OF_MEMORY):
-            progressed |= _fold_report(books, row, generation, report, hidden)
+            progressed |= _fold_report(books, row, generation, report)
     if folded != generation.folded:
         generation.folded = folded
     if progressed:
         _tell_progress(books, row, generation)
 
 
-def _fold_report(
-    books: Books, row: IncarnationRow, generation: GenerationRow, report: Report, hidden: Mapping[str, str]
-) -> bool:
+def _without_secrets(report: Report, hidden: Mapping[str, str]) -> Report:
+    """A report as it may be kept, whatever a script has put into its texts. Before anything of them is cut."""
+    if not hidden:
+        return report
+    kept = {"path": report.data["path"]} if CANDIDATE_PATH.match(str(report.data.get("path"))) else {}
+    return replace(report, data={**redact_all(report.data, hidden), **kept})
+
+
+def _fold_report(books: Books, row: IncarnationRow, generation: GenerationRow, report: Report) -> bool:
     """Fold in one report; True when it is news of progress."""
     data: Mapping[str, Any] = report.data
     note: dict[str, Any] = {}
-    message = clean_text(redact(str(data.get("message", "")), hidden), tail=True)
+    message = clean_text(str(data.get("message", "")), tail=True)
     match report.kind:
         case ReportKind.STARTED:
             return _started(books, row, generation, report)
@@ -286,7 +294,7 @@ def _fold_report(
         case ReportKind.STOPPED:
             note = {"stopped": report.step}
         case ReportKind.FINISHED:
-            early = clean_text(redact(str(data.get("early") or ""), hidden), TEXT_CHARACTERS)
+            early = clean_text(str(data.get("early") or ""), TEXT_CHARACTERS)
             note = {"finished": {"path": data.get("path"), "early": early}}
             outlook.finished(books, row, report)
             row.metrics = dict(data.get("metrics") or {})

@@ -51,7 +51,7 @@ from elasticflow_airflow.service.foresight import Foresight, foresight_of
 from elasticflow_airflow.service.models import IncarnationRow
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.renewals import Renewals
-from elasticflow_airflow.service.secrets import SecretBox, SecretError, secrets_in_args
+from elasticflow_airflow.service.secrets import SecretBox, SecretError, hidden_values
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import Snapshots
 from elasticflow_airflow.service.store import Store
@@ -94,7 +94,9 @@ class Reconciler:
         self._store, self._engine, self._settings, self._notifier = store, engine, settings, notifier
         self._box, self._desk, self._clock, self._monotonic = secrets, desk, clock, monotonic
         self._leftovers = leftovers.Leftovers()
-        self._actuator = Actuator(engine, settings, snapshots, self._secrets_of, monotonic, self._leftovers)
+        self._actuator = Actuator(
+            engine, settings, snapshots, self._secrets_of, monotonic, self._leftovers, self._with_gangs
+        )
         self._inbox = observing.Inbox()
         self.renewals = Renewals()
         """Who has asked for its job, in the threads of handlers."""
@@ -187,7 +189,18 @@ class Reconciler:
     def _renew(self) -> None:
         """Renew the leases of gangs however long a pass takes, or fails."""
         while not self._stop.wait(self._settings.renew_interval_s):
-            self._actuator.hold(unless_renewed_within_s=2 * self._settings.renew_interval_s)
+            self._hold(unless_renewed_within_s=2 * self._settings.renew_interval_s)
+
+    def _hold(self, *, unless_renewed_within_s: float = 0.0) -> None:
+        """Renew the leases of gangs. Whatever fails, it is tried again."""
+        try:
+            self._actuator.hold(unless_renewed_within_s=unless_renewed_within_s)
+        except Exception as error:  # noqa: BLE001  (whatever it is, this thread goes on)
+            log.warning("the leases of workers could not be renewed; it is tried again", error=repr(error))
+
+    def _with_gangs(self) -> list[str]:
+        with self._store.read() as reader:
+            return reader.with_gangs()
 
     def try_once(self) -> float | None:
         """One pass. A pass that fails is logged, and the next one begins with a scheduler rebuilt from the store.
@@ -202,7 +215,7 @@ class Reconciler:
                 log.exception("the reconcile pass failed; it is tried again")
             self._problem = repr(error)
             self._faults.new.clear()
-            self._actuator.hold()
+            self._hold()
             return _RETRY_S
         self._problem = ""
         self._faults.nothing_failed()
@@ -261,6 +274,7 @@ class Reconciler:
                     self._leftovers.look(books, observations, self._nodes)
                 books.held = self._leftovers.held(books)
                 leftovers.number_above(books, self._engine.latest, everyone=self._scheduler is None)
+                setting_aside.notice_troubles(books, observations or ())
                 self._bounds.check(books, observations or ())
                 setting_aside.place(books, observations or ())
                 if self._scheduler is None:
@@ -471,13 +485,7 @@ class Reconciler:
             raise EngineError(str(error)) from error
 
     def _secrets_to_hide(self, row: IncarnationRow) -> Mapping[str, str]:
-        """What must not show up in messages. Without the key no environment was given to the workers."""
-        command = row.submission["command"]
-        in_args = secrets_in_args(command["args"], command.get("args_shown"))
-        try:
-            return {**in_args, **self._box.open(row.secret_env)}
-        except SecretError:
-            return in_args
+        return hidden_values(self._box, row.submission, row.secret_env)
 
     def _device_type(self) -> str:
         return self._nodes[0].device_type if self._nodes else ""

@@ -9,11 +9,12 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from elasticflow_airflow.bounds import METRICS_DEPTH
 from elasticflow_airflow.insight import REDACTED
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ _SENSITIVE = re.compile(r"apikey|authorization|credentials?|key|pass(?:phrase|wd
 _OPTION = re.compile(r"(?P<dashes>[-+]{0,2})(?P<name>[A-Za-z][\w.-]*)(?P<value>=.*)?", re.DOTALL)
 _WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
 _PASSWORD_IN_URL = re.compile(r"(?<=://)([^/\s:@]*):[^/\s@]+@")
+
+_SHORTEST = 4
 
 
 class SecretError(Exception):
@@ -94,10 +97,38 @@ class SecretBox:
 
 def redact(text: str, secrets: Mapping[str, str]) -> str:
     """Replace every secret value in a text (a failing script may have printed one)."""
-    for value in sorted(secrets.values(), key=len, reverse=True):
-        if len(value) >= 4:  # Shorter ones would tear ordinary words apart.
-            text = text.replace(value, REDACTED)
+    for value in worth_hiding(secrets.values()):
+        text = text.replace(value, REDACTED)
     return text
+
+
+def worth_hiding(values: Iterable[str]) -> list[str]:
+    """Those that are long enough, the longest first: shorter ones would tear ordinary words apart."""
+    return sorted((value for value in values if len(value) >= _SHORTEST), key=len, reverse=True)
+
+
+def redact_all(value: Any, secrets: Mapping[str, str], depth: int = METRICS_DEPTH + 2) -> Any:
+    """Replace every secret in the texts of a JSON value, names of objects included; deeper than ``depth`` nothing."""
+    if isinstance(value, str):
+        return redact(value, secrets)
+    if depth and isinstance(value, Mapping):
+        return {redact(str(name), secrets): redact_all(one, secrets, depth - 1) for name, one in value.items()}
+    if depth and isinstance(value, list | tuple):
+        return [redact_all(one, secrets, depth - 1) for one in value]
+    return value
+
+
+def hidden_values(box: SecretBox, submission: Mapping[str, Any], sealed: bytes | None) -> dict[str, str]:
+    """What must not show up in texts of a job. Without the key no environment was given to the workers.
+
+    Raises what reading a stored submission raises that nobody can read.
+    """
+    command = submission["command"]
+    in_args = secrets_in_args(command["args"], command.get("args_shown"))
+    try:
+        return {**in_args, **box.open(sealed)}
+    except SecretError:
+        return in_args
 
 
 def shown_args(args: Sequence[str], as_told: Sequence[str] | None) -> list[str]:

@@ -33,6 +33,10 @@ class OutOfBoundsError(Exception):
     """What is stored of a job is beyond a limit, which the message names."""
 
 
+class UnreadableGangError(Exception):
+    """The engine cannot look at a job's workers; the message says why."""
+
+
 _ADVICE = (
     "It is set aside: its workers go on and keep their slots, and nothing else is done for it until the service starts"
     " anew. Cancel it to end it; the log of the service says more"
@@ -112,6 +116,14 @@ def _check_placement(generation: GenerationRow, gang: GangObservation | None) ->
         raise OutOfBoundsError(
             f"generation {generation.generation} is stored with slots on which it has no workers ({others})"
         )
+
+
+def notice_troubles(books: Books, observations: Sequence[GangObservation]) -> None:
+    """Set jobs aside whose workers the engine cannot look at: what their scripts have made of their files, say."""
+    for gang in observations:
+        if gang.trouble is not None and gang.job_id in books.jobs and gang.job_id not in books.faults:
+            with books.on_behalf_of(gang.job_id, "looking at its workers"):
+                raise UnreadableGangError(gang.trouble)
 
 
 def _gangs_of(books: Books, observations: Sequence[GangObservation]) -> dict[tuple[str, int], GangObservation]:

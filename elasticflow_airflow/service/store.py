@@ -266,6 +266,11 @@ class Reader:
         )
         return [(job_id, placement) for job_id, placement in self.session.execute(query)]
 
+    def with_gangs(self) -> list[str]:
+        """Jobs that may have workers."""
+        query = sa.select(GenerationRow.job_id).where(GenerationRow.handled.is_(False)).distinct()
+        return sorted(self.session.scalars(query))
+
     def generation(self, job_id: str, generation: int) -> GenerationRow | None:
         """One generation."""
         return self.session.get(GenerationRow, (job_id, generation))

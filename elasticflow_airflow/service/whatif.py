@@ -6,12 +6,13 @@ Runs in the threads of HTTP handlers, on copies of the scheduler: nothing is cha
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from elasticflow_airflow.insight import DeadlineChange, WhatIf, WhatIfRequest, WhatIfVerdict
 from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.calendar_forecast import join
+from elasticflow_airflow.scheduler_core.calendar_forecast import joining
 from elasticflow_airflow.scheduler_core.decisions import Admit, Amended, AmendRejected, Decision, Reject
 from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
 from elasticflow_airflow.scheduler_core.values import Node, Phase
@@ -20,12 +21,36 @@ from elasticflow_airflow.service.forecasting import ForecastDesk
 from elasticflow_airflow.service.refusal import Refusal, no_such_job
 from elasticflow_airflow.wire import ForecastAnswer, Verdict
 
+_BUDGET_S = 5.0
+"""So long is computed for one question: what it computes, it takes from the loop that decides."""
+
+
+@dataclass(slots=True)
+class _Budget:
+    """The time that a question may take: asked before each step of it, none of which takes long."""
+
+    monotonic: Callable[[], float]
+    ends_s: float
+    done: int = 0
+
+    def take(self, steps: int) -> None:
+        """Before one more step of so many. Raises Refusal 422 when the time is up."""
+        if self.monotonic() > self.ends_s:
+            raise Refusal(
+                422,
+                "too_large",
+                f"after {_BUDGET_S:g} s {self.done} of {steps} changes of nodes and deadlines were worked out",
+                f"ask for fewer at once: some {max(1, self.done // 2)} are worked out in time",
+            )
+        self.done += 1
+
 
 @dataclass(frozen=True, slots=True)
 class WhatIfDesk:
     """The service's side."""
 
     forecasts: ForecastDesk
+    monotonic: Callable[[], float] = time.monotonic
 
     def ask(self, request: WhatIfRequest) -> WhatIf:
         """Answer. Raises Refusal 404, 409, 422, 503."""
@@ -33,9 +58,16 @@ class WhatIfDesk:
         self._check(request, as_is)
         would_be = copy.deepcopy(as_is)
         before = self._outlook(as_is, request.hours, now)
+        budget = _Budget(self.monotonic, self.monotonic() + _BUDGET_S)
+        nodes, changes = _node_events(would_be, request), request.changes
         would_be.handle(ev.WakeUp(), now)
-        _change_nodes(would_be, request, now)
-        verdicts = [_amend(would_be, change, now) for change in request.changes]
+        for event in nodes:
+            budget.take(len(nodes) + len(changes))
+            would_be.handle(event, now)
+        verdicts = []
+        for change in changes:
+            budget.take(len(nodes) + len(changes))
+            verdicts.append(_amend(would_be, change, now))
         return WhatIf(verdicts=verdicts, before=before, after=self._outlook(would_be, request.hours, now))
 
     def _outlook(self, scheduler: ServicePolicy, hours: float, now: float) -> ForecastAnswer:
@@ -67,13 +99,13 @@ class WhatIfDesk:
                 )
 
 
-def _change_nodes(scheduler: ServicePolicy, request: WhatIfRequest, now: float) -> None:
+def _node_events(scheduler: ServicePolicy, request: WhatIfRequest) -> list[ev.NodeLost | ev.NodeJoined]:
     largest = max(scheduler.nodes(), key=lambda node: node.slots, default=None)
-    for node_id in dict.fromkeys(request.without_nodes):
-        scheduler.handle(ev.NodeLost(node_id), now)
-    if largest is not None:
-        more = Node(node_id="~more", slots=largest.slots, gpu_type=largest.gpu_type)
-        join(scheduler, more, range(request.extra_nodes), now)
+    lost = [ev.NodeLost(node_id) for node_id in dict.fromkeys(request.without_nodes)]
+    if largest is None:
+        return [*lost]
+    more = Node(node_id="~more", slots=largest.slots, gpu_type=largest.gpu_type)
+    return [*lost, *joining(more, range(request.extra_nodes))]
 
 
 def _amend(scheduler: ServicePolicy, change: DeadlineChange, now: float) -> WhatIfVerdict:

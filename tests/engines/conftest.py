@@ -166,6 +166,10 @@ class Bench:
     def lose(self) -> None:
         raise AssertionError("a bench says how")
 
+    def spoil(self, job_id: str) -> None:
+        """A job's script makes something else of the files that tell of its workers."""
+        raise AssertionError("a bench says how")
+
     def hold_slot(self, index: int) -> None:
         """Another service takes a slot."""
         raise AssertionError("a bench says how")
@@ -198,6 +202,10 @@ class FakeBench(Bench):
     def lose(self) -> None:
         assert isinstance(self.engine, FakeEngine)
         self.engine.lose("job")
+
+    def spoil(self, job_id: str) -> None:
+        assert isinstance(self.engine, FakeEngine)
+        self.engine.spoil(job_id)
 
     def hold_slot(self, index: int) -> None:
         assert isinstance(self.engine, FakeEngine)
@@ -246,6 +254,11 @@ class LocalBench(Bench):
         assert status.supervisor is not None
         status.supervisor.kill()
 
+    def spoil(self, job_id: str) -> None:
+        status = self.folder(job_id=job_id).path / "status.json"
+        status.unlink()
+        status.mkdir()
+
     def hold_slot(self, index: int) -> None:
         other = self.make("elsewhere")
         self.others.append(other)
@@ -262,7 +275,8 @@ class LocalBench(Bench):
 
     def story(self) -> str:
         """The ends of all logs, and the processes that are there."""
-        logs = sorted({*self.base.rglob("*.log"), *self.base.rglob("status.json")})
+        found = {*self.base.rglob("*.log"), *self.base.rglob("status.json")}
+        logs = sorted(path for path in found if path.is_file())
         ends = [f"-- {log.relative_to(self.base)}\n{log.read_text(errors='replace')[-1500:]}" for log in logs]
         return "\n".join([*ends, *self.processes()])
 

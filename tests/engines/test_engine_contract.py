@@ -193,3 +193,26 @@ def test_the_latest_generation_is_known_in_every_life(bench: Bench) -> None:
     bench.engine.apply(bench.spec(7))
     bench.restart()
     assert bench.engine.latest("job") == 7
+
+
+def test_what_a_script_makes_of_its_files_is_the_trouble_of_its_job_alone(bench: Bench) -> None:
+    other = bench.spec(job_id="other", placement=(Slot(bench.nodes[1], 0),))
+    bench.engine.apply(bench.spec())
+    bench.engine.apply(other)
+    bench.wait_state(1, GangState.RUNNING)
+    bench.wait_state(1, GangState.RUNNING, "other")
+    bench.spoil("job")
+    for begin in (lambda: None, bench.restart):
+        begin()
+        gang = bench.wait(lambda gangs: gangs[1].trouble is not None, "the trouble is told")[1]
+        assert "status.json" in str(gang.trouble)
+        assert gang.state is not GangState.ENDED
+        assert [worker.slot for worker in gang.workers] == [Slot(bench.nodes[0], 0)]
+        assert bench.wait_state(1, GangState.RUNNING, "other").trouble is None
+        bench.engine.renew("job")
+    bench.engine.stop("job", 1.0, "cancelled")
+    ended = bench.wait(lambda gangs: gangs[1].state is GangState.ENDED, "it can be stopped all the same")[1]
+    assert ended.trouble is not None
+    assert bench.look("other")[1].state is GangState.RUNNING
+    bench.engine.forget("job")
+    assert bench.look() == {}

@@ -9,7 +9,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from support.object_store import Road, bucket
 from torch import nn
 
 from elasticflow_airflow import runtime
-from elasticflow_airflow.runtime import load_weights, manifest, retrying
+from elasticflow_airflow.runtime import load_weights, manifest, protocol, retrying
 from elasticflow_airflow.runtime.checkpoint import Registered
 from elasticflow_airflow.runtime.checkpointer import Checkpointer
 from elasticflow_airflow.runtime.manifest import CheckpointUnreachable
@@ -200,15 +200,15 @@ def test_a_session_that_cannot_reach_its_checkpoints_deletes_none(training, flak
 
 def failing_reads(monkeypatch: pytest.MonkeyPatch, what: str, code: int, times: int) -> Callable[[], int]:
     """Let the first reads of what has this in its path fail, as a disk's or a network's would."""
-    real, failed = Path.read_bytes, [0]
+    real, failed = manifest.open_ordinary, [0]
 
-    def read(path: Path) -> bytes:
+    def read(path: Path) -> BinaryIO:
         if what in str(path) and failed[0] < times:
             failed[0] += 1
             raise OSError(code, "said the kernel", str(path))
         return real(path)
 
-    monkeypatch.setattr(Path, "read_bytes", read)
+    monkeypatch.setattr(manifest, "open_ordinary", read)
     return lambda: failed[0]
 
 
@@ -231,14 +231,14 @@ def test_a_disk_that_fails_for_good(tmp_path, monkeypatch, code):
 
 def test_a_promotion_on_a_disk_that_fails(tmp_path, monkeypatch):
     save(str(tmp_path), 1, 2)
-    real = Path.open
+    real = protocol.open_ordinary
 
-    def opened(path: Path, *arguments: str) -> IO[Any]:
+    def opened(path: Path) -> BinaryIO:
         if path.name == "promoted.json":
             raise OSError(errno.EIO, "Input/output error")
-        return real(path, *arguments)
+        return real(path)
 
-    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(protocol, "open_ordinary", opened)
     with pytest.raises(CheckpointUnreachable, match=r"promoted\.json cannot be read now"):
         manifest.promoted(tmp_path, pytest.fail)
 

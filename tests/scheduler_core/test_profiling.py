@@ -8,6 +8,7 @@ from types import ModuleType
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core import decisions as de
 from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core import scheduler as scheduler_module
 from elasticflow_airflow.scheduler_core.values import OnReject, Phase
 
 
@@ -254,3 +255,20 @@ def test_a_cluster_of_unknown_jobs_comes_to_its_end_with_all_promises_kept(world
     assert not play.late()
     assert all(run.ended_s is not None for run in play.runs.values())
     assert sum(run.outcome == "finished" for run in play.runs.values()) >= 4
+
+
+def test_all_reports_that_come_together_are_heard_before_it_is_decided_on_who_is_measured(
+    make_job, nodes, monkeypatch
+) -> None:
+    scheduler = Scheduler(nodes=nodes(4))
+    scheduler.handle(ev.JobSubmitted(make_job("b", steps=900, deadline=2000)), 0.0)
+    scheduler.handle(ev.JobSubmitted(make_job("a", curve=None, steps=1000, deadline=4000)), 0.0)
+    scheduler.handle(ev.JobMeasured("a", 1, 1.0), 20.0)
+    known = []
+    monkeypatch.setattr(scheduler_module, "enough", lambda *_: True)
+    monkeypatch.setattr(
+        Scheduler, "_decide_measured", lambda self, job, now: known.append((job.job.job_id, self.state("b"))) or []
+    )
+    both = [ev.JobProgressed("a", 980.0), ev.JobProgressed("b", 1.0), ev.JobProgressed("a", 970.0)]
+    scheduler.reported(both, 30.0)
+    assert [(job_id, state.remaining_steps) for job_id, state in known] == [("a", 1.0)]

@@ -388,6 +388,19 @@ async def test_a_log_is_read_by_offset_to_its_end(world, http):
     assert (await http.get(f"{path}x")).status_code == 404
 
 
+async def test_a_log_shows_no_secret_of_a_job_that_lives(world, http):
+    """The modelled log holds what was reported: here, a word of every report."""
+    job = world.submit(within=600, scaling_curve=CURVE, secret_env={"TOKEN": "progress", "SHORT": "p"})
+    world.run(5)
+    (name, *_) = world.status(job).log_names
+    path = f"/v1/jobs/{job.job.job_id}/logs/{name}"
+    text, offset = "", 0
+    while (piece := (await http.get(path, params={"offset": offset, "limit": 7})).json())["next_offset"] > offset:
+        text, offset = text + piece["text"], piece["next_offset"]
+    assert "*** step=" in text
+    assert "progress" not in text
+
+
 async def test_events_of_a_job_after_an_id(world, http):
     job = world.submit(within=600, scaling_curve=CURVE)
     world.ended(job)

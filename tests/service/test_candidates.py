@@ -7,9 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
+from elasticflow_airflow.runtime import manifest
 from elasticflow_airflow.runtime.manifest import MANIFEST, publish, writing
 from elasticflow_airflow.service import candidates
 from elasticflow_airflow.service.candidates import CandidateDesk, Looked, verify_by_manifest
@@ -30,16 +32,16 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], list[Path]]
     """Let the first reads of manifests fail, as a disk's or a network's would; notes the reads."""
 
     def fail(code: int, times: int) -> list[Path]:
-        real, reads = Path.read_bytes, []
+        real, reads = manifest.open_ordinary, []
 
-        def read(path: Path) -> bytes:
+        def read(path: Path) -> BinaryIO:
             if path.name == MANIFEST:
                 reads.append(path)
                 if len(reads) <= times:
                     raise OSError(code, "said the kernel")
             return real(path)
 
-        monkeypatch.setattr(Path, "read_bytes", read)
+        monkeypatch.setattr(manifest, "open_ordinary", read)
         return reads
 
     return fail

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from elasticflow_airflow.engines.port import EngineError
+
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 
 
@@ -215,3 +217,43 @@ def test_a_sleeping_machine_costs_a_restart_and_nothing_else(world):
     world.until(over, "it ends")
     assert world.status(job).state == "succeeded"
     assert world.status(job).result.steps == 400
+
+
+@pytest.mark.trouble
+@pytest.mark.parametrize("wrong", [EngineError("no"), RuntimeError("broken")])
+def test_gangs_are_renewed_after_a_restart_though_no_pass_succeeds(world, monkeypatch, wrong):
+    job = world.submit(steps=4000, scaling_curve={1: 10.0}, lease_s=20, orphan_s=20)
+    world.until(lambda: world.status(job).step > 5, "it trains")
+    world.restart()
+    refused = []
+
+    def fail(*_):
+        raise wrong
+
+    def refuse_once(job_id):
+        refused.append(job_id)
+        if len(refused) == 1:
+            raise wrong
+        type(world.engine).renew(world.engine, job_id)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(world.engine, "observe", fail)
+        broken.setattr(world.engine, "renew", refuse_once)
+        world.run(120, every=2.0)
+        assert world.reconciler.problem
+    assert len(refused) > 10
+    assert world.engine.stacks(job.job.job_id), "its workers train on"
+
+
+def test_the_thread_that_renews_outlasts_whatever_fails(world, monkeypatch):
+    turns = iter([False, False, False, True])
+    monkeypatch.setattr(world.reconciler._stop, "wait", lambda _: next(turns))
+    held = []
+
+    def hold(**_):
+        held.append(1)
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(type(world.reconciler._actuator), "hold", lambda _, **more: hold(**more))
+    world.reconciler._renew()
+    assert len(held) == 3

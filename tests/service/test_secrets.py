@@ -84,3 +84,13 @@ def test_a_file_that_holds_no_key_is_named_and_never_replaced(tmp_path, content)
     with pytest.raises(SecretError, match=r"secret\.key"):
         SecretBox(key_file).open(b"sealed")
     assert key_file.read_bytes() == content
+
+
+def test_what_a_script_reports_of_its_secrets_shows_nowhere(world):
+    """In metrics, by name or value, at any depth."""
+    secret = "hunter2-and-more"
+    fake = {"metrics": {"note": f"used {secret}", secret: [{"deep": secret}], "accuracy": 0.5}}
+    job = world.submit(within=900, steps=60, scaling_curve={1: 10.0}, secret_env={"TOKEN": secret}, fake=fake)
+    result = world.ended(job).result
+    assert result is not None
+    assert result.metrics == {"note": "used ***", "***": [{"deep": "***"}], "accuracy": 0.5}

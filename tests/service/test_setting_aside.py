@@ -184,6 +184,25 @@ def test_what_fails_after_the_commit_is_the_trouble_of_that_job_alone(pair, monk
     assert set_aside(world, bad)
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_job_whose_files_cannot_be_read_is_set_aside_and_can_be_cancelled(pair, restarts):
+    """Its script has made a folder of its own reports, say."""
+    world, bad, good = pair
+    world.engine.spoil(bad.job.job_id, "status.json is no ordinary file")
+    late = world.submit(task="late", within=900, steps=100, scaling_curve=CURVE)
+    assert world.status(late).verdict.decision == "admitted"
+    if restarts:
+        world.restart()
+    world.run(60, every=2.0)  # several times the lease that its supervisor has without a renewal
+    assert "status.json is no ordinary file" in set_aside(world, bad)
+    assert len(world.events(bad, "set_aside")) == 1
+    assert not world.reconciler.problem
+    assert world.engine.stacks(bad.job.job_id), "its workers go on"
+    world.desk.cancel(bad.job.job_id, bad.claim, "enough")
+    assert world.ended(bad).state == "cancelled"
+    assert world.ended(good).state == world.ended(late).state == "succeeded"
+
+
 # -- planning, which is for all together -------------------------------------------------------------------------
 
 
@@ -520,9 +539,11 @@ def inside(raw, path, value):
     st.lists(CHANGES, min_size=1, max_size=4),
     st.lists(st.tuples(st.lists(st.integers(0, 40), min_size=1, max_size=3), ANYTHING), max_size=3),
     st.booleans(),
+    st.booleans(),
 )
-def test_whatever_is_stored_of_some_jobs_all_others_are_decided_on(make_world, changes, deeper, restarts):
-    note(f"{[(table.__tablename__, column.name, value) for (table, column), value in changes]} {deeper} {restarts}")
+def test_whatever_is_stored_of_some_jobs_all_others_are_decided_on(make_world, changes, deeper, restarts, spoilt):
+    stored = [(table.__tablename__, column.name, value) for (table, column), value in changes]
+    note(f"{stored} {deeper} {restarts} {spoilt}")
     world = make_world(nodes=2)
     past = world.submit(task="bad", run="run0", steps=20, max_workers=2)
     world.until(lambda: world.status(past).state == "succeeded", "what is learned of the task is stored")
@@ -537,6 +558,8 @@ def test_whatever_is_stored_of_some_jobs_all_others_are_decided_on(make_world, c
         submission = json.loads(json.dumps(inside(world.row(bad, 1).submission, path, value)))
         if submission is not None:  # no database takes that
             poison(world, bad, IncarnationRow, submission=submission)
+    if spoilt:
+        world.engine.spoil(bad.job.job_id)
     if restarts:
         world.restart()
     late = world.submit(task="late", within=900, steps=40, scaling_curve=CURVE)

@@ -118,6 +118,18 @@ def test_what_makes_no_sense_is_refused(world):
         assert (refused.value.status, says in refused.value.message) == (status, True)
 
 
+def test_a_question_that_takes_too_long_is_refused_and_says_what_can_be_asked(world):
+    world.step()
+    now_s = iter(range(1000))
+    desk = WhatIfDesk(desk_of(world).forecasts, monotonic=lambda: float(next(now_s)))
+    with pytest.raises(Refusal) as refused:
+        desk.ask(WhatIfRequest(extra_nodes=100))
+    assert (refused.value.status, refused.value.error) == (422, "too_large")
+    assert "after 5 s 5 of 100 changes" in refused.value.message
+    assert "some 2 are worked out" in refused.value.hint
+    assert ask(world, extra_nodes=3).after.not_kept == 0
+
+
 # -- timetables --------------------------------------------------------------------------------------------------
 
 

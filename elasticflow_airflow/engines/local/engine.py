@@ -7,16 +7,18 @@ of them is in the supervisors' folders. May not import Airflow, torch or the sto
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from elasticflow_airflow import bounds
 from elasticflow_airflow.engines.local import logs, slots, stacks
+from elasticflow_airflow.engines.local.errors import as_engine_errors, disk_errors, is_of_the_machine
 from elasticflow_airflow.engines.local.folder import Order
+from elasticflow_airflow.engines.local.holding import SlotHolders
 from elasticflow_airflow.engines.local.interpreter import InterpreterCheck
 from elasticflow_airflow.engines.local.layout import NodeLayout, detect_nodes
 from elasticflow_airflow.engines.local.observing import Observer, trainers_of
@@ -60,7 +62,7 @@ class LocalEngine:
         self._asking = threading.Lock()
         self._interpreters = InterpreterCheck()
         self._jobs: dict[str, JobRecord] = {}
-        with _disk_errors(self._state_dir):
+        with disk_errors(self._state_dir):
             self._records_dir.mkdir(parents=True, exist_ok=True)
             slots.prepare_lock_dir(self._lock_dir)
             self._starter = Starter(
@@ -72,11 +74,12 @@ class LocalEngine:
                 None if warm_imports is None else WarmPool(warm_imports, self._state_dir / "pool"),
             )
             self._starter.warm_pool()
-            self._observer = Observer(self._starter.is_coming_up, self._save)
+            self._holders = SlotHolders(self._starter.nodes, self._lock_dir, self._state_dir)
+            self._observer = Observer(self._starter.is_coming_up, self._save, self._holders)
+            self._damaged: dict[str, str] = {}
+            """Jobs whose record cannot be read, while gangs of them run; and why."""
             for path in sorted(self._records_dir.glob("*.json")):
-                record = JobRecord.load(path)
-                if record is not None:
-                    self._jobs[record.job_id] = record
+                self._load(path)
 
     @property
     def name(self) -> str:
@@ -93,11 +96,13 @@ class LocalEngine:
     def latest(self, job_id: str) -> int:
         """The highest generation that was ever applied for a job."""
         with self._lock:
-            return self._jobs[job_id].latest if job_id in self._jobs else 0
+            return self._jobs[job_id].latest if job_id in self._jobs else self._holders.latest(job_id)
 
     def apply(self, spec: GangSpec) -> None:
         """Start, keep or replace the gang of a job (see the port)."""
-        with self._lock, _disk_errors(spec.incarnation_dir):
+        with self._lock, as_engine_errors(spec.incarnation_dir):
+            if spec.job_id in self._damaged:
+                raise EngineError(f"{self._damaged[spec.job_id]}; its gang is still there")
             job = self._jobs.get(spec.job_id) or JobRecord(job_id=spec.job_id)
             self._renew(job)
             if spec.generation < job.latest:
@@ -134,8 +139,10 @@ class LocalEngine:
         with self._lock:
             job = self._jobs.get(job_id)
             if job is None:
+                if job_id in self._damaged:
+                    self._holders.ask_to_leave(job_id)
                 return
-            with _disk_errors(self._state_dir):
+            with as_engine_errors(self._state_dir):
                 if self._mark_told(job, before=job.latest + 1):
                     self._save(job)
                 for gang in job.gangs.values():
@@ -145,39 +152,77 @@ class LocalEngine:
         """Renew the lease of the job's supervisors."""
         with self._lock:
             job = self._jobs.get(job_id)
-            if job is not None:
-                with _disk_errors(self._state_dir):
+            with as_engine_errors(self._state_dir):
+                if job is not None:
                     self._renew(job)
+                elif job_id in self._damaged:
+                    self._holders.renew(job_id)
 
     def observe(self) -> tuple[GangObservation, ...]:
         """Every gang that is not forgotten, with what it reported since the last time."""
-        with self._lock, _disk_errors(self._state_dir):
+        with self._lock, disk_errors(self._state_dir):
             self._starter.reap()
             found: list[GangObservation] = []
             for _, job in sorted(self._jobs.items()):
                 # The newest first: that its members train in it ends the ones before.
                 newest_first = sorted(job.gangs.values(), key=lambda gang: -gang.generation)
-                found += reversed([self._observer.observe(job, gang) for gang in newest_first])
-                self._end_stragglers(job)
-            # After the look: a new object has only then heard who trains, and lets them until others are warm.
-            for job in list(self._jobs.values()):
-                for gang in job.gangs.values():
-                    if not gang.started and not gang.dropped and not gang.in_place:
-                        self._tell_earlier(job, gang)
+                gangs = [self._look_at(job, gang) for gang in newest_first]
+                found += reversed(self._follow_up(job, gangs))
+            for job_id, trouble in list(self._damaged.items()):
+                running = self._holders.observe(job_id, trouble)
+                found += running
+                if not running:
+                    self._put_away(self._records_dir / f"{job_id}.json")
             return tuple(found)
+
+    def _look_at(self, job: JobRecord, gang: GangRecord) -> GangObservation:
+        """Look at one gang. Whatever its files are, it is the trouble of this job alone."""
+        troubles: list[str] = []
+        with self._trouble_of_one(troubles):
+            return self._observer.observe(job, gang)
+        return self._observer.unread(job, gang, troubles[0])
+
+    def _follow_up(self, job: JobRecord, gangs: list[GangObservation]) -> list[GangObservation]:
+        """See to workers that should have left by now, and to gangs that wait for others to leave."""
+        troubles: list[str] = []
+        with self._trouble_of_one(troubles):
+            self._end_stragglers(job)
+            # After the look: a new object has only then heard who trains, and lets them until others are warm.
+            for gang in job.gangs.values():
+                if not gang.started and not gang.dropped and not gang.in_place:
+                    self._tell_earlier(job, gang)
+        return [replace(gang, trouble=gang.trouble or troubles[0]) for gang in gangs] if troubles else gangs
+
+    @contextlib.contextmanager
+    def _trouble_of_one(self, troubles: list[str]) -> Iterator[None]:
+        """Note what is wrong with the files of one job; what the machine itself refuses passes through."""
+        try:
+            yield
+        except MemoryError:
+            raise
+        except Exception as error:  # A script may have made anything of them.
+            if isinstance(error, OSError) and is_of_the_machine(error, self._state_dir):
+                raise
+            troubles.append(f"what its folder holds cannot be read or written: {error or type(error).__name__}")
 
     def forget(self, job_id: str) -> None:
         """Drop the ended gangs of a job; files stay, logs can still be read."""
         with self._lock:
             job = self._jobs.get(job_id)
             if job is None:
+                self._forget_damaged(job_id)
                 return
             ended = [gang.generation for gang in job.gangs.values() if self._observer.has_ended(job, gang)]
             for generation in ended:
                 self._observer.forget(job, job.gangs.pop(generation))
             if ended:
-                with _disk_errors(self._records_dir):
+                with as_engine_errors(self._records_dir):
                     self._save(job)
+
+    def _forget_damaged(self, job_id: str) -> None:
+        if job_id in self._damaged and not self._holders.of(job_id):
+            with as_engine_errors(self._records_dir):
+                self._put_away(self._records_dir / f"{job_id}.json")
 
     def read_log(self, job_id: str, incarnation: int, worker_id: str, offset: int, limit: int) -> LogChunk:
         """Read a worker's log, across its rotations. Raises KeyError for a worker that never was."""
@@ -195,7 +240,8 @@ class LocalEngine:
             known = gang is not None and gang.started
             if not known:
                 raise KeyError(f"job {job_id} (incarnation {incarnation}) has no worker {worker_id!r}")
-        found = logs.read(logs_dir, worker_id, offset, limit)
+        with as_engine_errors(logs_dir):
+            found = logs.read(logs_dir, worker_id, offset, limit)
         next_offset = found.start_offset + len(found.data)
         return LogChunk(found.data, found.start_offset, next_offset, found.at_end and not living)
 
@@ -206,11 +252,12 @@ class LocalEngine:
             job = self._jobs.get(job_id)
             for gang in job.gangs.values() if job is not None else ():
                 if job is not None and gang.started and not self._observer.has_ended(job, gang):
-                    trainers |= trainers_of(gang)
+                    with as_engine_errors(self._state_dir):
+                        trainers |= trainers_of(gang)
         if not self._asking.acquire(timeout=stacks.LIMIT_S):
             raise EngineError("the stacks of other workers are being asked for; ask again in a moment")
         try:
-            with _disk_errors(self._state_dir):
+            with as_engine_errors(self._state_dir):
                 return stacks.ask(trainers)
         finally:
             self._asking.release()
@@ -368,13 +415,22 @@ class LocalEngine:
         if gang.dropped:
             gang.order(Order(0.0, order.reason, kill=True))  # Its supervisors may be warming up.
         elif gang.told and not self._observer.has_ended(job, gang):
-            folder = Path(gang.incarnation_dir)
+            try:
+                self._plan_nobody(Path(gang.incarnation_dir), plan_generation, order.reason)
+                gang.order(order)
+            except (OSError, ValueError, TypeError, KeyError):
+                self._holders.ask_to_leave(job.job_id)  # A script has made something else of these files.
+                raise
+
+    @staticmethod
+    def _plan_nobody(folder: Path, generation: int | None, reason: str) -> None:
+        """Write a membership plan without members (None: there is one already)."""
+        try:
             plan = Membership.read(folder)
-            if plan_generation is not None and (plan is None or plan.members):
-                Membership(generation=plan_generation, mode=RescaleMode.RESTART, members=(), reason=order.reason).write(
-                    folder
-                )
-            gang.order(order)
+        except (ValueError, TypeError, KeyError):
+            plan = None
+        if generation is not None and (plan is None or plan.members):
+            Membership(generation=generation, mode=RescaleMode.RESTART, members=(), reason=reason).write(folder)
 
     def _fence_is_open(self, job: JobRecord, spec: GangSpec) -> bool:
         return all(
@@ -389,13 +445,40 @@ class LocalEngine:
     def _has_gang(self, job_id: str) -> bool:
         """Whether there is a record of a gang of a job that may hold slots."""
         job = self._jobs.get(job_id)
-        return job is not None and any(not self._observer.has_ended(job, gang) for gang in job.gangs.values())
+        if job is None:
+            return job_id in self._damaged
+        return any(not self._observer.has_ended(job, gang) for gang in job.gangs.values())
 
     def _renew(self, job: JobRecord) -> None:
+        problem: OSError | None = None
         for gang in job.gangs.values():
             if not self._observer.has_ended(job, gang):
                 for folder in gang.folders.values():
-                    folder.renew()
+                    try:
+                        folder.renew()
+                    except OSError as error:
+                        problem = error  # The others all the same.
+        if problem is not None:
+            raise problem
+
+    def _load(self, path: Path) -> None:
+        """Take a record from disk. One that cannot be read matters for as long as gangs of its job run."""
+        job_id = path.name.removesuffix(".json")
+        try:
+            record = JobRecord.load(path)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, OSError) and is_of_the_machine(error, self._state_dir):
+                raise
+            self._damaged[job_id] = f"the engine's record {path} cannot be read: {error!r}"
+            return
+        if record is not None:
+            self._jobs[record.job_id] = record
+
+    def _put_away(self, path: Path) -> None:
+        """A record that cannot be read, and of whose job nothing runs: whoever wants to look finds it beside."""
+        self._damaged.pop(path.name.removesuffix(".json"), None)
+        if os.path.lexists(path):
+            os.replace(path, path.with_suffix(".damaged"))
 
     def _save(self, job: JobRecord) -> None:
         """Keep a record, on disk first. When the disk refuses, memory goes back to what the disk says."""
@@ -442,19 +525,3 @@ def look_at_nodes(
             )
         )
     return tuple(found)
-
-
-@contextlib.contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
-    """Turn what the disk refuses into an error that says where and what to do."""
-    try:
-        yield
-    except OSError as error:
-        where = error.filename or path
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            advice = "the disk is full: free some space, or move the state directory ([elasticflow] state_dir)"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            advice = f"uid {os.getuid()} may not write there: check owner and mode, or set another state directory"
-        else:
-            advice = os.strerror(error.errno) if error.errno else "see the cause"
-        raise EngineError(f"cannot write {where}: {advice} ({error})") from error

@@ -20,14 +20,20 @@ Secrets are in none of them: they go over the supervisor's standard input. Stand
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar
 
 from elasticflow_airflow.engines.local.processes import ProcessId
-from elasticflow_airflow.runtime.protocol import read_json, write_json_atomic
+from elasticflow_airflow.runtime.protocol import open_ordinary, read_json, write_json_atomic
+
+_LAST_WORDS_BYTES = 4096
+OF_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Errors that are nobody's fault, and pass."""
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,21 +200,23 @@ class SupervisorFolder:
 
     def read_spec(self) -> SupervisorSpec:
         """Read what to run; ValueError when it is not there."""
-        raw = read_json(self.path / "spec.json")
-        if raw is None:
+        spec = _read(self.path / "spec.json", SupervisorSpec.from_json)
+        if spec is None:
             raise ValueError(f"no spec.json in {self.path}")
-        return SupervisorSpec.from_json(raw)
+        return spec
 
     def write_order(self, order: Order) -> None:
         """Tell the supervisor to have its workers leave. After an order to kill, nothing else counts."""
-        before = self.read_order()
+        try:
+            before = self.read_order()
+        except ValueError:
+            before = None  # Whatever a script has put there is replaced.
         if self.path.is_dir() and before != order and not (before and before.kill):
             write_json_atomic(self.path / "order.json", asdict(order))
 
     def read_order(self) -> Order | None:
         """The order, if there is one."""
-        raw = read_json(self.path / "order.json")
-        return None if raw is None else Order(**raw)
+        return _read(self.path / "order.json", lambda raw: Order(**raw))
 
     def order_kill(self, worker_ids: Iterable[str]) -> None:
         """Have the supervisor end workers at once; those named before stay named."""
@@ -219,13 +227,11 @@ class SupervisorFolder:
 
     def read_kills(self) -> set[str]:
         """Workers to end at once."""
-        raw = read_json(self.path / "kill.json")
-        return set() if raw is None else set(raw["workers"])
+        return _read(self.path / "kill.json", lambda raw: set(raw["workers"])) or set()
 
     def read_status(self) -> Status | None:
         """What the supervisor wrote last; None before it wrote anything."""
-        raw = read_json(self.path / "status.json")
-        return None if raw is None else Status.from_json(raw)
+        return _read(self.path / "status.json", Status.from_json)
 
     def write_status(self, status: Status) -> None:
         """Write what is."""
@@ -238,11 +244,31 @@ class SupervisorFolder:
         except FileNotFoundError:
             return 0
 
+    def open_log(self) -> IO[bytes]:
+        """Open the supervisor's own log, to go on with it. Raises OSError; a pipe keeps nobody."""
+        descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        return os.fdopen(descriptor, "ab")
+
+    def last_words(self) -> str:
+        """The end of the supervisor's own log."""
+        with open_ordinary(self.log) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_WORDS_BYTES))
+            return file.read(_LAST_WORDS_BYTES).decode(errors="replace").strip()
+
     def renew(self) -> None:
         """Touch the lease."""
         if self.path.is_dir():
             self.lease.touch(exist_ok=True)
             os.utime(self.lease)
+
+
+def _read(path: Path, build: Callable[[dict[str, Any]], _T]) -> _T | None:
+    """Read what a file holds; None when it is not there. Raises OSError, and ValueError where it is something else."""
+    raw = read_json(path)
+    try:
+        return None if raw is None else build(raw)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} does not hold what it should: {error!r}") from error
 
 
 def failure_path(incarnation_dir: Path, chain: int) -> Path:

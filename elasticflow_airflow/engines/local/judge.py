@@ -156,7 +156,10 @@ def describe_failure(gang: GangRecord, worker_id: str, rank: int, exit_code: int
 
 
 def _with_tail(text: str, gang: GangRecord, worker_id: str) -> str:
-    raw = logs.tail(Path(gang.incarnation_dir) / "logs", worker_id, TAIL_BYTES).decode(errors="replace")
+    try:
+        raw = logs.tail(Path(gang.incarnation_dir) / "logs", worker_id, TAIL_BYTES).decode(errors="replace")
+    except (OSError, ValueError) as error:
+        return f"{text}\nIts log cannot be read: {error}"
     lines = raw.rstrip().splitlines()[-TAIL_LINES:]
     if not lines:
         return text

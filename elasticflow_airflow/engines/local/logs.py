@@ -8,21 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from elasticflow_airflow.runtime.protocol import open_ordinary
+
 SEGMENT_BYTES = 8 * 1024 * 1024
 KEEP_SEGMENTS = 4
+_START = re.compile(r"[0-9]{1,18}")
+
+_APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def segments(logs_dir: Path, name: str) -> list[tuple[int, Path]]:
     """Start offset and path of each segment that is there, oldest first."""
     prefix = f"{name}.log."
     try:
-        found = [entry for entry in os.listdir(logs_dir) if entry.startswith(prefix)]
+        with os.scandir(logs_dir) as entries:
+            # A script may put anything there: a link or a pipe is no segment.
+            names = [one.name for one in entries if one.name.startswith(prefix) and one.is_file(follow_symlinks=False)]
     except FileNotFoundError:
         return []
-    return sorted((int(entry[len(prefix) :]), logs_dir / entry) for entry in found if entry[len(prefix) :].isdigit())
+    return sorted((int(name[len(prefix) :]), logs_dir / name) for name in names if _START.fullmatch(name, len(prefix)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +54,12 @@ def read(logs_dir: Path, name: str, offset: int, limit: int) -> LogRead:
         next_start = there[index + 1][0] if index + 1 < len(there) else None
         if next_start is not None and position >= next_start:
             continue
+        if position < start:  # Something is missing between the two.
+            if position > offset:
+                return _joined(pieces, offset, False)
+            offset = position = start
         try:
-            with path.open("rb") as file:
+            with open_ordinary(path) as file:
                 file.seek(position - start)
                 piece = file.read(limit - (position - offset))
         except FileNotFoundError:
@@ -121,7 +133,7 @@ class LogWriter:
 
     def _open(self) -> None:
         path = self._dir / f"{self._name}.log.{self._start:012d}"
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._descriptor = os.open(path, _APPENDING, 0o600)
         link, fresh = self._dir / f"{self._name}.log", self._dir / f".{self._name}.link"
         with contextlib.suppress(FileNotFoundError):
             fresh.unlink()

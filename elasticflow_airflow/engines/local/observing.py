@@ -14,11 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from elasticflow_airflow.engines.local.folder import Order, Status, SupervisorFolder
+from elasticflow_airflow.engines.local.holding import SlotHolders, lost_unseen, unseen_workers
 from elasticflow_airflow.engines.local.judge import Heard, Verdict, all_trainers_there, judge_ended, judge_living
 from elasticflow_airflow.engines.local.processes import ProcessId, group_led_by
 from elasticflow_airflow.engines.local.records import GangRecord, JobRecord
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState, WorkerObservation
-from elasticflow_airflow.runtime.protocol import Report, read_reports, report_path, stacks_path
+from elasticflow_airflow.runtime.protocol import Report, read_some_reports, report_path, stacks_path
 
 SETTLED_S = 30.0
 """A script that has shown no session for so long counts as running without one."""
@@ -29,8 +30,17 @@ START_LIMIT_S = 30.0
 class Observer:
     """Looks at gangs. ``is_coming_up`` tells supervisors that were just started; ``save`` keeps a changed record."""
 
-    def __init__(self, is_coming_up: Callable[[SupervisorFolder], bool], save: Callable[[JobRecord], None]) -> None:
-        self._is_coming_up, self._save = is_coming_up, save
+    def __init__(
+        self,
+        is_coming_up: Callable[[SupervisorFolder], bool],
+        save: Callable[[JobRecord], None],
+        holders: SlotHolders,
+    ) -> None:
+        self._is_coming_up, self._save, self._holders = is_coming_up, save, holders
+        self._last: dict[tuple[str, int], GangObservation] = {}
+        """What was observed last of gangs that have not ended, without the reports."""
+        self._were_held: set[tuple[str, int]] = set()
+        """Gangs whose files cannot be read, and whose supervisors have held their slots."""
         self._heard: dict[tuple[str, int], Heard] = {}
         self._offsets: dict[tuple[str, int, str], int] = {}
         self._ended: dict[tuple[str, int], GangObservation] = {}
@@ -44,6 +54,8 @@ class Observer:
         self._ended.pop(key, None)
         self._heard.pop(key, None)
         self._signs.pop(key, None)
+        self._last.pop(key, None)
+        self._were_held.discard(key)
         for member in gang.members:
             self._offsets.pop((job.job_id, gang.generation, member.worker_id), None)
         for what in [known for known in self._first_seen_s if known[:2] == key]:
@@ -88,8 +100,41 @@ class Observer:
             failed_rank=verdict.failed_rank,
         )
         if verdict.state is GangState.ENDED:
+            self._last.pop(key, None)
             self._ended[key] = replace(observation, reports=())
+        else:
+            self._last[key] = replace(observation, reports=())
         return observation
+
+    def unread(self, job: JobRecord, gang: GangRecord, trouble: str) -> GangObservation:
+        """What is known of a gang whose files cannot be read: where it stands, if it still does."""
+        key = (job.job_id, gang.generation)
+        if key in self._ended:
+            return self._ended[key]
+        before = self._last.get(key)
+        if before is None:
+            before = GangObservation(
+                job_id=job.job_id,
+                incarnation=gang.incarnation,
+                generation=gang.generation,
+                state=GangState.STARTING if gang.started else GangState.PENDING,
+                outcome=None,
+                workers=unseen_workers(gang.placement, gang.worker_ids) if gang.started else (),
+            )
+        if not self._is_there(job, gang):
+            return lost_unseen(before, trouble)
+        return replace(before, state=GangState.LEAVING if gang.told else before.state, trouble=trouble)
+
+    def _is_there(self, job: JobRecord, gang: GangRecord) -> bool:
+        """Whether supervisors of a gang may be there, by the slots that they hold: its files say nothing."""
+        key = (job.job_id, gang.generation)
+        if gang.dropped or gang.never_came:
+            return False
+        if self._holders.of(job.job_id, gang.placement):
+            self._were_held.add(key)
+            return True
+        coming = any(self._is_coming_up(folder) for folder in gang.folders.values())
+        return coming or (key not in self._were_held and not self.elapsed(job, gang, "unread", START_LIMIT_S))
 
     def workers_of(self, gang: GangRecord) -> tuple[WorkerObservation, ...]:
         """Look at its members alone."""
@@ -111,7 +156,10 @@ class Observer:
         """Whether no process of it is left and none will come."""
         if (job.job_id, gang.generation) in self._ended:
             return True
-        return self._end_of(job, gang, read_statuses(gang)) is not None
+        try:
+            return self._end_of(job, gang, read_statuses(gang)) is not None
+        except (OSError, ValueError, TypeError, AttributeError):
+            return not self._is_there(job, gang)
 
     def _end_of(
         self, job: JobRecord, gang: GangRecord, statuses: Mapping[str, Status | None]
@@ -186,16 +234,14 @@ class Observer:
 
     def _new_reports(self, job: JobRecord, gang: GangRecord) -> tuple[Report, ...]:
         """All new reports of a gang: in the order of each worker, and merged by time between them."""
-        streams = []
+        streams, offsets = [], {}
         for member in gang.members:
             key = (job.job_id, gang.generation, member.worker_id)
             path = report_path(Path(gang.incarnation_dir), gang.generation, member.worker_id)
-            stream = []
-            for report, offset in read_reports(path, self._offsets.get(key, 0)):
-                self._offsets[key] = offset
-                if report.worker_id == member.worker_id:  # a script may write anything into its own file
-                    stream.append(report)
-            streams.append(stream)
+            found, offsets[key] = read_some_reports(path, self._offsets.get(key, 0))
+            # A script may write anything into its own file.
+            streams.append([report for report, _ in found if report.worker_id == member.worker_id])
+        self._offsets |= offsets
         return tuple(heapq.merge(*streams, key=lambda report: report.at_s))
 
 

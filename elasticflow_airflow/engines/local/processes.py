@@ -42,8 +42,13 @@ class ProcessId:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any] | None) -> ProcessId | None:
-        """Inverse of :meth:`to_json`."""
-        return None if raw is None else cls(raw["pid"], raw["start"], raw["boot"])
+        """Inverse of :meth:`to_json`. Raises TypeError, KeyError and ValueError for what is no process."""
+        if raw is None:
+            return None
+        found = cls(raw["pid"], raw["start"], raw["boot"])
+        if type(found.pid) is not int or not 0 < found.pid < 1 << 31 or type(found.start) is not int:
+            raise ValueError(f"there is no process {raw!r}")
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elasticflow_airflow import bounds
-from elasticflow_airflow.runtime.protocol import Report, ReportKind, append_report
+from elasticflow_airflow.runtime.protocol import Report, ReportKind, append_report, open_ordinary
 
 INTERVAL_S = 0.5
 _LONGEST_LINE = 64 * 1024
@@ -105,11 +105,11 @@ class PlainProgress:
             written = file.stat().st_mtime_ns
             if written == self._file_time:
                 return
-            with file.open("rb") as opened:
+            with open_ordinary(file) as opened:
                 text = opened.read(_LARGEST_FILE).decode(errors="replace").strip()
         except FileNotFoundError:
             return
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self._warn(f"progress_file {file} cannot be read: {error}")
             return
         try:

@@ -16,8 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from elasticflow_airflow.runtime.protocol import open_ordinary
+
 _PATIENCE_S = 2.0
 """How long a supervisor tries: an inventory may look at the lock in the same moment."""
+
+_LARGEST_BYTES = 1 << 16
 
 
 class SlotHeldError(Exception):
@@ -75,7 +79,7 @@ def holder_of(lock_dir: Path, lock_name: str) -> dict[str, Any] | None:
 
 def describe(holder: dict[str, Any]) -> str:
     """A sentence that names the holder."""
-    if not holder:
+    if not {"job_id", "state_dir", "pid"} <= holder.keys():
         return "another process (its lock file does not say which)"
     return f"job {holder['job_id']} of the service in {holder['state_dir']} (supervisor pid {holder['pid']})"
 
@@ -83,7 +87,7 @@ def describe(holder: dict[str, Any]) -> str:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int | None]:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except FileNotFoundError:
         yield None
         return
@@ -95,7 +99,8 @@ def _opened(path: Path) -> Iterator[int | None]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text() or "{}")
-    except (ValueError, FileNotFoundError):
-        return {}  # The holder is just writing it.
+        with open_ordinary(path) as file:
+            value = json.loads(file.read(_LARGEST_BYTES) or "{}")
+    except (ValueError, RecursionError, OSError):
+        return {}  # The holder is just writing it, or somebody else has.
     return value if isinstance(value, dict) else {}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elasticflow_airflow.engines.local.processes import ProcessId
+from elasticflow_airflow.runtime.protocol import open_ordinary
 from elasticflow_airflow.runtime.stacks import SIGNAL
 
 LIMIT_S = 5.0
@@ -42,7 +43,7 @@ class _Asked:
         return self.same >= _QUIET_LOOKS or self._tail().endswith(tuple(f"{end}\n" for end in _OUTERMOST))
 
     def _tail(self) -> str:
-        with self.path.open("rb") as file:
+        with open_ordinary(self.path) as file:
             file.seek(max(0, self.size - 100))
             return file.read().decode(errors="replace")
 
@@ -92,7 +93,7 @@ def _ask(process: ProcessId | None, path: Path) -> str | None:
 
 
 def _read(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_ordinary(path) as file:
         data = file.read(MOST_BYTES + 1)
     text = data[:MOST_BYTES].decode(errors="replace")
     return text + ("\n(... and more)" if len(data) > MOST_BYTES else "")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,7 +56,7 @@ class Starter:
     def reap(self) -> None:
         """Collect supervisors that have ended."""
         for path, process in list(self._supervisors.items()):
-            if process.poll() is not None and (path / "status.json").exists():
+            if process.poll() is not None and os.path.lexists(path / "status.json"):
                 del self._supervisors[path]
 
     def let_go(self) -> None:
@@ -118,7 +119,7 @@ class Starter:
                 continue
             if process is not None and process.returncode > 0 and process.returncode != EXIT_NOT_NEEDED:
                 del self._supervisors[folder.path]
-                last = folder.log.read_text(errors="replace").strip().splitlines()[-3:]
+                last = folder.last_words().splitlines()[-3:]
                 raise EngineError(f"the supervisor on {node_id} does not start: {' / '.join(last) or 'no output'}")
             self._supervisors[folder.path] = self._spawn(folder, spec)
 
@@ -129,7 +130,7 @@ class Starter:
             first = folder.read_spec()
             pool = self._pool.take(first.python, {**first.env, **first.workers[0].env}, spec.secret_env)
         channel = () if pool is None else (pool.fileno(),)
-        with folder.log.open("ab") as log, pool or contextlib.nullcontext():
+        with folder.open_log() as log, pool or contextlib.nullcontext():
             process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "elasticflow_airflow.engines.local.supervisor", str(folder.path)),

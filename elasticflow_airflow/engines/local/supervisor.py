@@ -23,7 +23,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from elasticflow_airflow.engines.local import slots
-from elasticflow_airflow.engines.local.folder import Order, Status, SupervisorFolder, SupervisorSpec, failure_path
+from elasticflow_airflow.engines.local.folder import (
+    OF_THE_MACHINE,
+    Order,
+    Status,
+    SupervisorFolder,
+    SupervisorSpec,
+    failure_path,
+)
 from elasticflow_airflow.engines.local.forking import ForkServer
 from elasticflow_airflow.engines.local.processes import ProcessId, children_of
 from elasticflow_airflow.engines.local.progress import PlainProgress
@@ -346,7 +353,8 @@ class Supervisor:
                 self._written = text
             except OSError as error:
                 logger.error("status could not be written: %s", error)
-                if not insist or time.monotonic() > deadline_s:
+                passes = error.errno in OF_THE_MACHINE  # else a script has put something in its place
+                if not insist or not passes or time.monotonic() > deadline_s:
                     return
                 time.sleep(1.0)
 

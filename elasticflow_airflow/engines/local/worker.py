@@ -22,7 +22,7 @@ from elasticflow_airflow.runtime.protocol import (
     WORKER_ENV,
     ReportKind,
     read_json,
-    read_reports,
+    read_some_reports,
     report_path,
     session_path,
 )
@@ -145,7 +145,7 @@ class Worker:
         if not self._has_session:
             # A joiner says so in the generation in which it joins, which may be a later one than it was started for.
             files = sorted(self._reports.glob(f"g*-{self.worker_id}.jsonl"))
-            started = [r for file in files for r, _ in read_reports(file) if r.kind is ReportKind.STARTED]
+            started = [r for file in files for r, _ in read_some_reports(file)[0] if r.kind is ReportKind.STARTED]
             self._has_session = bool(started)
             self._can_change_in_place = any(report.data.get("in_place") for report in started)
         return self._has_session
