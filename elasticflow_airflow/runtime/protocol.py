@@ -129,7 +129,8 @@ class SessionConfig:
     "consistent" (the result does not depend on the number of workers) or "fast". ``init_from`` is the folder of a
     checkpoint whose *weights* start this incarnation. ``target_loss`` ends the training early, once the smoothed loss
     (runtime.target) is there; with it neither length need be set. ``progress_regex`` and ``progress_file`` are for
-    plain scripts.
+    plain scripts. ``promoted`` is the checkpoint that the service has promoted: were ``promoted.json`` gone with the
+    checkpoint, nobody else would know that there was one.
     """
 
     job_id: str
@@ -158,6 +159,7 @@ class SessionConfig:
     progress_regex: str | None = None
     progress_file: str | None = None
     target_loss: float | None = None
+    promoted: Promotion | None = None
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -174,7 +176,14 @@ class SessionConfig:
         raw = read_json(path)
         if raw is None:
             raise ValueError(f"no session file at {path}")
-        return cls(**{**raw, "args": tuple(raw.get("args", ()))})
+        promoted = raw.get("promoted")
+        return cls(
+            **{
+                **raw,
+                "args": tuple(raw.get("args", ())),
+                "promoted": None if promoted is None else Promotion(**promoted),
+            }
+        )
 
     def submitted(self) -> dict[str, Any]:
         """What decides on the weights, by SUBMITTED_FIELDS; without what nobody has said."""

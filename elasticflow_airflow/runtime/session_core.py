@@ -292,7 +292,8 @@ class SessionCore:
 
     def _restore(self, registered: Registered) -> None:
         checkpoints, incarnation = self._context.checkpoints, self.config.incarnation
-        with agree_on_checkpoint(self._group, checkpoints, incarnation, self._warn) as found:
+        known = self.config.promoted
+        with agree_on_checkpoint(self._group, checkpoints, incarnation, self._warn, known) as found:
             if found is not None:
                 checkpoint.load(
                     registered,

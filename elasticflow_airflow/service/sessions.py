@@ -12,6 +12,7 @@ from elasticflow_airflow.service.books import incarnation_dir
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import Snapshots
+from elasticflow_airflow.service.stored_bounds import promotion_of
 
 
 def session_of(row: IncarnationRow, settings: ServiceSettings, snapshots: Snapshots) -> SessionConfig:
@@ -42,6 +43,7 @@ def session_of(row: IncarnationRow, settings: ServiceSettings, snapshots: Snapsh
         progress_regex=submission["progress_regex"],
         progress_file=submission["progress_file"],
         target_loss=submission.get("target_loss"),
+        promoted=promotion_of(row),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from elasticflow_airflow import runtime
 from elasticflow_airflow.runtime import bootstrap
 from elasticflow_airflow.runtime.context import detect
-from elasticflow_airflow.runtime.manifest import adopt, list_candidates
+from elasticflow_airflow.runtime.manifest import CheckpointError, adopt, list_candidates
 from elasticflow_airflow.runtime.protocol import (
     SUBMITTED_ENV,
     Promotion,
@@ -20,6 +20,7 @@ from elasticflow_airflow.runtime.protocol import (
     RescaleMode,
     SessionConfig,
     append_report,
+    candidate_name,
     promoted_path,
 )
 
@@ -272,6 +273,44 @@ def test_a_damaged_promoted_checkpoint_is_reported_and_the_one_before_used(servi
     assert warning.data["message"].startswith(f"skipped: checkpoint {newest.path}: model.tensors has 4 bytes, not")
 
 
+def test_what_the_service_has_promoted_is_missed_though_the_whole_folder_is_gone(service, training, tmp_path):
+    """A volume that is not mounted lists nothing, and has no promoted.json: training must not begin again at step 0."""
+    service.configure(checkpoint_interval_s=0.0)
+    service.start(1)
+    training().run()
+    info = service.promote(service.reports(1, kind=ReportKind.CHECKPOINT)[4])
+    known = Promotion.read(service.folder / "checkpoints")
+    service.configure(promoted=known)
+    (service.folder / "checkpoints").rename(tmp_path / "elsewhere")
+    service.start(2)
+    with pytest.raises(CheckpointError, match=f"the promoted checkpoint {info.path} is missing"):
+        training()
+    *_, failed = service.reports(2)
+    assert (failed.kind, failed.data["kind"]) == (ReportKind.FAILED, "bad_checkpoint")
+    assert failed.data["message"].startswith("the service says that there is a checkpoint to go on from")
+
+    (tmp_path / "elsewhere").rename(service.folder / "checkpoints")
+    promoted_path(service.folder / "checkpoints").unlink()
+    service.start(3)
+    assert training().session.steps_done == 5, "it needs the checkpoint only"
+    assert service.reports(3, kind=ReportKind.WARNING) == []
+
+
+def test_an_older_promotion_than_the_service_knows_is_not_believed(service, training):
+    service.configure(checkpoint_interval_s=0.0)
+    service.start(1)
+    training().run()
+    saved = service.reports(1, kind=ReportKind.CHECKPOINT)
+    service.promote(saved[4])
+    service.configure(promoted=Promotion.read(service.folder / "checkpoints"))
+    for content in (service.promote(saved[1]) and promoted_path(service.folder / "checkpoints").read_text(), "torn"):
+        promoted_path(service.folder / "checkpoints").write_text(content)
+        service.start(2)
+        assert training().session.steps_done == 5
+    (warning,) = service.reports(2, kind=ReportKind.WARNING)
+    assert warning.data["message"].endswith("the checkpoint of step 5 is used instead")
+
+
 def test_a_checkpoint_of_another_incarnation_is_not_resumed(service, training):
     service.configure(epochs=1)
     service.start(1)
@@ -422,7 +461,8 @@ def test_what_the_script_says_and_does_not_count_is_told(service, training):
 
 
 def test_the_configuration_comes_through_the_file_as_it_was(service):
-    config = service.configure(args=("a", "b"), seed=7, progress_regex="step (\\d+)")
+    promoted = Promotion(path=candidate_name(2, 40), generation=2, step=40, digest="d")
+    config = service.configure(args=("a", "b"), seed=7, progress_regex="step (\\d+)", promoted=promoted)
     assert SessionConfig.read(service.folder / "session.json") == config
 
 
