@@ -25,6 +25,8 @@ class FakeBehaviour:
     """Size of an epoch as the session finds it, when the submitter did not say."""
     reports: bool = True
     """False: a plain script that says nothing, not even ``started``."""
+    uses_session: bool = False
+    """It says before it starts that its script imports the runtime, as real workers do."""
     initial_loss: float = 4.0
     final_loss: float = 0.5
     losses: Mapping[int, float] = field(default_factory=dict)

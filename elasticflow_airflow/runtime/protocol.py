@@ -198,6 +198,9 @@ UNTRAINED = "untrained"
 class ReportKind(StrEnum):
     """What a worker can say. ``Report.data`` holds the keys named here (optional ones in brackets)."""
 
+    USES_SESSION = "uses_session"
+    """From rank 0, before the script runs: it, or a module of its folder that it imports, imports the runtime. Where it
+    ends with status 0 and never STARTED, it has trained nothing, in whatever way it left."""
     STARTED = "started"
     """This worker is in the report's generation; ``step`` is where it goes on. [resumed_from, init_from, samples,
     steps, micro_batch_size, logical_workers, seed, threads, in_place]: ``samples`` is the size of one epoch, ``steps``

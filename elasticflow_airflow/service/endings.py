@@ -207,8 +207,8 @@ def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
         )
         books.end(row, State.FAILED, reason, failure=reason)
         return
-    if finished is None and not row.ever_reported and (unread := _unread_progress(row)) is not None:
-        books.end(row, State.FAILED, unread, failure=unread)
+    if finished is None and (untrained := _trained_nothing(row, generation)) is not None:
+        books.end(row, State.FAILED, untrained, failure=untrained)
         return
     if finished is None and not row.ever_reported and total is not None and not row.best_effort:
         reason = (
@@ -245,6 +245,16 @@ def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
     books.end(row, State.SUCCEEDED, ", ".join(parts))
 
 
+def _trained_nothing(row: IncarnationRow, generation: GenerationRow) -> str | None:
+    """Why status 0 is no success of workers that have reported no step; None: nothing speaks against it."""
+    if generation.notes.get("uses_session") and generation.first_step is None:
+        return (
+            "the script uses elasticflow_airflow.runtime, and ended with status 0 before its first session.step(), by"
+            " os._exit() or the like: nothing was trained"
+        )
+    return None if row.ever_reported else _unread_progress(row)
+
+
 def _unread_progress(row: IncarnationRow) -> str | None:
     """What is wrong where a script was to say how far it is, and never did."""
     named = {name: row.submission.get(name) for name in ("progress_regex", "progress_file")}
@@ -273,14 +283,14 @@ def _out_of_memory(books: Books, row: IncarnationRow, generation: GenerationRow)
 
 def _failed(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
     if generation.notes.get("exit_zero") and generation.notes.get("finished") is None:
+        if (untrained := _trained_nothing(row, generation)) is not None:
+            books.end(row, State.FAILED, untrained, failure=untrained)
+            return
         total = f" of {row.total_steps}" if row.total_steps is not None else ""
         reason = f"the script ended with status 0 after {row.step}{total} steps, before it was finished"
         if row.total_steps is not None and row.step >= row.total_steps:
             reason += ": a loop of your own ends with session.finish(), which saves the result"
         if not row.ever_reported:
-            if (unread := _unread_progress(row)) is not None:
-                books.end(row, State.FAILED, unread, failure=unread)
-                return
             if row.best_effort or row.total_steps is None:
                 reason = "the script ended with status 0 and never reported any step: taken as a best-effort success"
                 books.event("warning", reason, row)

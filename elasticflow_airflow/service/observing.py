@@ -276,6 +276,8 @@ def _fold_report(
     note: dict[str, Any] = {}
     message = clean_text(redact(str(data.get("message", "")), hidden), tail=True)
     match report.kind:
+        case ReportKind.USES_SESSION:
+            note = {"uses_session": True}
         case ReportKind.STARTED:
             return _started(books, row, generation, report)
         case ReportKind.PROGRESS:

@@ -575,6 +575,17 @@ def test_a_script_that_was_to_show_its_progress_and_never_did_is_no_success(worl
     assert "never showed a step: nothing is known to be trained" in done.failure
 
 
+@pytest.mark.parametrize("given", [{"length": Length()}, {"steps": 300}, {"length": Length(), "within": 900}])
+def test_a_script_of_the_session_that_ends_well_before_its_first_step_has_failed(world, given):
+    """As os._exit(0) does it: the process is gone before it could say that it has trained nothing."""
+    fake = {"reports": False, "uses_session": True, "exit_at_step": 5}
+    job = world.submit(fake=fake, max_workers=1, **given)
+    done = world.ended(job)
+    assert done.state == "failed"
+    assert "ended with status 0 before its first session.step()" in done.failure
+    assert "nothing was trained" in done.failure
+
+
 def test_with_the_default_patience_too_a_silent_script_is_no_rejection(world):
     """What the service waits for must come before the scheduler gives the measurement up."""
     job = world.submit(within=3600, steps=3000, fake={"reports": False}, max_workers=1)
