@@ -320,13 +320,12 @@ class SessionCore:
         samples = self._loader.plan.samples if self._loader else None
         total = self._total_or_none()
         if total is None and self.config.target_loss is None:
-            if not self._context.submitted or self._loader is None:
-                raise ValueError(
-                    "nobody has said how long to train: call session.epochs(n), or give steps=, epochs= or target_loss="
-                    " to runtime.init()"
-                )
-            self._script_epochs, total = 1, self._loader.plan.steps_per_epoch
-            self._warn("neither the script nor the task says how long to train: one epoch (give steps= or epochs=)")
+            # Not even one epoch: a loop of the script's own would train another length than it says.
+            raise ValueError(
+                "nobody has said how long to train, and a loop of the script's own does not tell. Loop over"
+                " session.epochs(n), say steps=, epochs= or target_loss= where the session is made, or submit the"
+                " training with steps= or epochs="
+            )
         if self._is_rehearsing:
             self._step = self._guess_step()
             return

@@ -130,7 +130,7 @@ def test_an_unknown_length_is_an_error(training):
     with pytest.raises(ValueError, match="the length of the training is not known yet"):
         _ = run.session.total_steps
     with pytest.raises(
-        ValueError, match=r"nobody has said how long to train: call session\.epochs\(n\), or give steps="
+        ValueError, match=r"nobody has said how long to train, .*session\.epochs\(n\), say steps=, epochs= or target"
     ):
         run.run()
 

@@ -106,12 +106,45 @@ def test_where_no_length_was_submitted_the_script_has_its_own(service, training,
     assert not service.reports(1, kind=ReportKind.WARNING)
 
 
-def test_where_nobody_says_how_long_it_is_one_epoch_and_that_is_said(service, training):
+def make_step(run, batch) -> None:
+    with run.session.step() as step:
+        for inputs, targets in step.split(batch):
+            step.backward(torch.nn.functional.mse_loss(run.model(inputs), targets))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def four_epochs(run) -> None:
+    for _ in range(4):
+        for batch in run.loader:
+            make_step(run, batch)
+
+
+def twenty_steps(run) -> None:
+    while run.session.steps_done < 20:
+        for batch in run.loader:
+            make_step(run, batch)
+
+
+@pytest.mark.parametrize("loop", [four_epochs, twenty_steps, lambda run: run.run()])
+def test_where_nobody_says_how_long_it_is_that_is_an_error(service, training, loop):
+    """As alone: a loop of the script's own may be meant to go on for four epochs, or for twenty steps."""
     service.configure(epochs=None)
     service.start(1)
-    assert training().run().session.steps_done == 4
-    (warning,) = service.reports(1, kind=ReportKind.WARNING)
-    assert "neither the script nor the task says how long to train: one epoch" in warning.data["message"]
+    run = training()
+    with pytest.raises(ValueError, match=r"nobody has said how long to train, .* Loop over session\.epochs\(n\)"):
+        loop(run)
+    assert run.session.steps_done == 0
+
+
+def test_a_loop_that_waits_for_more_steps_than_were_submitted_does_not_spin_for_ever(service, training):
+    service.configure(epochs=1)
+    service.start(1)
+    run = training()
+    four_epochs(run)  # More than were submitted.
+    assert run.session.steps_done == 4
+    with pytest.raises(RuntimeError, match=r"10000 times through its loader since the training was done"):
+        twenty_steps(run)
 
 
 def test_a_wrong_number_of_samples_is_warned_of(service, training):
