@@ -364,6 +364,7 @@ class FakeGang:
             steps=self.total_steps,
             micro_batch_size=self._micro_batch_size(),
             in_place=self.behaviour.in_place,
+            threads=self.behaviour.threads,
             seed=self.behaviour.seed if self.spec.session.seed is None else self.spec.session.seed,
             **data,
         )

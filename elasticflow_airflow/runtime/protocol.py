@@ -52,6 +52,7 @@ SUBMITTED_FIELDS = (
     "global_batch_size",
     "micro_batch_size",
     "logical_workers",
+    "threads",
     "consistency",
     "init_from",
     "seed",
@@ -151,6 +152,9 @@ class SessionConfig:
     init_from: str | None = None
     seed: int | None = None
     """Of all that is random; None: what the script says, and 0 if it does not."""
+    threads: int | None = None
+    """Of torch, in each worker, as submitted or as this training has begun; None: what the script says, else as the
+    session chooses."""
     checkpoint_interval_s: float | None = None
     """None: as often as pays off; see runtime/interval.py."""
     failures: int = 0
@@ -189,6 +193,12 @@ class SessionConfig:
         """What decides on the weights, by SUBMITTED_FIELDS; without what nobody has said."""
         said = {name: getattr(self, name) for name in SUBMITTED_FIELDS}
         return {name: value for name, value in said.items() if value is not None}
+
+
+def threads_in(environ: Mapping[str, str]) -> int | None:
+    """The number of threads that somebody has set in an environment; None: nobody has."""
+    text = environ.get("OMP_NUM_THREADS", "").strip()
+    return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 UNTRAINED = "untrained"

@@ -485,6 +485,19 @@ def test_a_submission_that_cannot_be_read_is_refused(monkeypatch, tmp_path, said
         detect(tmp_path / "checkpoints")
 
 
+@pytest.mark.parametrize(("kept", "threads"), [(None, 1), (2, 2)])
+def test_the_slot_does_not_decide_on_the_threads(service, training, monkeypatch, kept, threads):
+    """Its engine says how many cores it has; a training that has begun with so many keeps them."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    service.configure(threads=kept)
+    service.start(1)
+    run = training()
+    assert torch.get_num_threads() == threads
+    run.run()
+    assert service.reports(1)[0].data["threads"] == threads
+    torch.set_num_threads(1)
+
+
 def test_what_the_script_says_and_does_not_count_is_told(service, training):
     service.configure(epochs=1, logical_workers=2, seed=5)
     service.start(1)
