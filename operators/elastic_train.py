@@ -87,7 +87,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
     ``"conn:<connection id>.<field>"``; resolved at submit, stored nowhere in plain text), ``working_dir``, ``python``
     (the interpreter; it needs torch only).
 
-    How much: ``steps``, or ``epochs`` of ``samples``, else as the script itself says (and one epoch if it does not);
+    How much: ``steps``, or ``epochs`` of ``samples``, else as the script itself says;
     ``global_batch_size`` samples make a step.
     ``target_loss`` ends the training early, once the smoothed loss is there; ``steps`` or ``epochs`` is then the most
     that it trains, and what its deadline is promised on.

@@ -224,7 +224,9 @@ def _conclude(service: ElasticFlowClient, job: JobStatus, claim: int) -> None:
         service.acknowledge(job.job_id, claim)
     result = job.result
     met = "" if result is None or result.met is None else ", in time" if result.met else ", but late"
-    _print(f"{job.job_id} succeeded after {job.step} steps{met}")
+    # Without a step nothing is known of it: the service says so in words.
+    done = f" after {job.step} steps{met}" if job.step else f"{met}: {job.state_reason}"
+    _print(f"{job.job_id} succeeded{done}")
     if result is not None and result.checkpoint_path:
         _print(f"checkpoint: {result.checkpoint_path}")
 

@@ -25,6 +25,8 @@ class FakeBehaviour:
     """Size of an epoch as the session finds it, when the submitter did not say."""
     reports: bool = True
     """False: a plain script that says nothing, not even ``started``."""
+    uses_session: bool = False
+    """It says before it starts that its script imports the runtime, as real workers do."""
     initial_loss: float = 4.0
     final_loss: float = 0.5
     losses: Mapping[int, float] = field(default_factory=dict)
@@ -33,6 +35,8 @@ class FakeBehaviour:
     """What the session reports with its end."""
     seed: int = 0
     """What the script says, where none was submitted."""
+    threads: int | None = None
+    """With how many a worker says that it computes."""
     fail_at_step: int | None = None
     failure: str = "RuntimeError: injected failure"
     exit_at_step: int | None = None

@@ -336,6 +336,8 @@ class FakeGang:
             return
         self.phase, self.phase_ends_s = "running", math.inf
         self.step = float(promotion.step) if promotion else 0.0
+        if self.behaviour.uses_session:
+            self._say(ReportKind.USES_SESSION, 0)
         if self.behaviour.reports:
             for rank in range(self.workers):
                 resumed_from = promotion.path if promotion else None
@@ -362,6 +364,7 @@ class FakeGang:
             steps=self.total_steps,
             micro_batch_size=self._micro_batch_size(),
             in_place=self.behaviour.in_place,
+            threads=self.behaviour.threads,
             seed=self.behaviour.seed if self.spec.session.seed is None else self.spec.session.seed,
             **data,
         )

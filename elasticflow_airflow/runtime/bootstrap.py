@@ -7,8 +7,8 @@ library only, and torch only when it is there already: threads and cores are set
 
 from __future__ import annotations
 
-import ast
 import atexit
+import contextlib
 import json
 import multiprocessing
 import os
@@ -23,6 +23,7 @@ from types import TracebackType
 
 from elasticflow_airflow.runtime import stacks
 from elasticflow_airflow.runtime.agent import CORES_ENV
+from elasticflow_airflow.runtime.imports import file_of_module, leads_to_runtime, names_runtime
 from elasticflow_airflow.runtime.protocol import (
     GENERATION_ENV,
     SESSION_ENV,
@@ -56,7 +57,6 @@ current_step = 0
 SAY_AFTER_S, END_AFTER_S = 3.0, 45.0
 """How long after its last line a script may take to leave: before that is said, and before it is done for it."""
 
-_RUNTIME = "elasticflow_airflow.runtime"
 _OUT_OF_MEMORY_TEXTS = (
     "can't allocate memory",
     "out of memory",
@@ -88,6 +88,7 @@ def main() -> int:
     if plan is not None and plan.rank_of(worker_id) is None:
         return 0  # The plan moved on while torchrun started this process: there is nothing to save yet.
     stacks.register(stacks_path(Path(session.incarnation_dir), worker_id))
+    _tell_if_it_uses_session(session, worker_id)
     exit_status = _run_to_end(session, worker_id)
     threading.Thread(target=_insist_on_end, args=(exit_status,), daemon=True).start()
     _run_exit_functions()
@@ -190,6 +191,22 @@ def _comes_from_runtime(error: BaseException) -> bool:
     return Path(innermost.f_code.co_filename).parent == Path(__file__).parent
 
 
+def _tell_if_it_uses_session(session: SessionConfig, worker_id: str) -> None:
+    """Report it before the script runs: one that leaves by ``os._exit(0)`` says nothing of what it has not done."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    code_dir = Path(session.code_dir)
+    start = code_dir / session.script if session.script else file_of_module(str(session.module), code_dir)
+    if leads_to_runtime(start, code_dir):
+        generation = int(os.environ[GENERATION_ENV])
+        path = report_path(Path(session.incarnation_dir), generation, worker_id)
+        report = Report(
+            kind=ReportKind.USES_SESSION, generation=generation, worker_id=worker_id, rank=0, step=current_step
+        )
+        with contextlib.suppress(OSError):  # A full disk: whoever trains says so.
+            append_report(path, report)
+
+
 def _tell_if_untrained(session: SessionConfig, worker_id: str) -> None:
     """Report a script that means to train with a session, and ended with status 0 before its first step."""
     if os.environ.get("RANK", "0") != "0":
@@ -221,24 +238,7 @@ def _imports_runtime(code_dir: Path) -> bool:
     """Whether any of the user's modules that were loaded says so, also within a function that was never called."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())} | {sys.argv[0]}
     mine = [Path(file) for file in files if file and Path(file).suffix == ".py" and code_dir in Path(file).parents]
-    return any(_names_runtime(path) for path in mine)
-
-
-def _names_runtime(path: Path) -> bool:
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, ValueError, SyntaxError):
-        return False
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        if any(f"{name}.".startswith(f"{_RUNTIME}.") for name in names):
-            return True
-    return False
+    return any(names_runtime(path) for path in mine)
 
 
 def _report_failure(session: SessionConfig, worker_id: str, error: BaseException) -> None:

@@ -219,6 +219,10 @@ _OWN_OPTIONS = frozenset({"batch_size", "sampler", "batch_sampler", "in_order", 
 """Options of ``DataLoader`` that would contradict the plan."""
 
 
+_MOST_IDLE_PASSES = 10_000
+"""A script whose own loop has more epochs than were submitted goes on through the loader in vain, for a while."""
+
+
 class ElasticLoader:
     """Iterates over this worker's part of each remaining batch of the current epoch.
 
@@ -248,6 +252,7 @@ class ElasticLoader:
         self._order: tuple[int, Sequence[int]] = (-1, ())
         self._jumped = False
         self._expected: tuple[int, int, range, int] | None = None
+        self._idle_passes = 0
 
     def __len__(self) -> int:
         return self.plan.steps_per_epoch
@@ -255,6 +260,7 @@ class ElasticLoader:
     def __iter__(self) -> Iterator[Batch]:
         epoch, step = self._position()
         self._jumped = False
+        self._refuse_spinning()
         while not self._finished():
             if self._jumped:
                 self._jumped = False
@@ -265,6 +271,16 @@ class ElasticLoader:
                 return
             yield self.batch(epoch, step)
             step += 1
+
+    def _refuse_spinning(self) -> None:
+        """Raise RuntimeError where the script goes on and on through a loader that has no batches any more."""
+        self._idle_passes = self._idle_passes + 1 if self._finished() else 0
+        if self._idle_passes > _MOST_IDLE_PASSES:
+            raise RuntimeError(
+                f"the script has gone {_MOST_IDLE_PASSES} times through its loader since the training was done, and"
+                " would for ever: all steps that were submitted, or that it gave itself, are made. Loop over"
+                " session.epochs(), or until session.steps_done is session.total_steps"
+            )
 
     def jump(self) -> None:
         """The session stands elsewhere than this loader's passes brought it: go on from its position."""

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 import torch
 
+from elasticflow_airflow.runtime.protocol import threads_in
+
+DEFAULT_THREADS = 1
+"""Of each worker that computes on a CPU, in consistent mode."""
 _GIVEN = ("GPU-", "MIG-")
 """How an engine names the device that a worker is given."""
 _CUBLAS_ENV, _CUBLAS_FIXED = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
@@ -60,6 +64,20 @@ def make_repeatable(device: torch.device, environ: MutableMapping[str, str] = os
         compiler = sys.modules.get("torch._inductor.config")
         if compiler is not None:
             compiler.deterministic = True  # type: ignore[attr-defined]  # a module of settings
+
+
+def choose_threads(device: torch.device, *said: int | None, environ: Mapping[str, str] | None = None) -> int | None:
+    """With how many threads torch computes on the CPU in consistent mode; None: as it would.
+
+    Convolutions and sums come out in other bits with another number, so it belongs to the task and not to the machine:
+    the first that is ``said``, then ``OMP_NUM_THREADS`` of ``environ``, and one thread where nobody says anything.
+    """
+    for threads in said:
+        if threads is not None:
+            return threads
+    if device.type != "cpu":
+        return None
+    return threads_in(environ or {}) or DEFAULT_THREADS
 
 
 def what_may_not_repeat(device: torch.device, environ: MutableMapping[str, str] = os.environ) -> list[str]:

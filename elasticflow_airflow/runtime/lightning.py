@@ -122,6 +122,8 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
         checkpoint_interval_s: float | None = None,
         allow_nonfinite_loss: bool = False,
         logical_workers: int | None = None,
+        max_workers: int | None = None,
+        threads: int | None = None,
         consistency: str | None = None,
         shard_checkpoints_above_gb: float | None = None,
         lengths: Iterable[int] | Tensor | None = None,
@@ -136,6 +138,8 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
             checkpoint_interval_s=checkpoint_interval_s,
             allow_nonfinite_loss=allow_nonfinite_loss,
             logical_workers=logical_workers,
+            max_workers=max_workers,
+            threads=threads,
             consistency=consistency,
             shard_checkpoints_above_gb=shard_checkpoints_above_gb,
         )

@@ -20,10 +20,13 @@ def largest_power_of_two(number: int, *, dividing: int) -> int:
     return size
 
 
-def choose_logical_workers(asked: int | None, global_batch_size: int, workers: int, *, consistent: bool) -> int:
+def choose_logical_workers(
+    asked: int | None, global_batch_size: int, workers: int, *, consistent: bool, max_workers: int = 1
+) -> int:
     """The number of logical workers of a job: a power of two that divides the global batch.
 
-    In consistent mode it never changes in the life of the job, whatever the number of workers; else it is that number.
+    In consistent mode it never changes in the life of the job, and follows from no number of workers but the most that
+    there may ever be; else it is the number of workers.
     Raises ValueError for one that the global batch or the workers of now do not fit.
     """
     if not consistent:
@@ -31,11 +34,16 @@ def choose_logical_workers(asked: int | None, global_batch_size: int, workers: i
     if not is_power_of_two(workers):
         raise ValueError(f"{workers} workers: in consistent mode their number must be a power of two")
     if asked is None:
-        asked = largest_power_of_two(max(DEFAULT_LOGICAL_WORKERS, workers), dividing=global_batch_size)
-        if asked < workers:
+        asked = largest_power_of_two(max(DEFAULT_LOGICAL_WORKERS, max_workers), dividing=global_batch_size)
+        if global_batch_size % workers:
             raise ValueError(
                 f"global_batch_size={global_batch_size} cannot be shared equally by {workers} workers: choose a"
                 f" multiple of {workers}, fewer workers, or consistency='fast'"
+            )
+        if asked < workers:
+            raise ValueError(
+                f"{workers} workers, and there are {asked} logical workers where nobody says how many, wherever the"
+                f" script runs: say max_workers={workers} where the session is made, and the result is the same alone"
             )
     if not is_power_of_two(asked):
         raise ValueError(f"logical_workers={asked}: it must be a power of two")

@@ -267,11 +267,12 @@ def newest_valid(checkpoints: Path, warn: Callable[[str], None]) -> CandidateInf
     return None
 
 
-def promoted(checkpoints: Path, warn: Callable[[str], None]) -> CandidateInfo | None:
+def promoted(checkpoints: Path, warn: Callable[[str], None], known: Promotion | None = None) -> CandidateInfo | None:
     """Find the checkpoint to resume from: the promoted one, or, where that is damaged, the valid one before it.
 
     Only what is not newer than the promotion counts: a candidate that nobody promoted may come from a stale
-    generation. Where ``promoted.json`` itself is damaged, the newest valid checkpoint is used. None: nothing was
+    generation. ``known`` is what is known to be promoted whatever is found here; the newer of the two counts. Where
+    ``promoted.json`` itself is damaged, and nothing is known, the newest valid checkpoint is used. None: nothing was
     promoted. What cannot be read is tried again for a while, and never passed over: raises CheckpointUnreachable; and
     CheckpointError where something was promoted, and nothing of it is left: to begin again would throw it away.
     """
@@ -291,6 +292,7 @@ def promoted(checkpoints: Path, warn: Callable[[str], None]) -> CandidateInfo | 
         lambda name: verify_patiently(checkpoints / name),
         str(checkpoints),
         warn,
+        known,
     )
 
 
@@ -300,23 +302,26 @@ def choose(
     verify_named: Callable[[str], CandidateInfo],
     where: str,
     warn: Callable[[str], None],
+    known: Promotion | None = None,
 ) -> CandidateInfo | None:
     """Choose from the candidates' names (oldest first) as :func:`promoted` says, wherever they are stored."""
-    promotion, limit = None, None
+    source, advice = f"{where}/promoted.json", "Put it back, or move promoted.json away to begin again at step 0"
     try:
         promotion = read_promotion()
+        if promotion is not None:
+            _check_path(promotion)
+        if known is not None and (promotion is None or _age(promotion) < _age(known)):
+            promotion, source = known, "the service"
+            advice = "Put it back (is its disk mounted?), or submit the training anew to begin again at step 0"
         if promotion is None:
             return None
-        limit = promotion.path
-        if limit != candidate_name(promotion.generation, promotion.step):
-            raise ValueError(
-                f"path {limit!r} is not that of step {promotion.step} of generation {promotion.generation}"
-            )
     except CheckpointUnreachable:
         raise
     except (ValueError, TypeError) as error:
-        warn(f"{where}/promoted.json is damaged ({error}); the newest valid checkpoint is used instead")
-        promotion, limit = None, None
+        instead = "the newest valid checkpoint" if known is None else f"the checkpoint of step {known.step}"
+        warn(f"{where}/promoted.json is damaged ({error}); {instead} is used instead")
+        promotion = known
+    limit = None if promotion is None else promotion.path
     passed_over: list[str] = []
 
     def pass_over(why: str) -> None:
@@ -334,16 +339,26 @@ def choose(
             pass_over(f"skipped: {error}" if name in names else f"the promoted checkpoint {where}/{name} is missing")
             continue
         if promotion is not None and name == limit and info.digest != promotion.digest:
-            pass_over(
-                f"skipped: checkpoint {info.path} is not the one that {where}/promoted.json names (digest differs)"
-            )
+            pass_over(f"skipped: checkpoint {info.path} is not the one that {source} names (digest differs)")
             continue
         return info
     found = "; ".join(passed_over) or "there is no checkpoint beside it"
     raise CheckpointError(
-        f"{where}/promoted.json says that there is a checkpoint to go on from, and none can be used: {found}. Put it "
-        "back, or move promoted.json away to begin again at step 0"
+        f"{source} says that there is a checkpoint to go on from, and none can be used: {found}. {advice}"
     )
+
+
+def _check_path(promotion: Promotion) -> None:
+    """Raise ValueError where a promotion's path is not that of its step."""
+    if promotion.path != candidate_name(promotion.generation, promotion.step):
+        raise ValueError(
+            f"path {promotion.path!r} is not that of step {promotion.step} of generation {promotion.generation}"
+        )
+
+
+def _age(promotion: Promotion) -> tuple[int, int]:
+    """The greater, the newer."""
+    return promotion.generation, promotion.step
 
 
 def unreadable(what: str, error: OSError) -> CheckpointError:

@@ -53,6 +53,7 @@ SUBMITTED_FIELDS = (
     "global_batch_size",
     "micro_batch_size",
     "logical_workers",
+    "threads",
     "consistency",
     "init_from",
     "seed",
@@ -131,7 +132,8 @@ class SessionConfig:
     "consistent" (the result does not depend on the number of workers) or "fast". ``init_from`` is the folder of a
     checkpoint whose *weights* start this incarnation. ``target_loss`` ends the training early, once the smoothed loss
     (runtime.target) is there; with it neither length need be set. ``progress_regex`` and ``progress_file`` are for
-    plain scripts.
+    plain scripts. ``promoted`` is the checkpoint that the service has promoted: were ``promoted.json`` gone with the
+    checkpoint, nobody else would know that there was one.
     """
 
     job_id: str
@@ -152,6 +154,9 @@ class SessionConfig:
     init_from: str | None = None
     seed: int | None = None
     """Of all that is random; None: what the script says, and 0 if it does not."""
+    threads: int | None = None
+    """Of torch, in each worker, as submitted or as this training has begun; None: what the script says, else as the
+    session chooses."""
     checkpoint_interval_s: float | None = None
     """None: as often as pays off; see runtime/interval.py."""
     failures: int = 0
@@ -160,6 +165,7 @@ class SessionConfig:
     progress_regex: str | None = None
     progress_file: str | None = None
     target_loss: float | None = None
+    promoted: Promotion | None = None
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -176,12 +182,25 @@ class SessionConfig:
         raw = read_json(path)
         if raw is None:
             raise ValueError(f"no session file at {path}")
-        return cls(**{**raw, "args": tuple(raw.get("args", ()))})
+        promoted = raw.get("promoted")
+        return cls(
+            **{
+                **raw,
+                "args": tuple(raw.get("args", ())),
+                "promoted": None if promoted is None else Promotion(**promoted),
+            }
+        )
 
     def submitted(self) -> dict[str, Any]:
         """What decides on the weights, by SUBMITTED_FIELDS; without what nobody has said."""
         said = {name: getattr(self, name) for name in SUBMITTED_FIELDS}
         return {name: value for name, value in said.items() if value is not None}
+
+
+def threads_in(environ: Mapping[str, str]) -> int | None:
+    """The number of threads that somebody has set in an environment; None: nobody has."""
+    text = environ.get("OMP_NUM_THREADS", "").strip()
+    return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 UNTRAINED = "untrained"
@@ -191,6 +210,9 @@ UNTRAINED = "untrained"
 class ReportKind(StrEnum):
     """What a worker can say. ``Report.data`` holds the keys named here (optional ones in brackets)."""
 
+    USES_SESSION = "uses_session"
+    """From rank 0, before the script runs: it, or a module of its folder that it imports, imports the runtime. Where it
+    ends with status 0 and never STARTED, it has trained nothing, in whatever way it left."""
     STARTED = "started"
     """This worker is in the report's generation; ``step`` is where it goes on. [resumed_from, init_from, samples,
     steps, micro_batch_size, logical_workers, seed, threads, in_place]: ``samples`` is the size of one epoch, ``steps``

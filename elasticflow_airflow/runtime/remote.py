@@ -122,7 +122,7 @@ class RemoteStore:
         return [str(path).rstrip("/").rsplit("/", 1)[-1] for path in paths]
 
     @contextmanager
-    def promoted(self, warn: Callable[[str], None]) -> Iterator[CandidateInfo | None]:
+    def promoted(self, warn: Callable[[str], None], known: Promotion | None = None) -> Iterator[CandidateInfo | None]:
         """See Store."""
         with contextlib.ExitStack() as stack:
 
@@ -132,7 +132,7 @@ class RemoteStore:
                     stack.push(own.pop_all())
                 return info
 
-            yield manifest.choose(self.candidates(), self._promotion, fetched, self.where, warn)
+            yield manifest.choose(self.candidates(), self._promotion, fetched, self.where, warn, known)
 
     @contextmanager
     def fetch(self, name: str) -> Iterator[CandidateInfo]:

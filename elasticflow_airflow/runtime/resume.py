@@ -9,23 +9,28 @@ from pathlib import Path
 from elasticflow_airflow.runtime.group import WorkerGroup
 from elasticflow_airflow.runtime.manifest import CandidateInfo, CheckpointError
 from elasticflow_airflow.runtime.opening import open_store
+from elasticflow_airflow.runtime.protocol import Promotion
 
 
 @contextmanager
 def agree_on_checkpoint(
-    group: WorkerGroup, checkpoints: str | Path, incarnation: int, warn: Callable[[str], None]
+    group: WorkerGroup,
+    checkpoints: str | Path,
+    incarnation: int,
+    warn: Callable[[str], None],
+    known: Promotion | None = None,
 ) -> Iterator[CandidateInfo | None]:
     """Find the verified checkpoint to resume from, the same on every worker; None: start afresh.
 
     It can be read at its ``path`` while the context lasts, wherever ``checkpoints``, a folder or a URL, is. Rank 0
-    chooses: a promotion between two workers' looks must not make them start from different steps. Raises
-    CheckpointError where another worker finds the chosen one damaged.
+    chooses: a promotion between two workers' looks must not make them start from different steps. ``known`` is what
+    the service has promoted. Raises CheckpointError where that is gone, or another worker finds the chosen one damaged.
     """
     store = open_store(checkpoints)
     with ExitStack() as stack:
         found = None
         if group.rank == 0:
-            found = _of_incarnation(stack.enter_context(store.promoted(warn)), incarnation, warn)
+            found = _of_incarnation(stack.enter_context(store.promoted(warn, known)), incarnation, warn)
         chosen = group.exchange_values([found.name, found.digest] if found else None)[0]
         if group.rank != 0 and chosen is not None:
             name, digest = chosen

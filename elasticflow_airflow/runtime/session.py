@@ -134,7 +134,11 @@ class Session(SessionSteps):
         if said is not None and said != samples:
             self._warn(f"the submission says samples={said}, the dataset has {samples}; the dataset counts")
         self._logical = choose_logical_workers(
-            self.config.logical_workers, size, self.world_size, consistent=self._consistent
+            self.config.logical_workers,
+            size,
+            self.world_size,
+            consistent=self._consistent,
+            max_workers=1 if self._context.submitted else self._max_workers or 1,
         )
         fetcher: Fetcher
         if reader is None:
@@ -274,6 +278,8 @@ def init(
     checkpoint_interval_s: float | None = None,
     allow_nonfinite_loss: bool = False,
     logical_workers: int | None = None,
+    max_workers: int | None = None,
+    threads: int | None = None,
     consistency: str | None = None,
     seed: int | None = None,
     target_loss: float | None = None,
@@ -288,9 +294,11 @@ def init(
     "consistent" (the default: the result does not depend on the number of workers, bit for bit) or "fast".
     ``logical_workers``, a power of two that divides the global batch (8, if it can be), is into how many shares each
     batch is cut in consistent mode: at least as many as there will ever be workers, and always the same for the same
-    result. ``seed`` (0) decides all that is random: weights, order of samples, dropout. ``target_loss`` ends the
-    training as soon as the smoothed loss is there (:class:`~elasticflow_airflow.runtime.target.LossTrack`), or at
-    ``steps`` or ``epochs`` if those come first.
+    result; ``max_workers`` above 8 raises it to that. ``threads`` is with how many torch computes in each worker on a
+    CPU, in consistent mode (1, or ``OMP_NUM_THREADS``): with another number the last bits may be others. ``seed`` (0)
+    decides all that is random: weights, order of samples, dropout. ``target_loss`` ends the training as soon as the
+    smoothed loss is there (:class:`~elasticflow_airflow.runtime.target.LossTrack`), or at ``steps`` or ``epochs`` if
+    those come first.
     ``shard_checkpoints_above_gb``: larger states (4 GB) are written in parts, one a worker, in consistent mode.
     Under the service what was submitted wins over all of them. Raises ValueError for lengths that contradict
     each other.
@@ -306,6 +314,8 @@ def init(
         checkpoint_interval_s=checkpoint_interval_s,
         allow_nonfinite_loss=allow_nonfinite_loss,
         logical_workers=logical_workers,
+        max_workers=max_workers,
+        threads=threads,
         consistency=consistency,
         seed=seed,
         target_loss=target_loss,

@@ -28,7 +28,7 @@ from elasticflow_airflow.runtime.checkpoint import Registered
 from elasticflow_airflow.runtime.checkpointer import Saved
 from elasticflow_airflow.runtime.context import Context
 from elasticflow_airflow.runtime.data import ElasticLoader, mix_seed
-from elasticflow_airflow.runtime.devices import make_repeatable, pick_device, what_may_not_repeat
+from elasticflow_airflow.runtime.devices import choose_threads, make_repeatable, pick_device, what_may_not_repeat
 from elasticflow_airflow.runtime.group import WorkerGroup
 from elasticflow_airflow.runtime.interval import SaveInterval
 from elasticflow_airflow.runtime.machinery import Machinery, Sums
@@ -89,6 +89,8 @@ class SessionCore:
         checkpoint_interval_s: float | None = None,
         allow_nonfinite_loss: bool = False,
         logical_workers: int | None = None,
+        max_workers: int | None = None,
+        threads: int | None = None,
         consistency: str | None = None,
         seed: int | None = None,
         mixed_with: int | None = None,
@@ -97,6 +99,14 @@ class SessionCore:
     ) -> None:
         if seed is not None and not 0 <= seed <= bounds.MOST_COUNT:
             raise ValueError(f"seed={seed}: it is from 0 to {bounds.MOST_COUNT}")
+        for name, count in {"threads": threads, "max_workers": max_workers}.items():
+            if count is not None and count < 1:
+                raise ValueError(f"{name}={count}: it is 1 or more")
+        if None not in (logical_workers, max_workers) and logical_workers < max_workers:  # type: ignore[operator]
+            raise ValueError(
+                f"max_workers={max_workers} beside logical_workers={logical_workers}: some would have nothing to do;"
+                " leave one of the two out"
+            )
         if shard_checkpoints_above_gb is not None and not shard_checkpoints_above_gb >= 0:
             raise ValueError(f"shard_checkpoints_above_gb={shard_checkpoints_above_gb}: it is 0 or more")
         config = context.config
@@ -115,13 +125,20 @@ class SessionCore:
         if checkpoint_interval_s is not None and not context.managed:
             config = replace(config, checkpoint_interval_s=checkpoint_interval_s)
         self.config = config
-        self._overruled = _overruled(context, logical_workers=logical_workers, consistency=consistency, seed=seed)
+        self._overruled = _overruled(
+            context, logical_workers=logical_workers, threads=threads, consistency=consistency, seed=seed
+        )
+        self._max_workers = max_workers
         self.device = pick_device()
         self._context = context
         self._allow_nonfinite_loss = allow_nonfinite_loss
         self._consistent = config.consistency == "consistent"
         if self._consistent:
             make_repeatable(self.device)
+            shell = None if context.managed else os.environ
+            chosen = choose_threads(self.device, config.threads, threads, environ=shell)
+            if chosen is not None:
+                torch.set_num_threads(chosen)
         self._lone_group = WorkerGroup()
         self._place = self._find_place()
         if self._place is None:
@@ -292,7 +309,8 @@ class SessionCore:
 
     def _restore(self, registered: Registered) -> None:
         checkpoints, incarnation = self._context.checkpoints, self.config.incarnation
-        with agree_on_checkpoint(self._group, checkpoints, incarnation, self._warn) as found:
+        known = self.config.promoted
+        with agree_on_checkpoint(self._group, checkpoints, incarnation, self._warn, known) as found:
             if found is not None:
                 checkpoint.load(
                     registered,
@@ -319,13 +337,12 @@ class SessionCore:
         samples = self._loader.plan.samples if self._loader else None
         total = self._total_or_none()
         if total is None and self.config.target_loss is None:
-            if not self._context.submitted or self._loader is None:
-                raise ValueError(
-                    "nobody has said how long to train: call session.epochs(n), or give steps=, epochs= or target_loss="
-                    " to runtime.init()"
-                )
-            self._script_epochs, total = 1, self._loader.plan.steps_per_epoch
-            self._warn("neither the script nor the task says how long to train: one epoch (give steps= or epochs=)")
+            # Not even one epoch: a loop of the script's own would train another length than it says.
+            raise ValueError(
+                "nobody has said how long to train, and a loop of the script's own does not tell. Loop over"
+                " session.epochs(n), say steps=, epochs= or target_loss= where the session is made, or submit the"
+                " training with steps= or epochs="
+            )
         if self._is_rehearsing:
             self._step = self._guess_step()
             return

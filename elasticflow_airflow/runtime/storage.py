@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Protocol, cast
 
 from elasticflow_airflow.runtime import manifest
 from elasticflow_airflow.runtime.manifest import CandidateInfo, CheckpointError, FileEntry
-from elasticflow_airflow.runtime.protocol import candidate_name, write_json_atomic
+from elasticflow_airflow.runtime.protocol import Promotion, candidate_name, write_json_atomic
 
 PART_LIMIT_S = 600.0
 """How long rank 0 waits for the other workers' parts of a checkpoint."""
@@ -80,7 +80,9 @@ class Store(Protocol):
         """Names of what counts as a whole checkpoint, oldest first."""
         ...
 
-    def promoted(self, warn: Callable[[str], None]) -> AbstractContextManager[CandidateInfo | None]:
+    def promoted(
+        self, warn: Callable[[str], None], known: Promotion | None = None
+    ) -> AbstractContextManager[CandidateInfo | None]:
         """Find the one to resume from (see ``manifest.promoted``), verified; ``path`` is where it can be read now.
 
         Reads that fail are tried again for a while here, and in ``fetch``. Raises CheckpointUnreachable.
@@ -175,9 +177,9 @@ class LocalStore:
         return [str(path.relative_to(self.folder)) for path in manifest.list_candidates(self.folder)]
 
     @contextmanager
-    def promoted(self, warn: Callable[[str], None]) -> Iterator[CandidateInfo | None]:
+    def promoted(self, warn: Callable[[str], None], known: Promotion | None = None) -> Iterator[CandidateInfo | None]:
         """See Store."""
-        yield manifest.promoted(self.folder, warn)
+        yield manifest.promoted(self.folder, warn, known)
 
     @contextmanager
     def fetch(self, name: str) -> Iterator[CandidateInfo]:

@@ -49,6 +49,8 @@ class ElasticOptions:
     """What ``runtime.init`` takes and ``TrainingArguments`` does not say; see there. The service's word wins."""
 
     logical_workers: int | None = None
+    max_workers: int | None = None
+    threads: int | None = None
     consistency: str | None = None
     checkpoint_dir: str | Path | None = None
     checkpoint_interval_s: float | None = None
@@ -179,6 +181,8 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
             micro_batch_size=args.per_device_train_batch_size,
             checkpoint_interval_s=options.checkpoint_interval_s,
             logical_workers=options.logical_workers,
+            max_workers=options.max_workers,
+            threads=options.threads,
             mixed_with=seed,
             consistency=options.consistency,
             shard_checkpoints_above_gb=options.shard_checkpoints_above_gb,
@@ -455,6 +459,8 @@ class ElasticCallback(TrainerCallback):
         self,
         *,
         logical_workers: int | None = None,
+        max_workers: int | None = None,
+        threads: int | None = None,
         consistency: str | None = None,
         checkpoint_dir: str | Path | None = None,
         checkpoint_interval_s: float | None = None,
@@ -462,6 +468,8 @@ class ElasticCallback(TrainerCallback):
     ) -> None:
         self._options = ElasticOptions(
             logical_workers=logical_workers,
+            max_workers=max_workers,
+            threads=threads,
             consistency=consistency,
             checkpoint_dir=checkpoint_dir,
             checkpoint_interval_s=checkpoint_interval_s,

@@ -216,7 +216,7 @@ class Actuator:
     def spec_of(self, row: IncarnationRow, generation: GenerationRow) -> GangSpec:
         """The gang that a generation's row describes."""
         command = row.submission["command"]
-        session = session_of(row, self.settings, self.snapshots)
+        session = session_of(row, self.settings, self.snapshots, generation.notes.get("threads"))
         return GangSpec(
             job_id=row.job_id,
             incarnation=row.incarnation,

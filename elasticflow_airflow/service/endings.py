@@ -18,6 +18,11 @@ from elasticflow_airflow.service.deciding import feed, when
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.wire import JobResult, State
 
+_NOTHING_KNOWN = (
+    "the script ended with status 0, and reported no step: how long it is was not said, and nothing is known of what it"
+    " has trained"
+)
+
 
 def conclude(books: Books) -> None:
     """End every job whose end was decided and whose workers have all left."""
@@ -202,15 +207,8 @@ def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
         )
         books.end(row, State.FAILED, reason, failure=reason)
         return
-    if finished is None and not row.ever_reported and (unread := _unread_progress(row)) is not None:
-        books.end(row, State.FAILED, unread, failure=unread)
-        return
-    if finished is None and not row.ever_reported and total is not None and not row.best_effort:
-        reason = (
-            f"the script ended with status 0 after reporting 0 of {total} steps: a script that does not use the"
-            " session needs progress_regex= or progress_file= for a deadline, or best_effort=True"
-        )
-        books.end(row, State.FAILED, reason, failure=reason)
+    if finished is None and (untrained := _trained_nothing(row, generation)) is not None:
+        books.end(row, State.FAILED, untrained, failure=untrained)
         return
     reached, early = outlook.reached(row), (finished or {}).get("early")
     if finished is not None and total is not None and done < total and not reached and not early:
@@ -225,6 +223,8 @@ def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
         _restart_or_fail(books, row, generation, reason, progressed=True)
         return
     parts = [f"done: {done} steps"]
+    if finished is None and not row.ever_reported:
+        parts = [_NOTHING_KNOWN]
     if early:
         parts = [f"done early, after {done} of {total} steps: {early}"]
     if reached:
@@ -235,9 +235,32 @@ def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
         slack = row.deadline_at - books.now
         side = "before" if slack >= 0 else "after"
         parts.append(f"{abs(slack):.0f} s {side} the deadline {when(row.deadline_at)}")
-    elif not row.ever_reported:
-        parts.append("best effort: the script reported no progress")
     books.end(row, State.SUCCEEDED, ", ".join(parts))
+
+
+def _trained_nothing(row: IncarnationRow, generation: GenerationRow) -> str | None:
+    """Why status 0 is no success of workers that have reported no step; None: nothing speaks against it."""
+    if generation.notes.get("uses_session") and generation.first_step is None:
+        return (
+            "the script uses elasticflow_airflow.runtime, and ended with status 0 before its first session.step(), by"
+            " os._exit() or the like: nothing was trained"
+        )
+    if row.ever_reported:
+        return None
+    return _unread_progress(row) or _unreported_length(row)
+
+
+def _unreported_length(row: IncarnationRow) -> str | None:
+    """What is wrong where it is known how long a training is, and its script has reported none of it."""
+    epochs = row.submission["length"]["epochs"]
+    if row.total_steps is None and epochs is None:
+        return None
+    length = f"{epochs} epochs" if row.total_steps is None else f"{row.total_steps} steps"
+    return (
+        f"the script ended with status 0 after reporting 0 of {length}: a script that does not use the session needs"
+        " progress_regex= or progress_file= where its length is known; without, leave steps= and epochs= out, and"
+        " nothing will be known of what it has trained"
+    )
 
 
 def _unread_progress(row: IncarnationRow) -> str | None:
@@ -268,20 +291,16 @@ def _out_of_memory(books: Books, row: IncarnationRow, generation: GenerationRow)
 
 def _failed(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
     if generation.notes.get("exit_zero") and generation.notes.get("finished") is None:
+        if (untrained := _trained_nothing(row, generation)) is not None:
+            books.end(row, State.FAILED, untrained, failure=untrained)
+            return
         total = f" of {row.total_steps}" if row.total_steps is not None else ""
         reason = f"the script ended with status 0 after {row.step}{total} steps, before it was finished"
         if row.total_steps is not None and row.step >= row.total_steps:
             reason += ": a loop of your own ends with session.finish(), which saves the result"
         if not row.ever_reported:
-            if (unread := _unread_progress(row)) is not None:
-                books.end(row, State.FAILED, unread, failure=unread)
-                return
-            if row.best_effort or row.total_steps is None:
-                reason = "the script ended with status 0 and never reported any step: taken as a best-effort success"
-                books.event("warning", reason, row)
-                books.end(row, State.SUCCEEDED, reason)
-                return
-            reason += ": a script that does not use the session needs progress_regex= or progress_file= for a deadline"
+            books.end(row, State.SUCCEEDED, _NOTHING_KNOWN)
+            return
         books.end(row, State.FAILED, reason, failure=reason)
         return
     by_signal = bool(generation.notes.get("signalled"))

@@ -12,6 +12,7 @@ from elasticflow_airflow.engines.port import GangState
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.service.books import Books, alive
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.sessions import threads_begun_with
 
 
 def can_continue(books: Books, row: IncarnationRow) -> GenerationRow | None:
@@ -62,6 +63,9 @@ def order(
     job = books.jobs[row.job_id]
     job.generation += 1
     mode = RescaleMode.RESTART if continues is None else RescaleMode.IN_PLACE
+    notes: dict[str, Any] = {"ordered_at_step": row.step, **({"own": True} if own else {})}
+    if (threads := threads_begun_with(books.tx, row)) is not None:
+        notes["threads"] = threads
     generation = GenerationRow(
         job_id=row.job_id,
         generation=job.generation,
@@ -82,7 +86,7 @@ def order(
         handled=False,
         window={},
         folded={},
-        notes={"ordered_at_step": row.step, **({"own": True} if own else {})},
+        notes=notes,
         log_names=[],
     )
     books.add_generation(generation)

@@ -285,6 +285,8 @@ def _fold_report(books: Books, row: IncarnationRow, generation: GenerationRow, r
     note: dict[str, Any] = {}
     message = clean_text(str(data.get("message", "")), tail=True)
     match report.kind:
+        case ReportKind.USES_SESSION:
+            note = {"uses_session": True}
         case ReportKind.STARTED:
             return _started(books, row, generation, report)
         case ReportKind.PROGRESS:

@@ -7,15 +7,19 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from elasticflow_airflow.insight import TrainedWith
-from elasticflow_airflow.runtime.protocol import SessionConfig
+from elasticflow_airflow.runtime.protocol import SessionConfig, threads_in
 from elasticflow_airflow.service.books import incarnation_dir
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import Snapshots
+from elasticflow_airflow.service.stored_bounds import promotion_of
+from elasticflow_airflow.service.unit_of_work import UnitOfWork
 
 
-def session_of(row: IncarnationRow, settings: ServiceSettings, snapshots: Snapshots) -> SessionConfig:
-    """What to train, as the row says it now."""
+def session_of(
+    row: IncarnationRow, settings: ServiceSettings, snapshots: Snapshots, threads: int | None = None
+) -> SessionConfig:
+    """What to train, as the row says it now. ``threads`` is with how many it has begun, if it has."""
     submission = row.submission
     command, length = submission["command"], submission["length"]
     return SessionConfig(
@@ -36,13 +40,29 @@ def session_of(row: IncarnationRow, settings: ServiceSettings, snapshots: Snapsh
         consistency=submission.get("consistency", "consistent"),
         init_from=row.init_from_path,
         seed=row.seed,
+        threads=threads_in(command["env"]) if threads is None else threads,
         checkpoint_interval_s=settings.checkpoint_interval_s,
         failures=row.restarts,
         keep_checkpoints=settings.keep_checkpoints,
         progress_regex=submission["progress_regex"],
         progress_file=submission["progress_file"],
         target_loss=submission.get("target_loss"),
+        promoted=promotion_of(row),
     )
+
+
+def threads_begun_with(tx: UnitOfWork, row: IncarnationRow) -> int | None:
+    """With how many threads a training has begun, here or in the incarnation that it goes on from; it keeps them."""
+    one: IncarnationRow | None = row
+    if not row.ever_reported and row.resume_from is None:
+        return None
+    while one is not None:
+        for generation in sorted(tx.generations(one.job_id, one.incarnation), key=lambda g: g.generation):
+            if generation.notes.get("threads"):
+                return int(generation.notes["threads"])
+        goes_on = one.promoted is not None and one.resume_from is not None
+        one = tx.incarnation(one.job_id, one.resume_from) if goes_on and one.resume_from is not None else None
+    return None
 
 
 def python_of(row: IncarnationRow) -> str:
@@ -57,8 +77,8 @@ def trained_with(
     began = sorted((one for one in generations if one.first_step is not None), key=lambda one: one.generation)
     if not began:
         return None
-    session = session_of(row, settings, snapshots)
     threads = [one.notes["threads"] for one in began if one.notes.get("threads")]
+    session = session_of(row, settings, snapshots, threads[0] if threads else None)
     return TrainedWith(
         code_dir=session.code_dir,
         python=python_of(row),

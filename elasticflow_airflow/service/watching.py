@@ -156,9 +156,11 @@ def _reports_nothing(books: Books, row: IncarnationRow, generation: GenerationRo
     if generation.notes.get("told_silent"):
         return
     generation.notes = {**generation.notes, "told_silent": True}
+    known = row.total_steps is not None
+    unknown, fails = ("progress", ", and fails in the end unless it reports some") if known else ("length", "")
     reason = (
-        "the script reports no steps, so its length and speed are unknown: it goes on as best effort. Use the session,"
-        " or give steps= with progress_regex= or progress_file="
+        f"the script reports no steps, so its {unknown} and speed are unknown: it goes on as best effort{fails}. Use"
+        " the session, or give steps= with progress_regex= or progress_file="
     )
     books.event("warning", reason, row)
     if not row.best_effort and books.knows(row.job_id):

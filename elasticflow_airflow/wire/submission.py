@@ -96,7 +96,7 @@ class Command(Wire):
 class Length(Wire):
     """How much to train: ``steps``, or ``epochs`` (of ``samples`` each, if the submitter knows).
 
-    With neither, as the script says, and one epoch if it does not.
+    With neither, as the script says; one that does not say it either fails.
     """
 
     steps: StepCount | None = None

@@ -14,6 +14,7 @@ from elasticflow_airflow.runtime.logical import choose_logical_workers, is_power
     [
         (None, 32, 3, "3 workers: in consistent mode their number must be a power of two"),
         (None, 6, 4, r"global_batch_size=6 cannot be shared equally by 4 workers: choose a multiple of 4, fewer work"),
+        (None, 32, 16, r"16 workers, and there are 8 logical workers where nobody says how many.* max_workers=16"),
         (6, 36, 1, "logical_workers=6: it must be a power of two"),
         (0, 36, 1, "logical_workers=0: it must be a power of two"),
         (8, 12, 1, "logical_workers=8 does not divide global_batch_size=12: .* or logical_workers=4"),
@@ -25,11 +26,14 @@ def test_what_cannot_be_is_said_with_what_could(asked, batch, workers, message):
         choose_logical_workers(asked, batch, workers, consistent=True)
 
 
-@pytest.mark.parametrize(
-    ("asked", "batch", "workers", "chosen"), [(None, 32, 1, 8), (None, 12, 1, 4), (None, 32, 16, 16), (2, 32, 1, 2)]
-)
+@pytest.mark.parametrize(("asked", "batch", "workers", "chosen"), [(None, 32, 1, 8), (None, 12, 1, 4), (2, 32, 1, 2)])
 def test_a_power_of_two_that_divides_the_batch(asked, batch, workers, chosen):
     assert choose_logical_workers(asked, batch, workers, consistent=True) == chosen
+
+
+@pytest.mark.parametrize(("most", "workers", "chosen"), [(4, 1, 8), (16, 1, 16), (16, 16, 16), (64, 4, 32)])
+def test_max_workers_above_the_default_raises_it_however_many_there_are(most, workers, chosen):
+    assert choose_logical_workers(None, 32, workers, consistent=True, max_workers=most) == chosen
 
 
 def test_in_fast_mode_there_is_one_for_each_worker():

@@ -130,7 +130,7 @@ def test_an_unknown_length_is_an_error(training):
     with pytest.raises(ValueError, match="the length of the training is not known yet"):
         _ = run.session.total_steps
     with pytest.raises(
-        ValueError, match=r"nobody has said how long to train: call session\.epochs\(n\), or give steps="
+        ValueError, match=r"nobody has said how long to train, .*session\.epochs\(n\), say steps=, epochs= or target"
     ):
         run.run()
 
@@ -695,3 +695,45 @@ def test_batchnorm_over_images_takes_a_single_one(session_globals, capsys):
                 optimizer.zero_grad()
     session.finish()
     assert "BatchNorm sees single samples: the last batch of an epoch has a single sample" in capsys.readouterr().err
+
+
+@pytest.fixture
+def threads_restored():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("said", "shell", "threads"),
+    [
+        ({}, None, 1),  # Not as many as there are cores: served, there are others.
+        ({}, "2", 2),
+        ({"threads": 3}, "2", 3),
+        ({"consistency": "fast"}, None, 2),
+    ],
+)
+def test_the_number_of_threads_belongs_to_the_task(training, monkeypatch, threads_restored, said, shell, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if shell is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", shell)
+    training(epochs=1, **said)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"threads": 0}, "threads=0: it is 1 or more"),
+        ({"max_workers": 0}, "max_workers=0: it is 1 or more"),
+        ({"max_workers": 8, "logical_workers": 4}, "max_workers=8 beside logical_workers=4"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(training, said, why):
+    with pytest.raises(ValueError, match=why):
+        training(epochs=1, **said)
+
+
+def test_max_workers_of_the_script_raises_the_logical_workers(training):
+    assert training(epochs=1, global_batch_size=16, max_workers=16).session.logical_workers == 16

@@ -12,7 +12,7 @@ import torch
 from elasticflow_airflow import runtime
 from elasticflow_airflow.runtime import bootstrap
 from elasticflow_airflow.runtime.context import detect
-from elasticflow_airflow.runtime.manifest import adopt, list_candidates
+from elasticflow_airflow.runtime.manifest import CheckpointError, adopt, list_candidates
 from elasticflow_airflow.runtime.protocol import (
     SUBMITTED_ENV,
     Promotion,
@@ -20,6 +20,7 @@ from elasticflow_airflow.runtime.protocol import (
     RescaleMode,
     SessionConfig,
     append_report,
+    candidate_name,
     promoted_path,
 )
 
@@ -105,12 +106,45 @@ def test_where_no_length_was_submitted_the_script_has_its_own(service, training,
     assert not service.reports(1, kind=ReportKind.WARNING)
 
 
-def test_where_nobody_says_how_long_it_is_one_epoch_and_that_is_said(service, training):
+def make_step(run, batch) -> None:
+    with run.session.step() as step:
+        for inputs, targets in step.split(batch):
+            step.backward(torch.nn.functional.mse_loss(run.model(inputs), targets))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def four_epochs(run) -> None:
+    for _ in range(4):
+        for batch in run.loader:
+            make_step(run, batch)
+
+
+def twenty_steps(run) -> None:
+    while run.session.steps_done < 20:
+        for batch in run.loader:
+            make_step(run, batch)
+
+
+@pytest.mark.parametrize("loop", [four_epochs, twenty_steps, lambda run: run.run()])
+def test_where_nobody_says_how_long_it_is_that_is_an_error(service, training, loop):
+    """As alone: a loop of the script's own may be meant to go on for four epochs, or for twenty steps."""
     service.configure(epochs=None)
     service.start(1)
-    assert training().run().session.steps_done == 4
-    (warning,) = service.reports(1, kind=ReportKind.WARNING)
-    assert "neither the script nor the task says how long to train: one epoch" in warning.data["message"]
+    run = training()
+    with pytest.raises(ValueError, match=r"nobody has said how long to train, .* Loop over session\.epochs\(n\)"):
+        loop(run)
+    assert run.session.steps_done == 0
+
+
+def test_a_loop_that_waits_for_more_steps_than_were_submitted_does_not_spin_for_ever(service, training):
+    service.configure(epochs=1)
+    service.start(1)
+    run = training()
+    four_epochs(run)  # More than were submitted.
+    assert run.session.steps_done == 4
+    with pytest.raises(RuntimeError, match=r"10000 times through its loader since the training was done"):
+        twenty_steps(run)
 
 
 def test_a_wrong_number_of_samples_is_warned_of(service, training):
@@ -272,6 +306,44 @@ def test_a_damaged_promoted_checkpoint_is_reported_and_the_one_before_used(servi
     assert warning.data["message"].startswith(f"skipped: checkpoint {newest.path}: model.tensors has 4 bytes, not")
 
 
+def test_what_the_service_has_promoted_is_missed_though_the_whole_folder_is_gone(service, training, tmp_path):
+    """A volume that is not mounted lists nothing, and has no promoted.json: training must not begin again at step 0."""
+    service.configure(checkpoint_interval_s=0.0)
+    service.start(1)
+    training().run()
+    info = service.promote(service.reports(1, kind=ReportKind.CHECKPOINT)[4])
+    known = Promotion.read(service.folder / "checkpoints")
+    service.configure(promoted=known)
+    (service.folder / "checkpoints").rename(tmp_path / "elsewhere")
+    service.start(2)
+    with pytest.raises(CheckpointError, match=f"the promoted checkpoint {info.path} is missing"):
+        training()
+    *_, failed = service.reports(2)
+    assert (failed.kind, failed.data["kind"]) == (ReportKind.FAILED, "bad_checkpoint")
+    assert failed.data["message"].startswith("the service says that there is a checkpoint to go on from")
+
+    (tmp_path / "elsewhere").rename(service.folder / "checkpoints")
+    promoted_path(service.folder / "checkpoints").unlink()
+    service.start(3)
+    assert training().session.steps_done == 5, "it needs the checkpoint only"
+    assert service.reports(3, kind=ReportKind.WARNING) == []
+
+
+def test_an_older_promotion_than_the_service_knows_is_not_believed(service, training):
+    service.configure(checkpoint_interval_s=0.0)
+    service.start(1)
+    training().run()
+    saved = service.reports(1, kind=ReportKind.CHECKPOINT)
+    service.promote(saved[4])
+    service.configure(promoted=Promotion.read(service.folder / "checkpoints"))
+    for content in (service.promote(saved[1]) and promoted_path(service.folder / "checkpoints").read_text(), "torn"):
+        promoted_path(service.folder / "checkpoints").write_text(content)
+        service.start(2)
+        assert training().session.steps_done == 5
+    (warning,) = service.reports(2, kind=ReportKind.WARNING)
+    assert warning.data["message"].endswith("the checkpoint of step 5 is used instead")
+
+
 def test_a_checkpoint_of_another_incarnation_is_not_resumed(service, training):
     service.configure(epochs=1)
     service.start(1)
@@ -413,6 +485,19 @@ def test_a_submission_that_cannot_be_read_is_refused(monkeypatch, tmp_path, said
         detect(tmp_path / "checkpoints")
 
 
+@pytest.mark.parametrize(("kept", "threads"), [(None, 1), (2, 2)])
+def test_the_slot_does_not_decide_on_the_threads(service, training, monkeypatch, kept, threads):
+    """Its engine says how many cores it has; a training that has begun with so many keeps them."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    service.configure(threads=kept)
+    service.start(1)
+    run = training()
+    assert torch.get_num_threads() == threads
+    run.run()
+    assert service.reports(1)[0].data["threads"] == threads
+    torch.set_num_threads(1)
+
+
 def test_what_the_script_says_and_does_not_count_is_told(service, training):
     service.configure(epochs=1, logical_workers=2, seed=5)
     service.start(1)
@@ -422,7 +507,8 @@ def test_what_the_script_says_and_does_not_count_is_told(service, training):
 
 
 def test_the_configuration_comes_through_the_file_as_it_was(service):
-    config = service.configure(args=("a", "b"), seed=7, progress_regex="step (\\d+)")
+    promoted = Promotion(path=candidate_name(2, 40), generation=2, step=40, digest="d")
+    config = service.configure(args=("a", "b"), seed=7, progress_regex="step (\\d+)", promoted=promoted)
     assert SessionConfig.read(service.folder / "session.json") == config
 
 

@@ -78,7 +78,9 @@ def test_a_script_that_reports_nothing_becomes_best_effort_and_the_log_says_why(
     warning = world.events(job, "warning")[0]
     assert "progress_regex= or progress_file=" in warning.reason
     assert world.status(job).best_effort
-    assert world.ended(job).state == "succeeded"
+    done = world.ended(job)
+    assert done.state == "failed", "its length is known, and nothing of it was reported"
+    assert "after reporting 0 of 300 steps" in done.failure
 
 
 def test_sizes_stay_powers_of_two_within_the_limits(make_world):
@@ -576,9 +578,42 @@ def test_a_script_that_was_to_show_its_progress_and_never_did_is_no_success(worl
     assert "never showed a step: nothing is known to be trained" in done.failure
 
 
+@pytest.mark.parametrize("given", [{"length": Length()}, {"steps": 300}, {"length": Length(), "within": 900}])
+def test_a_script_of_the_session_that_ends_well_before_its_first_step_has_failed(world, given):
+    """As os._exit(0) does it: the process is gone before it could say that it has trained nothing."""
+    fake = {"reports": False, "uses_session": True, "exit_at_step": 5}
+    job = world.submit(fake=fake, max_workers=1, **given)
+    done = world.ended(job)
+    assert done.state == "failed"
+    assert "ended with status 0 before its first session.step()" in done.failure
+    assert "nothing was trained" in done.failure
+
+
 def test_with_the_default_patience_too_a_silent_script_is_no_rejection(world):
     """What the service waits for must come before the scheduler gives the measurement up."""
     job = world.submit(within=3600, steps=3000, fake={"reports": False}, max_workers=1)
     done = world.ended(job, limit_s=1000)
-    assert (done.state, done.best_effort) == ("succeeded", True)
+    assert (done.state, done.best_effort) == ("failed", True)
     assert [event.kind for event in world.events(job) if event.kind in ("warning", "rejected")] == ["warning"]
+
+
+@pytest.mark.parametrize("given", [{"steps": 300}, {"length": Length(epochs=3)}, {"steps": 300, "within": 3600}])
+def test_status_0_is_no_success_where_the_length_is_known_and_nothing_of_it_was_reported(world, given):
+    job = world.submit(fake={"reports": False, "exit_at_step": 50}, max_workers=1, **given)
+    done = world.ended(job)
+    assert done.state == "failed"
+    assert "ended with status 0 after reporting 0 of 3" in done.failure
+    assert "leave steps= and epochs= out" in done.failure
+
+
+@pytest.mark.parametrize("within", [None, 3600])
+def test_of_a_script_of_unknown_length_the_log_says_that_nothing_is_known(world, within):
+    given = {} if within is None else {"within": within}
+    job = world.submit(length=Length(), fake={"reports": False, "exit_at_step": 50}, max_workers=1, **given)
+    done = world.ended(job)
+    assert done.state == "succeeded"
+    (event,) = world.events(job, "succeeded")
+    assert "reported no step" in event.reason
+    assert "nothing is known of what it has trained" in event.reason
+    assert "0 steps" not in event.reason
+    assert ("before the deadline" in event.reason) == (within is not None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from elasticflow_airflow.engines.port import EngineError
@@ -103,6 +105,7 @@ def test_a_failing_script_is_restarted_while_it_progresses_and_then_fails_with_i
     assert "restart 1 of 2" in restarts(world, job)[0]
     spec = world.reconciler._actuator.spec_of(world.row(job), world.generations(job)[-1])
     assert spec.session.failures == 1, "who fails often saves often"
+    assert asdict(spec.session.promoted) == world.row(job).promoted, "the workers miss it where its disk is gone"
 
 
 def test_a_script_that_fails_at_once_is_not_tried_again(world):

@@ -57,3 +57,28 @@ def test_a_retry_that_resumes_keeps_the_seed_of_its_checkpoint(make_world):
 def test_a_seed_that_is_none_is_refused(world, seed):
     with pytest.raises(ValidationError, match="seed"):
         world.submit(steps=900, scaling_curve=CURVE, seed=seed)
+
+
+def test_a_training_keeps_the_number_of_threads_that_it_has_begun_with(make_world):
+    """Also one of a version in which the slot decided on it, and across a retry that resumes."""
+    world = make_world(checkpoint_interval_s=1.0)
+    fake = {"fail_at_step": 150, "report_interval_s": 0.1, "threads": 2}
+    job = world.submit(steps=400, scaling_curve=CURVE, fake=fake)
+    world.run(1)
+    assert spec(world).threads is None, "the session decides"
+    world.until(lambda: world.row(job).promoted, "a checkpoint")
+    world.engine.lose(job.job.job_id)
+    world.until(lambda: len(world.generations(job)) == 2, "the next generation")
+    world.step()
+    assert spec(world).threads == 2
+    assert world.ended(job).state == "failed"
+    again = world.submit(steps=400, scaling_curve=CURVE)
+    world.run(3)
+    assert world.row(again).step > 0, "it goes on"
+    assert spec(world).threads == 2
+
+
+def test_the_number_of_threads_in_the_submitted_environment_counts(world):
+    world.submit(steps=900, command={"snapshot": world.sha256, "script": "train.py", "env": {"OMP_NUM_THREADS": "4"}})
+    world.run(5)
+    assert spec(world).threads == 4
