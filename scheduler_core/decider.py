@@ -50,6 +50,8 @@ from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Cours
 from elasticflow_airflow.scheduler_core.work import plan_of as public_plan
 
 _EVEN_ODDS = 0.5
+_LOOKS = 30
+"""So often within ``waiting_retry_s`` it is looked whether all planned anew helps those at risk."""
 _WORTH_OF_LATENESS = 0.05
 """Of the lateness of all jobs at risk: less is not worth the pauses of the others."""
 
@@ -69,6 +71,8 @@ class Decider:
         self._promises = 0
         self._put_off: list[str] | None = None
         """While decisions are made together: why it is to be planned once they are all made. None: planned at once."""
+        self._hopeful_s = -INFINITY
+        """When it is next tried whether all planned anew helps those at risk, after it was tried in vain."""
         self._protection: Protection | None = None
         if self.config.objective is Objective.VALUE:
             self._protection = Protection(
@@ -418,7 +422,7 @@ class Decider:
         """Complete a draft of promises, prefer a fresh plan if that feeds more jobs, and adopt."""
         draft = planner.complete(planner.reserve(draft))
         starved, late_s = planner.starved(draft), planner.lateness_s(draft)
-        if (starved or late_s) and planner.luxury(draft):
+        if (starved or (late_s and now >= self._hopeful_s)) and planner.luxury(draft):
             other = self._afresh(planner, draft)
             if other is not None:
                 other = planner.complete(planner.reserve(other))
@@ -426,6 +430,8 @@ class Decider:
                 feeds_more = planner.starved(other) < starved and gain_s >= 0.0
                 if feeds_more or gain_s > self._worth_a_new_plan_s(late_s):
                     draft = other
+                elif late_s:
+                    self._hopeful_s = now + self.config.waiting_retry_s / _LOOKS
         self._board.adopt(draft, now, out, why)
 
     def _worth_a_new_plan_s(self, late_s: float) -> float:

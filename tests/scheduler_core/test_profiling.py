@@ -8,7 +8,6 @@ from types import ModuleType
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core import decisions as de
 from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core import scheduler as scheduler_module
 from elasticflow_airflow.scheduler_core.values import OnReject, Phase
 
 
@@ -262,13 +261,12 @@ def test_all_reports_that_come_together_are_heard_before_it_is_decided_on_who_is
 ) -> None:
     scheduler = Scheduler(nodes=nodes(4))
     scheduler.handle(ev.JobSubmitted(make_job("b", steps=900, deadline=2000)), 0.0)
-    scheduler.handle(ev.JobSubmitted(make_job("a", curve=None, steps=1000, deadline=4000)), 0.0)
+    scheduler.handle(ev.JobSubmitted(make_job("a", curve=None, steps=None, deadline=4000, max_workers=1)), 0.0)
     scheduler.handle(ev.JobMeasured("a", 1, 1.0), 20.0)
     known = []
-    monkeypatch.setattr(scheduler_module, "enough", lambda *_: True)
     monkeypatch.setattr(
         Scheduler, "_decide_measured", lambda self, job, now: known.append((job.job.job_id, self.state("b"))) or []
     )
-    both = [ev.JobProgressed("a", 980.0), ev.JobProgressed("b", 1.0), ev.JobProgressed("a", 970.0)]
+    both = [ev.JobProgressed("a", 980.0, total_steps=1000.0), ev.JobProgressed("b", 1.0), ev.JobProgressed("a", 970.0)]
     scheduler.reported(both, 30.0)
-    assert [(job_id, state.remaining_steps) for job_id, state in known] == [("a", 1.0)]
+    assert (known[0][0], known[0][1].remaining_steps) == ("a", 1.0)
