@@ -600,6 +600,6 @@ async def test_nobody_has_no_story_no_runs_and_no_stacks(http):
     ],
 )
 def test_a_character_is_not_cut_in_two(data, whole):
-    from elasticflow_airflow.service.api import _whole_characters
+    from elasticflow_airflow.service.log_pieces import _whole_characters
 
     assert _whole_characters(data) == whole

@@ -44,7 +44,7 @@ def adhoc(world, **given):
 
 def test_a_submit_says_when_the_next_run_is_due_and_slots_are_kept_free_for_it(world):
     due = world.now_s + HOUR_S
-    first = submit_nightly(world, "r1")
+    first = submit_nightly(world, "r1", steps=8000, within=400.0)
     assert world.ended(first).state == "succeeded"
     assert expected(world) == [due]
     said = world.events(first, "run_expected")
@@ -52,7 +52,7 @@ def test_a_submit_says_when_the_next_run_is_due_and_slots_are_kept_free_for_it(w
     assert said[0].data["due_at"] == [due]
 
     world.step(due - 600.0 - world.now_s)
-    # 25 minutes of the whole cluster: with the expected run in between it cannot be done in 26.
+    # 25 minutes of the whole cluster: with the expected run in between it cannot be done in 26, not even as told.
     greedy = adhoc(world, steps=32 * 60 * 22, within=26 * 60.0)
     verdict = greedy.job.verdict
     assert verdict.decision == "rejected"
@@ -60,7 +60,7 @@ def test_a_submit_says_when_the_next_run_is_due_and_slots_are_kept_free_for_it(w
     assert verdict.earliest_deadline_at is not None
 
     world.step(due - world.now_s)
-    assert submit_nightly(world, "r2").job.verdict.decision == "admitted"
+    assert submit_nightly(world, "r2", steps=8000, within=400.0).job.verdict.decision == "admitted"
 
 
 def test_without_a_next_run_nothing_is_kept_free(world):

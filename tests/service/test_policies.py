@@ -60,7 +60,7 @@ def test_an_unknown_policy_is_told_what_there_is(tmp_path):
 def test_by_value_a_job_that_would_take_what_many_need_is_refused_and_says_why(make_world):
     world = make_world(objective="value", nodes=1, slots=4)
     for number in range(20):
-        small = world.submit(task=f"small{number}", within=200, steps=700, scaling_curve={1: 8.0})
+        small = world.submit(task=f"small{number}", within=250, steps=1000, scaling_curve={1: 8.0})
         assert small.job.verdict.decision == "admitted"
         world.run(60, every=5)
     for task in ("monster", "another"):
