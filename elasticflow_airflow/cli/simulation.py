@@ -86,6 +86,11 @@ Exact = typer.Option(
     help="Speeds are known exactly, and no margin is kept: the planner's own quality. Default: the settings of"
     " elasticflow serve.",
 )
+History = typer.Option(
+    False,
+    "--history",
+    help="Play the trace once before: past runs of the same training have shown how wrong its curve is.",
+)
 MtbfH = typer.Option(None, "--mtbf-h", min=0, help="Mean hours between failures of one node; default: none fails.")
 RepairH = typer.Option(None, "--repair-h", min=0, help="With --mtbf-h: mean hours until it is back; default: 1.")
 DrainEveryH = typer.Option(
@@ -140,6 +145,7 @@ def simulate(
     throughput_error: float = ThroughputError,
     speed_factor: float = SpeedFactor,
     exact: bool = Exact,
+    history: bool = History,
     mtbf_h: float | None = MtbfH,
     repair_h: float | None = RepairH,
     drain_every_h: float | None = DrainEveryH,
@@ -176,6 +182,7 @@ def simulate(
             throughput_error=throughput_error,
             speed_factor=speed_factor,
             exact=exact,
+            history=history,
             troubles=_troubles(
                 seed,
                 mtbf_h=mtbf_h,
@@ -223,6 +230,7 @@ def compare(
     throughput_error: float = ThroughputError,
     speed_factor: float = SpeedFactor,
     exact: bool = Exact,
+    history: bool = History,
     mtbf_h: float | None = MtbfH,
     repair_h: float | None = RepairH,
     drain_every_h: float | None = DrainEveryH,
@@ -284,6 +292,7 @@ def compare(
             throughput_error=throughput_error,
             speed_factor=speed_factor,
             exact=exact,
+            history=history,
             troubles=_troubles(
                 seed,
                 mtbf_h=mtbf_h,
@@ -336,6 +345,7 @@ def _setting(
     throughput_error: float,
     speed_factor: float,
     exact: bool,
+    history: bool,
     troubles: Troubles,
     calendar: bool | None,
 ) -> Setting:
@@ -366,6 +376,7 @@ def _setting(
         troubles=troubles,
         calendar=calendar is not False,
         exact=exact,
+        history=history,
     )
     if calendar and not setting.recurring:
         note(f"{trace}: no task is expected at two due times or more (columns task, expected, due_s): no calendar")

@@ -235,7 +235,7 @@ def facts_text(setting: Setting, contenders: Sequence[Contender]) -> str:
     if setting.recurring and any(contender.knows_calendar for contender in contenders):
         parts.append(f"calendar of {setting.recurring} recurring task{'s' if setting.recurring > 1 else ''}")
     if any(contender.ours for contender in contenders):
-        parts.append("speeds known exactly" if setting.exact else "settings of elasticflow serve")
+        parts.append(setting.settings_name)
     return ", ".join(parts)
 
 

@@ -5,10 +5,12 @@ Knows how to make a policy and a simulation of it; reads and writes no files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from elasticflow_airflow.scheduler_core.config import Objective, SchedulerConfig
+from elasticflow_airflow.scheduler_core.learning import sigma_of_errors
 from elasticflow_airflow.scheduler_core.policies.port import Policy
 from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES, make_policy
 from elasticflow_airflow.scheduler_core.scheduler import Scheduler
@@ -26,6 +28,8 @@ OBJECTIVES = tuple(Objective)
 ON_REJECT = (OnReject.FAIL, OnReject.WAIT, OnReject.LATE)
 CALENDAR = {"calendar": True, "no-calendar": False}
 """Whether one contender is told of expected runs, where it is not to be as the setting says."""
+_REMEMBERED = 20
+"""Of how many past runs a task's errors are remembered, as in the service."""
 OURS = "elasticflow"
 """The policy that has objectives, as its variants do."""
 REPORT_AFTER_S = 60.0
@@ -102,6 +106,8 @@ class Setting:
     exact: bool = False
     """Whether speeds are known exactly, so that nobody keeps a margin or waits for reports: the planner's own quality.
     Else our scheduler has the settings of ``elasticflow serve``, and hears reports as the service does."""
+    history: bool = False
+    """Whether the whole was played once before, so that past runs have shown how wrong the curve of each job is."""
 
     def __post_init__(self) -> None:
         if self.exact and not self.conditions.as_told:
@@ -118,7 +124,9 @@ class Setting:
     @property
     def settings_name(self) -> str:
         """Which settings our scheduler has, for tables."""
-        return "speeds known exactly" if self.exact else "settings as served"
+        if self.exact:
+            return "speeds known exactly"
+        return "settings as served, with history" if self.history else "settings as served"
 
     @property
     def recurring(self) -> int:
@@ -203,13 +211,17 @@ def play(
         if on_change is not None:
             on_change(change)
 
+    jobs = setting.jobs(contender)
+    if setting.history and contender.ours:
+        before = play(replace(setting, history=False), contender, config=config)
+        jobs = with_history(jobs, before.changes, config_for(setting, contender, config))
     trouble = disturbances(setting.nodes, setting.troubles, *setting.horizon_s)
     silent = setting.conditions.as_told and not trouble and (setting.exact or not contender.ours)
     simulation = Simulation(
         name=contender.label,
         policy=policy_for(setting, contender, config),
         nodes=setting.nodes,
-        jobs=setting.jobs(contender),
+        jobs=jobs,
         disturbances=trouble,
         report_after_s=None if silent else REPORT_AFTER_S,
         straggler_after_s=setting.troubles.straggler_named_s,
@@ -217,6 +229,32 @@ def play(
         on_progress=on_progress,
     )
     return Played(contender, simulation.run(), tuple(changes))
+
+
+def with_history(
+    jobs: Sequence[SimulatedJob], changes: Iterable[Change], config: SchedulerConfig
+) -> list[SimulatedJob]:
+    """The jobs when all of them were submitted once before, and held so many slots as ``changes`` say.
+
+    Who trains the same (model and batch size) is taken for a run of one task: how wrong its curve was is known then.
+    """
+    sizes: dict[str, set[int]] = {}
+    for change in changes:
+        sizes.setdefault(change.job_id, set()).add(len(change.slots))
+    errors: dict[str, list[float]] = {}
+    for one in jobs:
+        error = _error_of(one, sizes.get(one.job.job_id, set()))
+        if error is not None:
+            errors.setdefault(one.job.workload, []).append(error)
+    sigmas = {workload: sigma_of_errors(seen[-_REMEMBERED:], config) for workload, seen in errors.items()}
+    return [replace(one, job=replace(one.job, speed_sigma=sigmas.get(one.job.workload))) for one in jobs]
+
+
+def _error_of(one: SimulatedJob, sizes: Iterable[int]) -> float | None:
+    """The root mean square of log(real / told) over the sizes that a job ran at; None where it ran at none."""
+    told = {} if one.job.curve is None else one.job.curve.steps_per_s
+    squares = [math.log(one.truth[size] / told[size]) ** 2 for size in sizes if size in told]
+    return math.sqrt(math.fsum(squares) / len(squares)) if squares else None
 
 
 def policy_for(setting: Setting, contender: Contender, base: SchedulerConfig | None = None) -> Policy:
