@@ -137,7 +137,7 @@ def some_best_effort(trace: Trace, chaos: random.Random) -> Trace:
 
 def told(trial: Trial) -> list[SimulatedJob]:
     """The jobs as they are submitted."""
-    setting, choice = setting_of(trial.case, PAUSE_S), trial.on_reject
+    setting, choice = setting_of(trial.case, PAUSE_S, exact=True), trial.on_reject
     trace = setting.trace
     if trial.alter is not None:
         trace = trial.alter(trace, random.Random(f"{trial.seed} {trial.case.trace}"))
@@ -149,7 +149,7 @@ def told(trial: Trial) -> list[SimulatedJob]:
 
 
 def simulate(trial: Trial) -> Figures:
-    nodes = setting_of(trial.case, PAUSE_S).nodes
+    nodes = setting_of(trial.case, PAUSE_S, exact=True).nodes
     policy = Scheduler(trial.config, nodes)
     with patch.object(planner, "rescues", trial.rescues):
         return figures_of(Simulation(name="elasticflow", policy=policy, nodes=nodes, jobs=told(trial)).run())

@@ -30,7 +30,7 @@ def main() -> None:
         return
     wanted = {trace for trace in args.traces.split(",") if trace}
     cases = [case for case in OWN_SIZE if not wanted or case.trace in wanted]
-    settings = [setting_of(case, args.pause_s) for case in cases]
+    settings = [setting_of(case, args.pause_s, exact=True) for case in cases]
     limits = [args.times * case.nodes for case in cases]
     needed = [len(achievable(setting.resized(limit))) for setting, limit in zip(settings, limits, strict=True)]
     rows = [["*deadlines that can be met*", *(str(number) for number in needed)]]

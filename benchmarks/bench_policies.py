@@ -2,7 +2,7 @@
 
     python benchmarks/bench_policies.py           all policies, on the clusters of the traces; cluster01: greedy ones
     python benchmarks/bench_policies.py --full    ours on cluster04, 15,802 jobs: many minutes
-    ... [--traces 195job,...] [--policies elasticflow,edf,...] [--plots DIR] [--page docs/explanation/benchmark.md]
+    ... [--exact] [--traces 195job,...] [--policies elasticflow,edf,...] [--plots DIR] [--page docs/explanation/benchmark.md]
 
 Prints a table for each trace, of several traces one of all, and why ours did not meet what the bound's choice of jobs
 has. ``--page`` also puts them into a page, below the line ``<!-- results: NAME -->``, and draws the figures that it
@@ -74,19 +74,23 @@ COLUMNS: tuple[tuple[str, str, Write], ...] = (
 )
 
 
-def setting_of(case: Case, pause_s: float) -> Setting:
+def setting_of(case: Case, pause_s: float, *, exact: bool = False) -> Setting:
+    """As it is served, or with all speeds known exactly: what the planner itself is worth."""
     kind = "t4" if case.trace.startswith("t4") else "a100"
     return Setting(
         trace=read_trace(DATA / "traces" / f"{case.trace}.csv"),
         curves=read_curves(DATA / "throughput" / kind),
         nodes=cluster(case.nodes, case.slots_per_node),
         conditions=Conditions(pause_s=pause_s),
+        exact=exact,
     )
 
 
-def run(case: Case, contenders: Sequence[Contender], pause_s: float, bound_limit_s: float) -> Comparison:
+def run(
+    case: Case, contenders: Sequence[Contender], pause_s: float, bound_limit_s: float, *, exact: bool
+) -> Comparison:
     """Simulate, saying on standard error who is at it: a table appears only when all are done."""
-    setting = setting_of(case, pause_s)
+    setting = setting_of(case, pause_s, exact=exact)
     played: list[Played] = []
     bound = bound_of(setting, bound_limit_s) if bound_limit_s else None
     for contender in contenders:
@@ -105,7 +109,8 @@ def one_case(case: Case, comparison: Comparison) -> list[str]:
     bound = comparison.bound
     limit = "" if bound is None else f", bound {bound.met}{'' if bound.exact else ' (may be loose)'}"
     return [
-        f"**{case.trace}** on {case.nodes} x {case.slots_per_node} slots: {deadlines} deadlines{limit}.",
+        f"**{case.trace}** on {case.nodes} x {case.slots_per_node} slots: {deadlines} deadlines{limit};"
+        f" {comparison.setting.settings_name}.",
         "",
         *table(["policy", *(head for head, _, _ in COLUMNS)], rows),
     ]
@@ -125,7 +130,12 @@ def all_cases(done: dict[Case, Comparison]) -> list[str]:
             late = f" ({found[0]['late_though_admitted']} late)" if found and found[0]["late_though_admitted"] else ""
             cells.append(f"{found[0]['met']}{late}" if found else "")
         rows.append([f"`{label}`", *cells])
-    return ["Deadlines met:", "", *table(["policy", *(case.label for case in done)], rows)]
+    names = {one.setting.settings_name for one in done.values()}
+    return [
+        f"Deadlines met, {' and '.join(sorted(names))}:",
+        "",
+        *table(["policy", *(case.label for case in done)], rows),
+    ]
 
 
 def reasons(comparison: Comparison) -> list[str]:
@@ -191,6 +201,7 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--policies", default="", help="only these, with commas between")
     parser.add_argument("--pause-s", type=float, default=30.0)
     parser.add_argument("--bound-limit-s", type=float, default=60.0, help="time for a bound, 0: none")
+    parser.add_argument("--exact", action="store_true", help="all speeds are known exactly, and no margin is kept")
     parser.add_argument("--plots", type=Path, help="draw each comparison into a folder of this one")
     parser.add_argument("--page", type=Path, help="put the tables into this page")
     return parser
@@ -211,7 +222,7 @@ def bench(name: str, plan: Plan, args: argparse.Namespace, *, why: bool, counted
         if wanted and case.trace not in wanted:
             continue
         contenders = parse_contenders([args.policies] if args.policies else policies)
-        done[case] = run(case, contenders, args.pause_s, args.bound_limit_s)
+        done[case] = run(case, contenders, args.pause_s, args.bound_limit_s, exact=args.exact)
         lines = [*one_case(case, done[case]), *(reasons(done[case]) if why else [])]
         print(*lines, "", sep="\n", flush=True)
         details += [*lines, ""]

@@ -47,7 +47,9 @@ def simulate(run: Run) -> Figures:
     config = SchedulerConfig()
     if not run.rescue:
         config = replace(config, rescue_orders=0)
-    return play(setting_of(run.case, run.pause_s), Contender.parse(run.contender), config=config).result.summary()
+    return play(
+        setting_of(run.case, run.pause_s, exact=True), Contender.parse(run.contender), config=config
+    ).result.summary()
 
 
 def pauses(cases: Sequence[Case], pauses_s: Sequence[float], pool: ProcessPoolExecutor) -> list[str]:

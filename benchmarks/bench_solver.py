@@ -103,7 +103,7 @@ def candidates(asked: Sequence[tuple[Job, float, float]], slots: int, now: float
 
 def row(case: Case) -> list[str]:
     """One trace on one cluster: refusals, and what the relaxation says of them."""
-    setting = setting_of(case, PAUSE_S)
+    setting = setting_of(case, PAUSE_S, exact=True)
     policy = Asked(setting.nodes)
     jobs = prepare(setting.trace, setting.curves, setting.nodes, setting.conditions)
     result = Simulation(name="elasticflow", policy=policy, nodes=setting.nodes, jobs=jobs).run()
