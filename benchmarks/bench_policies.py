@@ -2,8 +2,10 @@
 
     python benchmarks/bench_policies.py           all policies, on the clusters of the traces; cluster01: greedy ones
     python benchmarks/bench_policies.py --full    ours on cluster04, 15,802 jobs: many minutes
-    ... [--exact] [--traces 195job,...] [--policies elasticflow,edf,...] [--plots DIR] [--page docs/explanation/benchmark.md]
+    ... [--exact] [--traces 195job,...] [--policies elasticflow,edf,...] [--plots DIR]
+        [--page docs/explanation/benchmark.md]
 
+Our scheduler has the settings of ``elasticflow serve``, and hears reports; with ``--exact`` it knows all speeds exactly.
 Prints a table for each trace, of several traces one of all, and why ours did not meet what the bound's choice of jobs
 has. ``--page`` also puts them into a page, below the line ``<!-- results: NAME -->``, and draws the figures that it
 includes. Traces and curves are those of ../shared/data beside the checkout; without it there is nothing to do, and it
@@ -108,9 +110,9 @@ def one_case(case: Case, comparison: Comparison) -> list[str]:
     deadlines = comparison.setting.facts()["deadlines"]
     bound = comparison.bound
     limit = "" if bound is None else f", bound {bound.met}{'' if bound.exact else ' (may be loose)'}"
+    settings = comparison.setting.settings_name
     return [
-        f"**{case.trace}** on {case.nodes} x {case.slots_per_node} slots: {deadlines} deadlines{limit};"
-        f" {comparison.setting.settings_name}.",
+        f"**{case.trace}** on {case.nodes} x {case.slots_per_node} slots: {deadlines} deadlines{limit}; {settings}.",
         "",
         *table(["policy", *(head for head, _, _ in COLUMNS)], rows),
     ]
@@ -130,12 +132,8 @@ def all_cases(done: dict[Case, Comparison]) -> list[str]:
             late = f" ({found[0]['late_though_admitted']} late)" if found and found[0]["late_though_admitted"] else ""
             cells.append(f"{found[0]['met']}{late}" if found else "")
         rows.append([f"`{label}`", *cells])
-    names = {one.setting.settings_name for one in done.values()}
-    return [
-        f"Deadlines met, {' and '.join(sorted(names))}:",
-        "",
-        *table(["policy", *(case.label for case in done)], rows),
-    ]
+    settings = next(iter(done.values())).setting.settings_name
+    return [f"Deadlines met, {settings}:", "", *table(["policy", *(case.label for case in done)], rows)]
 
 
 def reasons(comparison: Comparison) -> list[str]:
