@@ -3,7 +3,7 @@
     python benchmarks/bench_contended.py [--traces 195job,...] [--policies elasticflow:value,...] [--page PAGE]
 
 Ours with each objective, decided at arrival or waiting, beside every other policy, those that refuse nobody included.
-Options, output and data are those of bench_policies.py.
+Speeds are known exactly: which jobs are chosen is the question. Options, output and data are those of bench_policies.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ OURS = ("elasticflow", "elasticflow:wait", "elasticflow:value", "elasticflow:val
 
 def main() -> None:
     args = parser_of(__doc__).parse_args()
+    args.exact = True
     plan = [(case, (*OURS, *OTHERS)) for case in TOO_SMALL]
     bench("contended", plan, args, why=False, counted=("elasticflow", "elasticflow:value:wait"))
 

@@ -5,7 +5,8 @@
     ... [--exact] [--traces 195job,...] [--policies elasticflow,edf,...] [--plots DIR]
         [--page docs/explanation/benchmark.md]
 
-Our scheduler has the settings of ``elasticflow serve``, and hears reports; with ``--exact`` it knows all speeds exactly.
+Our scheduler has the settings of ``elasticflow serve``, and hears reports; with ``--exact`` it knows all speeds.
+
 Prints a table for each trace, of several traces one of all, and why ours did not meet what the bound's choice of jobs
 has. ``--page`` also puts them into a page, below the line ``<!-- results: NAME -->``, and draws the figures that it
 includes. Traces and curves are those of ../shared/data beside the checkout; without it there is nothing to do, and it
