@@ -3,7 +3,7 @@
     python benchmarks/bench_contended.py [--traces 195job,...] [--policies elasticflow:value,...] [--page PAGE]
 
 Ours with each objective, decided at arrival or waiting, beside every other policy, those that refuse nobody included.
-Speeds are known exactly: which jobs are chosen is the question. Options, output and data are those of bench_policies.py.
+Speeds are known exactly: which jobs are chosen is the question. Options, output and data as of bench_policies.py.
 """
 
 from __future__ import annotations
