@@ -59,6 +59,7 @@ MOST_ARGUMENTS: Final = 10_000
 MOST_LABELS: Final = 100
 METRICS_BYTES: Final = 64 * 1024
 METRICS_DEPTH: Final = 16
+_YEAR_S: Final = 366 * 86400.0
 _FIRST_S: Final = datetime(1, 1, 1, tzinfo=UTC).timestamp()
 _LAST_S: Final = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 
@@ -74,6 +75,17 @@ def time_problem(at_s: float) -> str | None:
         if LATEST_S / 100 * factor <= at_s <= LATEST_S * factor:
             return f"{said}; these look like {name}: divide them by {factor:.0f}"
     return said
+
+
+def ahead_problem(at_s: float, now_s: float) -> str | None:
+    """What is wrong with a time that may be long ago, and not many years ahead."""
+    problem = time_problem(at_s)
+    if problem is not None or at_s <= now_s + LONGEST_S:
+        return problem
+    years = (at_s - now_s) / _YEAR_S
+    return (
+        f"{shown(at_s)} is {years:.0f} years ahead, and may be {LONGEST_S / _YEAR_S:.0f}: give UTC seconds of earlier"
+    )
 
 
 def number_problem(
@@ -111,7 +123,7 @@ def loss_problem(loss: float) -> str | None:
     """What is wrong with a loss. One that is no number is for others to judge: it says that the training diverged."""
     if abs(loss) <= LARGEST_LOSS or not _finite(loss):
         return None
-    return f"{shown(loss)} must be between -{LARGEST_LOSS:g} and {LARGEST_LOSS:g}"
+    return f"{shown(loss)} must be between -{LARGEST_LOSS:g} and {LARGEST_LOSS:g}: divide it, or report another number"
 
 
 def text_problem(text: str, most: int = TEXT_CHARACTERS) -> str | None:
@@ -197,7 +209,7 @@ def json_problem(value: Any, depth: int = METRICS_DEPTH, size: int = METRICS_BYT
         deeper: list[Any] = []
         for one in level:
             if isinstance(one, float) and not math.isfinite(one):
-                return "holds a number that is not finite"
+                return "holds a number that is not finite: leave it out, or give it as a text"
             problem = text_problem(one, size) if isinstance(one, str) else None
             if problem is not None:
                 return f"holds a text that {problem}"

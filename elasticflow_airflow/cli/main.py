@@ -101,6 +101,7 @@ def jobs(
     dag_id: str | None = typer.Option(None, "--dag", help="Only jobs of this DAG."),
     live: bool = typer.Option(False, "--live", help="Only jobs that have not ended."),
     limit: int = typer.Option(50, min=1, max=1000, help="At most so many, newest first."),
+    cursor: str | None = typer.Option(None, help="Go on after a page, as the page before says."),
     unowned: bool = typer.Option(
         False, "--unowned", help="Only live jobs whose Airflow task is gone, or for which nobody asks; since when, why."
     ),
@@ -122,9 +123,11 @@ def jobs(
             else:
                 _print("no such jobs")
             return
-        found = service.list_jobs(state=state, dag_id=dag_id, live=live or None, limit=limit)
+        found = service.list_jobs(state=state, dag_id=dag_id, live=live or None, limit=limit, cursor=cursor)
     if found:
         print_jobs(found)
+        if len(found) == limit:
+            _print(f"the next page: the same with --cursor {found[-1].cursor}")
     else:
         _print("no such jobs")
 

@@ -139,10 +139,22 @@ class AsyncElasticFlowClient:
         run_id: str | None = None,
         task_id: str | None = None,
         map_index: int | None = None,
+        cursor: str | None = None,
     ) -> list[JobStatus]:
-        """List jobs, newest first: at most ``limit`` (by default 100) of those that all of this is true of."""
+        """List jobs, newest first: at most ``limit`` (default 100, most 1,000) of those that all of this is true of.
+
+        The next page begins after ``cursor``, which is the ``cursor`` of the last job of the page before.
+        """
         call = calls.list_jobs(
-            state, dag_id, live, limit, namespace=namespace, run_id=run_id, task_id=task_id, map_index=map_index
+            state,
+            dag_id,
+            live,
+            limit,
+            namespace=namespace,
+            run_id=run_id,
+            task_id=task_id,
+            map_index=map_index,
+            cursor=cursor,
         )
         return await self._run(call)
 

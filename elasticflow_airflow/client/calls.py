@@ -170,8 +170,9 @@ def list_jobs(
     run_id: str | None = None,
     task_id: str | None = None,
     map_index: int | None = None,
+    cursor: str | None = None,
 ) -> Call[list[JobStatus]]:
-    """List jobs, newest first."""
+    """List jobs, newest first; after the one with this ``cursor``."""
     wanted: dict[str, Param | None] = {
         "state": state,
         "dag_id": dag_id if dag_id is None or isinstance(dag_id, str) else tuple(dag_id),
@@ -181,6 +182,7 @@ def list_jobs(
         "run_id": run_id,
         "task_id": task_id,
         "map_index": map_index,
+        "cursor": cursor,
     }
     params = {name: value for name, value in wanted.items() if value is not None}
     return Call(

@@ -86,10 +86,8 @@ class Actuator:
             with books.on_behalf_of(row.job_id, "starting, changing or stopping its workers"):
                 self._act(books, row, on_slots, renew=renew)
         for row in books.aside:
-            try:
+            with books.on_behalf_of(row.job_id, "keeping its workers"):
                 self._keep(books, row, renew=renew)
-            except Exception:  # It is set aside already: the others go on.
-                log.exception("a job that is set aside could not be kept", job_id=row.job_id)
 
     def _act(self, books: Books, row: IncarnationRow, on_slots: Holders, *, renew: bool) -> None:
         self._write_promotion(row)

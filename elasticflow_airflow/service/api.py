@@ -60,6 +60,7 @@ from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import SnapshotRefusedError, Snapshots
 from elasticflow_airflow.service.store import DATABASE_AWAY, Store
 from elasticflow_airflow.service.view import event_of, slot_statuses
+from elasticflow_airflow.service.wording import in_our_words
 from elasticflow_airflow.wire import (
     API_VERSION,
     Drain,
@@ -240,7 +241,7 @@ def _what_is_wrong(error: RequestValidationError) -> str:
     found = error.errors()
     wrong = [
         f"{'.'.join(clean_text(str(part), NAME_CHARACTERS) for part in item['loc'] if part != 'body') or 'body'}:"
-        f" {clean_text(item['msg'], TEXT_CHARACTERS)}"
+        f" {clean_text(in_our_words(item), TEXT_CHARACTERS)}"
         for item in found[:_MOST_WRONG]
     ]
     return "; ".join(wrong + [f"and {len(found) - _MOST_WRONG} more"] * (len(found) > _MOST_WRONG))

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from elasticflow_airflow.engines.port import STANDING, GangState, WorkerObservation
 from elasticflow_airflow.runtime.protocol import RescaleMode, checkpoint_dir
 from elasticflow_airflow.scheduler_core import Scheduler
@@ -24,6 +26,8 @@ from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store import DATABASE_AWAY
 from elasticflow_airflow.service.unit_of_work import NewEvent, UnitOfWork
 from elasticflow_airflow.wire import State
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +108,19 @@ class Books:
         """Whatever goes wrong in the block is the trouble of this job alone.
 
         The job is left out of the rest of the pass; nothing of the pass is written, and the next begins without it.
-        What is wrong with the database or with the scheduler as a whole is nobody's trouble, and passes through.
+        What is wrong with the database or with the scheduler as a whole is nobody's trouble, and passes through. Of a
+        job that is set aside already it is logged: there is nothing to begin again without.
         """
         try:
             yield
         except (*DATABASE_AWAY, SchedulerFaultError):
             raise
         except Exception as error:  # noqa: BLE001  (whatever it is: it must not reach the other jobs)
+            if job_id in self.faults.aside:
+                log.warning(
+                    "what is done for a job that is set aside failed", job_id=job_id, doing=doing, error=repr(error)
+                )
+                return
             self.faults.note(job_id, doing, error)
             self.rows = [row for row in self.rows if row.job_id != job_id]
             self.generations = {key: one for key, one in self.generations.items() if key[0] != job_id}

@@ -1,6 +1,6 @@
 """What the scheduler has in mind, as values to keep: who holds what until when, and for whom room is kept.
 
-Reads a scheduler between two passes of the loop; changes nothing. Pure functions over values.
+Reads a scheduler at the end of a pass of the loop; changes nothing. Pure functions over values.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ def overlaps(one: Reservation, from_s: float, until_s: float) -> bool:
     return one.start_s < until_s and one.end_s > from_s
 
 
-def foresight_of(scheduler: ServicePolicy) -> Foresight:
-    """Look at a scheduler."""
-    states = {state.job.job_id: state for state in scheduler.states()}
+def foresight_of(scheduler: ServicePolicy, states: Mapping[str, JobState]) -> Foresight:
+    """Look at a scheduler; ``states`` are those of its jobs, by id."""
     return Foresight(
-        states=states,
+        states=dict(states),
         planned={job_id: _planned(scheduler, state) for job_id, state in states.items()},
         expected=scheduler.kept_free() if isinstance(scheduler, Scheduler) else (),
         slots=sum(node.slots - len(node.busy) for node in scheduler.nodes()),

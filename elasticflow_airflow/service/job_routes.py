@@ -95,8 +95,9 @@ def add_jobs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     ) -> Response:
         """List jobs, newest first: the newest of those that all of this is true of.
 
-        dag_id may be given several times: for jobs of any of these DAGs. With as many jobs as the limit, the answer's
-        header Link names the next page.
+        dag_id may be given several times: for jobs of any of these DAGs. A page has at most 1,000 jobs, by default 100,
+        which is the size to ask for where somebody waits: the time goes with it. With as many jobs as the limit, the
+        answer's header Link names the next page.
         """
         given = {"namespace": namespace, "run_id": run_id, "task_id": task_id, "map_index": map_index}
         shared = {part: value for part, value in given.items() if value is not None}
@@ -104,7 +105,7 @@ def add_jobs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
         found = desk.list_jobs(None if state is None else state.value, dag_id, live, limit, shared, after)
         response = Response(_JOBS.dump_json(found), media_type="application/json")
         if len(found) == limit:
-            page = request.url.include_query_params(cursor=_cursor(found[-1]))
+            page = request.url.include_query_params(cursor=found[-1].cursor)
             response.headers["Link"] = f'<{page.path}?{page.query}>; rel="next"'
         return response
 
@@ -156,12 +157,8 @@ def _json(answer: BaseModel, status_code: int = 200) -> Response:
     return Response(answer.model_dump_json(), status_code, media_type="application/json")
 
 
-def _cursor(job: JobStatus) -> str:
-    """Where a page ends: the order is by when a job was submitted, then by its id."""
-    return f"{job.submitted_at!r},{job.job_id}"
-
-
 def _read_cursor(cursor: str) -> tuple[float, str]:
+    """Where a page ends (``JobStatus.cursor``): the order is by when a job was submitted, then by its id."""
     found = _CURSOR.fullmatch(cursor)
     if found is None:
         raise Refusal(422, "invalid", "cursor: it is none of this service", "take it from the Link of a page, as it is")

@@ -138,7 +138,7 @@ class JobDesk:
         """
         with self.store.read() as reader:
             found = reader.list_current(
-                state=state, dag_id=dag_id, live=live, limit=limit, identity=identity, after=after
+                state=state, dag_id=dag_id, live=live, limit=limit, identity=identity, after=after, shown_only=True
             )
             return [status_of(*one) for one in reader.with_generations(found)]
 

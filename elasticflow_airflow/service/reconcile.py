@@ -117,6 +117,7 @@ class Reconciler:
         """What is stored of nodes and slots and cannot be heeded."""
         self._bounds = setting_aside.BoundsCheck()
         self._held: Mapping[Slot, Held] = {}
+        self._foresight: Foresight | None = None
         self._written: dict[str, JobState] = {}
         """What the store has of what the scheduler remembers."""
         self._has_begun = False
@@ -161,9 +162,8 @@ class Reconciler:
             return copy.deepcopy(self._scheduler)
 
     def foresee(self) -> Foresight | None:
-        """What the scheduler has in mind between two passes; None while it is not there. Thread-safe."""
-        with self._thinking:
-            return None if self._scheduler is None else foresight_of(self._scheduler)
+        """What the last pass has decided; None before there was one. Waits for nobody. Thread-safe."""
+        return self._foresight
 
     def hear_of_runs(self) -> None:
         """Somebody has stored other due runs: the next pass tells the scheduler. Thread-safe."""
@@ -299,6 +299,8 @@ class Reconciler:
                 raise _BeginAgainError
         self._wake_at, self._has_begun, self._singly = books.wake_at, True, False
         self._written = written
+        if books.decided or self._foresight is None:
+            self._publish(books, written)
         self._passed_over = frozenset() if books.more else books.not_introduced()
         self._held = books.held
         if observations is not None:
@@ -322,6 +324,13 @@ class Reconciler:
             self._scheduler = None
             return 0.0
         return self._interval(books)
+
+    def _publish(self, books: Books, states: Mapping[str, JobState]) -> None:
+        """Keep what is planned for whoever asks meanwhile. Nothing depends on it, so that no pass fails for it."""
+        try:
+            self._foresight = foresight_of(books.scheduler, states)
+        except Exception:
+            log.exception("what is planned cannot be shown")
 
     def _attribute(self, books: Books, error: SchedulerFaultError) -> None:
         """Find the jobs for which the scheduler failed. Raises the fault itself when it is none's."""

@@ -63,6 +63,38 @@ _SHOWN = (
     GenerationRow.placement,
     GenerationRow.log_names,
 )
+_LISTED = (
+    IncarnationRow.job_id,
+    IncarnationRow.incarnation,
+    IncarnationRow.submission,
+    IncarnationRow.submitted_at,
+    IncarnationRow.cancel_reason,
+    IncarnationRow.acknowledged,
+    IncarnationRow.introduced,
+    IncarnationRow.state,
+    IncarnationRow.terminal,
+    IncarnationRow.state_reason,
+    IncarnationRow.verdict,
+    IncarnationRow.deadline_at,
+    IncarnationRow.best_effort,
+    IncarnationRow.value,
+    IncarnationRow.parked,
+    IncarnationRow.lease_expires_at,
+    IncarnationRow.logical_workers,
+    IncarnationRow.seed,
+    IncarnationRow.target,
+    IncarnationRow.step,
+    IncarnationRow.total_steps,
+    IncarnationRow.loss,
+    IncarnationRow.steps_per_s,
+    IncarnationRow.projected_finish_at,
+    IncarnationRow.at_risk,
+    IncarnationRow.result,
+    IncarnationRow.failure,
+    IncarnationRow.last_event_id,
+    IncarnationRow.set_aside,
+)
+"""What a status shows of an incarnation."""
 _OUTLINE = (
     IncarnationRow.submitted_at,
     IncarnationRow.introduced,
@@ -183,8 +215,11 @@ class Reader:
         limit: int,
         identity: Mapping[str, str | int] | None = None,
         after: tuple[float, str] | None = None,
+        shown_only: bool = False,
     ) -> list[tuple[JobRow, IncarnationRow]]:
         """Jobs with their current incarnations, newest first; of one DAG or of several.
+
+        ``shown_only``: of the incarnations only what a status shows of them.
 
         ``identity``: what else they share, of namespace, run_id, task_id and map_index. ``after``: only those that come
         after a job that was submitted then (UTC seconds), with this id.
@@ -198,6 +233,8 @@ class Reader:
             .order_by(IncarnationRow.submitted_at.desc(), JobRow.job_id)
             .limit(limit)
         )
+        if shown_only:
+            query = query.options(load_only(*_LISTED, raiseload=True))
         if after is not None:
             at, job_id = after
             same = sa.and_(IncarnationRow.submitted_at == at, JobRow.job_id > job_id)
@@ -208,7 +245,9 @@ class Reader:
         if dag_ids is not None:
             query = query.where(JobRow.dag_id.in_(dag_ids))
         if live is not None:
-            query = query.where(IncarnationRow.terminal.is_(not live))
+            # Few live, so that their index is the shortest way; of the many others those at one end are wanted.
+            over = IncarnationRow.terminal if live else sa.func.coalesce(IncarnationRow.terminal, sa.false())
+            query = query.where(over.is_(not live))
         shared = dict(identity or {})
         if dag_ids is not None and len(dag_ids) == 1 and shared.keys() >= {"namespace", "task_id", "map_index"}:
             whole = JobIdentity.as_stored({"run_id": "any", **shared, "dag_id": dag_ids[0]})

@@ -69,7 +69,8 @@ class OwnerWatch:
         self._every_s = every_s
         self._connections = Connections()
         self._airflow = ""
-        self._places: set[Place] = set()
+        self._places: dict[str, Place] = {}
+        """By the id of a connection that names it."""
         self._looked_up_s = -math.inf
         self._said: dict[str, str] = {}
         """What went wrong last, by what it was about: said once."""
@@ -87,7 +88,7 @@ class OwnerWatch:
         """Report to every service. Where one is away, or the database, nothing is said of its jobs."""
         with self._troubles("Airflow's database", SQLAlchemyError):
             self._look_up()
-        for place in sorted(self._places, key=str):
+        for place in sorted(set(self._places.values()), key=str):
             with self._troubles(str(place.endpoint), ElasticFlowError, SQLAlchemyError):
                 self._report(place)
 
@@ -99,18 +100,23 @@ class OwnerWatch:
                 log.exception("the owners of jobs could not be reported; it is tried again")
 
     def _look_up(self) -> None:
+        """Find the services. Which connections there are is asked each time, so that a new one waits for nothing.
+
+        What they say is read again after a while only: it may lie in a secrets backend.
+        """
         now = time.monotonic()
-        if now - self._looked_up_s < _LOOK_UP_S:
-            return
+        again = now - self._looked_up_s >= _LOOK_UP_S
         with create_session() as session:
             self._airflow = name_of_airflow(session.get_bind().engine.url)
             conn_ids = self._connections.read(session)
-        places = set()
-        for conn_id in sorted(conn_ids):
+        places = {} if again else {one: place for one, place in self._places.items() if one in conn_ids}
+        for conn_id in sorted(conn_ids - places.keys()):
             with self._troubles(f"connection {conn_id!r}", AirflowException, ElasticFlowError):
                 hook = ElasticFlowHook(conn_id)
-                places.add(Place(hook.endpoint(start=False), hook.namespace))
-        self._places, self._looked_up_s = places, now
+                places[conn_id] = Place(hook.endpoint(start=False), hook.namespace)
+        self._places = places
+        if again:
+            self._looked_up_s = now
 
     def _report(self, place: Place) -> None:
         endpoint = place.endpoint

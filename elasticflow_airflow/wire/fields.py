@@ -6,6 +6,7 @@ and switches are not read from texts: whoever sends "5" for 5 has made a mistake
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -15,6 +16,8 @@ from pydantic_core import PydanticCustomError
 from elasticflow_airflow import bounds
 
 OUT_OF_BOUNDS = "out_of_bounds"
+TOO_FAR_AHEAD = "too_far_ahead"
+"""The same of a time, by the clock of whoever looks at it."""
 
 
 def refuse(problem: str | None) -> None:
@@ -52,10 +55,21 @@ def _text(most: int, problem_of: Callable[[str], str | None] | None = None) -> t
 _STRICT = Field(strict=True)
 
 Switch = Annotated[bool, _STRICT]
+
+
+def _not_too_far(at_s: float) -> float:
+    """Of a kind of its own: what was taken in once is not given up because time limits are others now."""
+    problem = bounds.ahead_problem(at_s, time.time())
+    if problem is not None:
+        raise PydanticCustomError(TOO_FAR_AHEAD, "{problem}", {"problem": problem})
+    return at_s
+
+
 UtcSeconds = Annotated[
     float,
     _STRICT,
     bounded(bounds.time_problem),
+    AfterValidator(_not_too_far),
     WithJsonSchema({"type": "number", "minimum": bounds.EARLIEST_S, "maximum": bounds.LATEST_S}),
 ]
 DurationS = Annotated[float, _STRICT, *_number(0.0, bounds.LONGEST_S, above=True)]

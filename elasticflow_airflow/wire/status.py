@@ -113,6 +113,11 @@ class JobStatus(Wire):
     log_names: list[str] = Field(default_factory=list)
     last_event_id: int = 0
 
+    @property
+    def cursor(self) -> str:
+        """Where a page of a list ends whose last job this is: what is asked for to have the next page."""
+        return f"{self.submitted_at!r},{self.job_id}"
+
 
 class Attachment(Wire):
     """Answer to a submit or attach: the job, and the claim to show with cancel, acknowledge and amend."""

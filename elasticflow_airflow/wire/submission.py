@@ -193,7 +193,7 @@ class JobSubmission(Wire):
             )
         wrong = None if self.progress_regex is None else bounds.pattern_problem(self.progress_regex)
         if wrong is not None:
-            raise ValueError(f"progress_regex={self.progress_regex!r} {wrong}")
+            raise ValueError(f"progress_regex {wrong}")
         problem = target_problem(
             self.target_loss,
             bounded=self.length.steps is not None or self.length.epochs is not None,

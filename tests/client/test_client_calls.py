@@ -97,6 +97,7 @@ def test_every_call_goes_where_the_api_says(make_status, attachment):
         (ok(job), lambda c: c.renew("j", 3), "POST", b"/v1/jobs/j/lease"),
         (httpx.Response(200, json=[]), lambda c: c.events("j", after=7), "GET", b"/v1/jobs/j/events?after=7&limit=500"),
         (httpx.Response(200, json=[]), lambda c: c.list_jobs(live=True), "GET", b"/v1/jobs?live=true"),
+        (httpx.Response(200, json=[]), lambda c: c.list_jobs(cursor="1.5,a"), "GET", b"/v1/jobs?cursor=1.5%2Ca"),
         (
             httpx.Response(200, json=[]),
             lambda c: c.list_jobs(dag_id=["a", "b"], limit=1, namespace="n", task_id="t", map_index=-1),

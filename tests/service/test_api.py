@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
+import sqlalchemy as sa
 from support.service_parts import insight_of, parts_of
 
 from elasticflow_airflow.client import ElasticFlowClient, Unauthorized, calls, snapshot_folder
@@ -216,6 +217,20 @@ async def test_the_pages_of_a_list_are_linked_to_the_last(world, http):
         path = answer.links.get("next", {}).get("url")
     assert [len(page) for page in found] == [2, 2, 1]
     assert sorted(job for page in found for job in page) == sorted(made)
+
+
+@pytest.mark.parametrize("jobs", [2, 7])
+async def test_a_page_takes_the_same_few_queries_and_loads_what_it_shows(world, http, jobs):
+    for n in range(jobs):
+        world.ended(world.submit(task=f"t{n}", steps=5, scaling_curve=CURVE))
+    said = []
+    sa.event.listen(world.store.engine, "before_cursor_execute", lambda *given: said.append(given[2]))
+    answer = await http.get("/v1/jobs", params={"live": False})
+    assert len(answer.json()) == jobs
+    selects = [one for one in said if one.startswith("SELECT")]
+    assert len(selects) == 2
+    for column in ("scheduler_state", "secret_env", "metrics", "speeds", "sampling", "folded"):
+        assert f".{column}" not in " ".join(selects)
 
 
 @pytest.mark.parametrize("cursor", ["", "x", "1.0", "nan,a", "1,a b", "1,a;drop", "9" * 20 + ",a", "1,\x00"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
 import pytest
@@ -449,3 +450,26 @@ def test_secrets_among_arguments_are_found_in_no_time_whatever_their_submitter_s
     args, shown = ["xxa" * 500 + "a" * 3000 + "b"], ["***a" * 500]
     assert list(secrets_in_args(args, shown).values()) == args
     assert list(secrets_in_args(["ab"], ["***"]).values()) == ["ab"]
+
+
+@pytest.mark.trouble
+def test_who_asks_what_is_planned_never_waits_for_a_pass(world):
+    """He sees what the last pass has decided, also while the next one thinks, or fails."""
+    job = world.submit(within=900, steps=1500, scaling_curve={1: 10.0})
+    world.run(5)
+    before = world.reconciler.foresee()
+    assert before is not None
+    assert job.job.job_id in before.states
+    with world.reconciler._thinking:
+        assert run_in_thread(world.reconciler.foresee) is before
+    world.engine.fail_next("observe", "no")
+    world.step(1.0)
+    assert world.reconciler.problem
+    assert world.reconciler.foresee() is before
+    other = world.submit(task="other", within=900, steps=100, scaling_curve={1: 10.0})
+    assert other.job.job_id in world.reconciler.foresee().states
+
+
+def run_in_thread(do):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(do).result(timeout=10)

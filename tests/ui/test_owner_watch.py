@@ -57,6 +57,27 @@ def test_each_service_is_told_once_and_one_that_is_away_keeps_no_other_from_it(o
     assert caplog.text.count("it is away") == 1, "said once"
 
 
+def test_a_service_that_a_new_connection_names_is_told_at_the_next_look(owner_watch, monkeypatch):
+    told, opened = [], []
+    monkeypatch.setattr(owner_watch, "report_owners", lambda client, *_: told.append(client.endpoint.base_url) or [])
+    real = owner_watch.ElasticFlowHook.endpoint
+    monkeypatch.setattr(
+        owner_watch.ElasticFlowHook,
+        "endpoint",
+        lambda self, **given: opened.append(self.conn_id) or real(self, **given),
+    )
+    named = {"there"}
+    monkeypatch.setattr(owner_watch.Connections, "read", lambda self, session: set(named))
+    watch = owner_watch.OwnerWatch(10.0)
+    watch.look()
+    named.add("new")
+    watch.look()
+    named.remove("there")
+    watch.look()
+    assert told == ["http://there", "http://new", "http://there", "http://new"]
+    assert opened == ["there", "new"], "a secrets backend is not asked each time"
+
+
 @pytest.mark.parametrize("interval", ["0.01", "0", "soon"])
 def test_it_lives_as_long_as_airflows_application(owner_watch, monkeypatch, interval):
     """Airflow enters the lifespans of the applications that plugins bring with its own."""

@@ -287,7 +287,7 @@ class LocalEngine:
         if session.progress_regex is not None:
             problem = bounds.pattern_problem(session.progress_regex)
             if problem is not None:
-                raise EngineError(f"progress_regex={session.progress_regex!r} {problem}")
+                raise EngineError(f"progress_regex {problem}")
         self._interpreters.check(spec.python, self._starter.worker_env(spec))
 
     def _accept(self, job: JobRecord, spec: GangSpec) -> GangRecord:

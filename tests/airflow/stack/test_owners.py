@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.airflow, pytest.mark.timeout(900), pytest.mark.xdist_g
 
 
 COUNT = 100
+ENDS_WITHIN_S = 30.0
+"""From Airflow's word that the owner is gone to the end of the job, as the page promises."""
 MANY = PATHS.add_dag(
     "many",
     "from airflow.sdk import BaseOperator",
@@ -123,6 +125,8 @@ def test_tasks_that_end_while_the_triggerer_is_away(stack: Stack) -> None:
             stack.wait(f"{job.job_id} is over", lambda job=job: client.status(job.job_id).state.terminal)
             over = client.status(job.job_id)
             assert (over.state, over.state_reason) == (State.CANCELLED, f"its Airflow task {what}")  # not by its lease
+            said_at, over_at = (at_of(client, job, kind) for kind in ("owner_gone", "cancelled"))
+            assert 0.0 <= over_at - said_at < ENDS_WITHIN_S  # by the service's own clock, however late Airflow was
             print(f"{job.identity.dag_id}: over after {time.monotonic() - ended_at:.1f} s")
         stack.wait("the cleared one has attached", lambda: run.job("cleared").claim == 2)
     finally:
@@ -139,6 +143,12 @@ def test_tasks_that_end_while_the_triggerer_is_away(stack: Stack) -> None:
 
 def owned(client: ElasticFlowClient, dag_id: str) -> list[OwnedJob]:
     return [job for job in client.owned_jobs("default").jobs if job.identity.dag_id == dag_id]
+
+
+def at_of(client: ElasticFlowClient, job: OwnedJob, kind: str) -> float:
+    """When something has happened to a job."""
+    (event,) = [event for event in client.events(job.job_id) if event.kind == kind]
+    return event.at
 
 
 def triggerer_says(stack: Stack, words: str) -> int:
