@@ -133,13 +133,18 @@ class Session(SessionSteps):
         said = self.config.samples
         if said is not None and said != samples:
             self._warn(f"the submission says samples={said}, the dataset has {samples}; the dataset counts")
+        asked, workers = self.config.logical_workers, self.world_size
         self._logical = choose_logical_workers(
-            self.config.logical_workers,
+            asked,
             size,
-            self.world_size,
+            1 if self.config.script_decides and self._consistent else workers,
             consistent=self._consistent,
-            max_workers=1 if self._context.submitted else self._max_workers or 1,
+            max_workers=self._max_workers or 1,
         )
+        if self._consistent and self._logical < workers:
+            # Who has started them could not know how few the script says.
+            self._say_if_main(ReportKind.STOPPED, logical_workers=self._logical)
+            self._leave_at_once_unheard()
         fetcher: Fetcher
         if reader is None:
             fetcher = make_fetcher(cast("Dataset[Any]", dataset), collate_fn or default_collate, options)

@@ -159,6 +159,10 @@ def _handle(books: Books, generation: GenerationRow) -> None:
 
 def _settle(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
     outcome = generation.outcome
+    if generation.notes.get("too_many") and not row.ending:
+        if row.desired_generation == generation.generation:
+            _again(books, row, f"its script has {row.logical_workers} logical workers, fewer than there were workers")
+        return
     if generation.notes.get("kind") == UNTRAINED and not row.ending:
         books.end(row, State.FAILED, str(generation.notes["message"]), failure=_failure(generation))
         return
