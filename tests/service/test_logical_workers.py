@@ -156,3 +156,33 @@ def test_a_number_that_cannot_be_is_not_adopted(make_world):
     job = world.submit(steps=900, scaling_curve=CURVE, fake={"logical_workers": 3})
     world.until(lambda: world.row(job).step > 0, "it trains")
     assert world.row(job).logical_workers == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "at most 8 workers train it, one for each of its logical_workers: max_workers= raises both"),
+        ({"global_batch_size": 24, "max_workers": 16}, "at most 8 workers can share its global_batch_size=24 equally"),
+        ({"global_batch_size": 6}, "at most 2 workers can share its global_batch_size=6 equally"),
+        ({"logical_workers": 4}, "at most 4 workers train it, one for each of its logical_workers"),
+        ({"max_workers": 4}, None),
+        ({"max_workers": 16}, None),
+        ({"logical_workers": 4, "max_workers": 4}, None),
+    ],
+)
+@pytest.mark.parametrize("within", [None, 600, 0.5])
+def test_the_verdict_says_when_they_limit_the_workers(make_world, given, said, within):
+    world = make_world(nodes=2, slots=8)
+    asked = given if within is None else {**given, "within": within}
+    verdict = world.submit(steps=900, scaling_curve=CURVE, **asked).job.verdict
+    assert verdict.decision == {None: "best_effort", 600: "admitted", 0.5: "rejected"}[within]
+    assert ("at most" in verdict.reason) == (said is not None)
+    assert said is None or said in verdict.reason
+
+
+def test_of_a_job_that_is_measured_first_the_verdict_says_it_in_the_end(make_world):
+    world = make_world(nodes=2, slots=8)
+    job = world.submit(steps=900, within=900)
+    assert job.job.verdict.decision == "undecided"
+    world.until(lambda: world.status(job).verdict.decision != "undecided", "a verdict")
+    assert "at most 8 workers train it" in world.status(job).verdict.reason
