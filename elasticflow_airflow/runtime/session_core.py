@@ -277,8 +277,8 @@ class SessionCore:
         total = self._total_or_none()
         if total is None:
             raise ValueError(
-                "the length of the training is not known yet: give epochs= or steps= to runtime.init(), and call "
-                "session.dataloader() before asking for total_steps"
+                "the length of the training is not known yet: give epochs= or steps= where the session is made, and "
+                "call session.dataloader() before asking for total_steps"
             )
         return total
 

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from elasticflow_airflow.cli import submitting
+from elasticflow_airflow.cli.connection import client
 from elasticflow_airflow.cli.following import read
 from elasticflow_airflow.cli.main import app
 from elasticflow_airflow.cli.moments import moment_of
@@ -77,6 +78,21 @@ def test_what_cannot_be_repeated_is_not(command, script):
     assert command("reproduce", "no-such-job").exit_code == 1
     for job in (plain, unlike):
         command("cancel", job, "--yes")
+
+
+def test_what_decides_on_the_weights_and_how_progress_is_told_is_submitted(command, script):
+    common = ("submit", script, "--steps", 100000, "--batch", 32, "--best-effort", "--no-wait")
+    told = ("--seed", 23, "--logical-workers", 4, "--progress-file", "progress.json", "--name", "all-said")
+    job = job_of(command(*common, *told).output)
+    with client(None, None) as service:
+        said = service.story(job).submission
+    assert (said["seed"], said["logical_workers"], said["progress_file"]) == (23, 4, "progress.json")
+    shown = command("show", job).output
+    assert "shares      4 logical workers\nseed        23\n" in shown
+    command("cancel", job, "--yes")
+    refused = command(*common, "--logical-workers", 3)
+    assert refused.exit_code == 2
+    assert "logical_workers=3 is not a power of two" in refused.output
 
 
 def test_a_job_is_submitted_amended_and_cancelled(command, script):
