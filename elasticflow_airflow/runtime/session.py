@@ -159,7 +159,7 @@ class Session(SessionSteps):
             position=self._position,
             owned=lambda: owned_by(self.rank, self.world_size, self.logical_workers),
             finished=self._all_done,
-            fewest=lambda: 2 if self._has_batch_norm else 1,
+            fewest=self._fewest,
         )
         self._streams = reader is not None
         self._register_stream()
@@ -212,7 +212,17 @@ class Session(SessionSteps):
             self._machinery.group = self._group
         self._machinery.measures = self._measures
         self._meter.enter(Activity.COMPUTE)
-        return Step(self, self._machinery, self.config.micro_batch_size, mix_seed(self._seed, self._step))
+        return Step(
+            self,
+            self._machinery,
+            self.config.micro_batch_size,
+            mix_seed(self._seed, self._step),
+            fewest=self._fewest(),
+        )
+
+    def _fewest(self) -> int:
+        """How many samples a forward pass needs, as far as there are so many."""
+        return 2 if self._has_batch_norm else 1
 
     def log(self, **scalars: float | Tensor) -> None:
         """Attach numbers to the next progress report, ``loss`` among them; its own epoch and speed stay."""

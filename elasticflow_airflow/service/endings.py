@@ -289,11 +289,11 @@ def _out_of_memory(books: Books, row: IncarnationRow, generation: GenerationRow)
         reason = "the device's memory does not suffice for a micro-batch of 1: use a smaller model or a larger device"
         books.end(row, State.FAILED, reason, failure=f"{reason}\n{said.get('message', '')}".strip())
         return
-    row.micro_batch_size = micro // 2
+    row.micro_batch_size = smaller = (micro + 1) // 2  # Of three two are left: one alone cannot train BatchNorm.
     _again(
         books,
         row,
-        f"out of memory with a micro-batch of {micro}: tries again with {micro // 2}; the global batch stays"
+        f"out of memory with a micro-batch of {micro}: tries again with {smaller}; the global batch stays"
         f" {global_batch}",
     )
 

@@ -87,6 +87,14 @@ def test_out_of_memory_while_measuring(world):
     assert world.row(job).micro_batch_size == 8
 
 
+def test_of_a_micro_batch_of_three_two_are_left(world):
+    """One sample alone cannot train BatchNorm: a job that would do with two is not ended for it."""
+    given = {"global_batch_size": 6, "min_workers": 2, "max_workers": 2}
+    job = world.submit(steps=20, scaling_curve=CURVE, fake={"out_of_memory_above": 2}, **given)
+    assert world.ended(job).state == "succeeded"
+    assert world.row(job).micro_batch_size == 2
+
+
 def test_memory_that_never_suffices_fails_with_advice(world):
     _job, done = run(world, out_of_memory_above=0)
     assert done.state == "failed"
