@@ -22,7 +22,7 @@ from elasticflow_airflow.client import (
     Endpoint,
     ensure_service,
 )
-from elasticflow_airflow.client.embedded import embedded_endpoint
+from elasticflow_airflow.client.embedded import embedded_endpoint, for_looking
 from elasticflow_airflow.client.pool import shared_transport
 from elasticflow_airflow.exceptions import MissingConnection, UnusableConnection
 from elasticflow_airflow.settings import AirflowSettings, embedded_state_dir
@@ -100,9 +100,10 @@ class ElasticFlowHook(BaseHook):
         return name
 
     def test_connection(self) -> tuple[bool, str]:
-        """Say whether the service answers, for the button in Airflow's connection form."""
+        """Say whether the service answers, for the button in Airflow's connection form. It starts none."""
         try:
-            with self.client(retry_for_s=0.0) as client:
+            endpoint = for_looking(self.endpoint(start=False))
+            with ElasticFlowClient(endpoint, retry_for_s=0.0, timeout_s=self._timeout_s) as client:
                 health = client.health()
         except (ElasticFlowError, AirflowException) as error:
             return False, str(error)

@@ -70,12 +70,16 @@ class JobCancelled:
 
 @dataclass(frozen=True, slots=True)
 class JobAmended:
-    """The owner wants another deadline and/or value (None: unchanged; ``best_effort`` gives the deadline up)."""
+    """The owner wants another deadline and/or value (None: unchanged; ``best_effort`` gives the deadline up).
+
+    ``max_workers`` comes alone: so many workers can train it at most, as was not known when it was submitted.
+    """
 
     job_id: str
     deadline_s: float | None = None
     value: float | None = None
     best_effort: bool = False
+    max_workers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

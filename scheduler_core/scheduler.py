@@ -313,6 +313,12 @@ class Scheduler(Decider):
         return self._after_measuring(job, now)
 
     def _amended(self, job: LiveJob, event: ev.JobAmended, now: float) -> list[Decision]:
+        if event.max_workers is not None:
+            job.settle(self._board.layout, self.config, now)
+            job.job, job.course = replace(job.job, max_workers=event.max_workers), None
+            self._board.broken = self._board.broken or job.promised
+            job.changed()
+            return self._replan(now, f"at most {event.max_workers} workers can train {job.job_id}", retry=True)
         board, before = self._board, job.job
         value = before.value if event.value is None else event.value
         if event.best_effort:

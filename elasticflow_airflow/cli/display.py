@@ -61,6 +61,8 @@ def job_lines(job: JobStatus) -> list[str]:
             f"progress    step {job.step} of {job.total_steps or '?'}, loss {_number(job.loss)}, "
             f"{_number(job.steps_per_s)} steps/s on {job.workers} workers"
         ),
+        f"shares      {_shares(job)}",
+        f"seed        {'not known yet' if job.seed is None else job.seed}",
         *([] if job.target_loss is None else [f"target      {_target(job, job.target_loss)}"]),
         f"slots       {', '.join(f'{node}:{index}' for node, index in job.slots) or '-'}",
         f"logs        {', '.join(job.log_names) or '-'}",
@@ -70,6 +72,13 @@ def job_lines(job: JobStatus) -> list[str]:
     if job.failure:
         lines.append(f"failure     {job.failure}")
     return lines
+
+
+def _shares(job: JobStatus) -> str:
+    """Into how many shares each of its batches is cut: with the seed, what decides on its weights beside its code."""
+    if job.logical_workers is None:
+        return f"one for each worker (consistency {job.consistency})"
+    return f"{job.logical_workers} logical workers"
 
 
 def _target(job: JobStatus, loss: float) -> str:

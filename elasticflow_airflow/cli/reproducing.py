@@ -34,6 +34,11 @@ def reproduce(
     with client(url, state_dir) as service:
         story = service.story(job_id, incarnation)
     trained = story.trained_with
+    if trained is None and story.status.state.terminal:
+        fail(
+            f"{job_id} is over ({story.status.state}), and its script has reported no step: what it trained, and with"
+            " what, is not known. Run the script itself again, as it was submitted"
+        )
     if trained is None:
         fail(f"{job_id} has not begun to train: there is nothing to repeat yet")
     if story.status.consistency == "fast":
@@ -77,6 +82,8 @@ def _cautions(story: JobStory, trained: TrainedWith) -> Iterator[str]:
         yield f"{trained.python} must find elasticflow_airflow: install it there, or add its folder to PYTHONPATH"
     if said.get("env"):
         yield f"the job had variables whose values are not shown; set them first: {', '.join(said['env'])}"
+    if secrets := story.submission.get("secret_names"):
+        yield f"the job had secrets, which are kept nowhere; set them first: {', '.join(secrets)}"
     if any(REDACTED in arg for arg in said.get("args", ())):
         yield f"arguments that may be secret are shown as {REDACTED}; put their values in"
     if story.status.seed is None:

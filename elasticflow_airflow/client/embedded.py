@@ -159,11 +159,20 @@ def for_looking(endpoint: Endpoint) -> Endpoint:
         raise NotRunning(*did_not_end(directory, served))
     if card is None:
         raise NotRunning(f"no service has ever run in {directory}", f"{_STARTS_IT}; or name another one")
-    ended = "was killed" if card.ended_at is None else "has ended: it leaves when it has been idle for long"
     raise NotRunning(
-        f"no service runs in {directory} now; the last one {ended}",
+        f"no service runs in {directory} now; {_how_it_ended(card)}",
         f"{_STARTS_IT}; to look at what it knows: `elasticflow serve --state-dir {directory}`",
     )
+
+
+def _how_it_ended(card: ServiceCard) -> str:
+    """Of an embedded service, or of one that was served and has ended cleanly."""
+    which = "the last one" if card.embedded else "the last one, of `elasticflow serve`,"
+    if card.ended_at is None:
+        return f"{which} was killed"
+    if card.idle:
+        return f"{which} has left, as it had been idle for long"
+    return f"{which} was told to stop" if card.idle is False or not card.embedded else f"{which} has ended"
 
 
 def _served(directory: Path) -> ServiceCard | None:

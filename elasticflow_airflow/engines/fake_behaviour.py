@@ -35,6 +35,8 @@ class FakeBehaviour:
     """What the session reports with its end."""
     seed: int = 0
     """What the script says, where none was submitted."""
+    logical_workers: int | None = None
+    """How many its script says that it has, where it decides."""
     threads: int | None = None
     """With how many a worker says that it computes."""
     fail_at_step: int | None = None

@@ -334,6 +334,11 @@ class FakeGang:
             self._say(ReportKind.OUT_OF_MEMORY, 0, micro_batch_size=micro, message=message)
             self.end(GangOutcome.FAILED, 1, message, 0)
             return
+        logical = self._logical_workers()
+        if logical is not None and logical < self.workers:
+            self._say(ReportKind.STOPPED, 0, logical_workers=logical)
+            self.end(GangOutcome.FINISHED, 0)
+            return
         self.phase, self.phase_ends_s = "running", math.inf
         self.step = float(promotion.step) if promotion else 0.0
         if self.behaviour.uses_session:
@@ -365,9 +370,14 @@ class FakeGang:
             micro_batch_size=self._micro_batch_size(),
             in_place=self.behaviour.in_place,
             threads=self.behaviour.threads,
+            logical_workers=self._logical_workers(),
             seed=self.behaviour.seed if self.spec.session.seed is None else self.spec.session.seed,
             **data,
         )
+
+    def _logical_workers(self) -> int | None:
+        session, said = self.spec.session, self.behaviour.logical_workers
+        return said if session.script_decides and said is not None else session.logical_workers
 
     def _micro_batch_size(self) -> int:
         session = self.spec.session

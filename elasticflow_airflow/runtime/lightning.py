@@ -125,6 +125,7 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
         max_workers: int | None = None,
         threads: int | None = None,
         consistency: str | None = None,
+        seed: int | None = None,
         shard_checkpoints_above_gb: float | None = None,
         lengths: Iterable[int] | Tensor | None = None,
         accelerator: Any = None,
@@ -141,6 +142,7 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
             max_workers=max_workers,
             threads=threads,
             consistency=consistency,
+            seed=seed,
             shard_checkpoints_above_gb=shard_checkpoints_above_gb,
         )
         self.session.recorder = self._recorder = Recorder()

@@ -154,6 +154,9 @@ class SessionConfig:
     init_from: str | None = None
     seed: int | None = None
     """Of all that is random; None: what the script says, and 0 if it does not."""
+    script_decides: bool = False
+    """Nothing was submitted that says how many ``logical_workers`` there are, and nothing has trained with them: what
+    the script says of them counts, and is adopted."""
     threads: int | None = None
     """Of torch, in each worker, as submitted or as this training has begun; None: what the script says, else as the
     session chooses."""
@@ -234,7 +237,8 @@ class ReportKind(StrEnum):
     CHECKPOINT = "checkpoint"
     """A complete candidate at ``step``. path (relative to the checkpoint folder), digest, size_bytes, write_s."""
     STOPPED = "stopped"
-    """Left as the plan asked at ``step``: after saving, or, in place, with the state in good hands."""
+    """Left as the plan asked at ``step``: after saving, or, in place, with the state in good hands. [logical_workers:
+    before the first step, as the script has fewer of them than there are workers]"""
     FINISHED = "finished"
     """All steps are done, or the target is reached, and saved. [metrics, loss]; ``path`` of the final candidate
     checkpoint. With a target: target_reached, smoothed_loss, loss_curve."""

@@ -133,13 +133,18 @@ class Session(SessionSteps):
         said = self.config.samples
         if said is not None and said != samples:
             self._warn(f"the submission says samples={said}, the dataset has {samples}; the dataset counts")
+        asked, workers = self.config.logical_workers, self.world_size
         self._logical = choose_logical_workers(
-            self.config.logical_workers,
+            asked,
             size,
-            self.world_size,
+            1 if self.config.script_decides and self._consistent else workers,
             consistent=self._consistent,
-            max_workers=1 if self._context.submitted else self._max_workers or 1,
+            max_workers=self._max_workers or 1,
         )
+        if self._consistent and self._logical < workers:
+            # Who has started them could not know how few the script says.
+            self._say_if_main(ReportKind.STOPPED, logical_workers=self._logical)
+            self._leave_at_once_unheard()
         fetcher: Fetcher
         if reader is None:
             fetcher = make_fetcher(cast("Dataset[Any]", dataset), collate_fn or default_collate, options)
@@ -154,7 +159,7 @@ class Session(SessionSteps):
             position=self._position,
             owned=lambda: owned_by(self.rank, self.world_size, self.logical_workers),
             finished=self._all_done,
-            fewest=lambda: 2 if self._has_batch_norm else 1,
+            fewest=self._fewest,
         )
         self._streams = reader is not None
         self._register_stream()
@@ -207,7 +212,17 @@ class Session(SessionSteps):
             self._machinery.group = self._group
         self._machinery.measures = self._measures
         self._meter.enter(Activity.COMPUTE)
-        return Step(self, self._machinery, self.config.micro_batch_size, mix_seed(self._seed, self._step))
+        return Step(
+            self,
+            self._machinery,
+            self.config.micro_batch_size,
+            mix_seed(self._seed, self._step),
+            fewest=self._fewest(),
+        )
+
+    def _fewest(self) -> int:
+        """How many samples a forward pass needs, as far as there are so many."""
+        return 2 if self._has_batch_norm else 1
 
     def log(self, **scalars: float | Tensor) -> None:
         """Attach numbers to the next progress report, ``loss`` among them; its own epoch and speed stay."""

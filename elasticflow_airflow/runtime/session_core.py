@@ -112,6 +112,9 @@ class SessionCore:
         config = context.config
         if not context.submitted:
             config = replace(config, logical_workers=logical_workers, consistency=consistency or config.consistency)
+        decides = context.managed and config.script_decides and (logical_workers or max_workers) is not None
+        if decides:
+            config = replace(config, logical_workers=logical_workers)
         if config.consistency not in ("consistent", "fast"):
             raise ValueError(f"consistency={config.consistency!r}: it is 'consistent' or 'fast'")
         if config.steps is None and config.epochs is None:
@@ -126,9 +129,13 @@ class SessionCore:
             config = replace(config, checkpoint_interval_s=checkpoint_interval_s)
         self.config = config
         self._overruled = _overruled(
-            context, logical_workers=logical_workers, threads=threads, consistency=consistency, seed=seed
+            context,
+            logical_workers=None if decides else logical_workers,
+            threads=threads,
+            consistency=consistency,
+            seed=seed,
         )
-        self._max_workers = max_workers
+        self._max_workers = max_workers if decides or not context.submitted else None
         self.device = pick_device()
         self._context = context
         self._allow_nonfinite_loss = allow_nonfinite_loss
@@ -270,8 +277,8 @@ class SessionCore:
         total = self._total_or_none()
         if total is None:
             raise ValueError(
-                "the length of the training is not known yet: give epochs= or steps= to runtime.init(), and call "
-                "session.dataloader() before asking for total_steps"
+                "the length of the training is not known yet: give epochs= or steps= where the session is made, and "
+                "call session.dataloader() before asking for total_steps"
             )
         return total
 

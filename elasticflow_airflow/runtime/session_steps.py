@@ -233,6 +233,11 @@ class SessionSteps(SessionCore):
         self._disband()
         raise Leaving
 
+    def _leave_at_once_unheard(self) -> NoReturn:
+        """Leave before anything was trained."""
+        self._disband()
+        raise Leaving
+
     def _join(self) -> None:
         """A joiner's way in: wait for the others at a boundary and take their state over."""
         assert self._place is not None

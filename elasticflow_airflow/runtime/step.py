@@ -54,7 +54,10 @@ class StepOwner(Protocol):
 class Step:
     """Context manager of one step. Use :meth:`split` once and :meth:`backward` for every micro-batch it yields."""
 
-    def __init__(self, owner: StepOwner, machinery: Machinery, micro_batch_size: int | None, seed: int) -> None:
+    def __init__(
+        self, owner: StepOwner, machinery: Machinery, micro_batch_size: int | None, seed: int, fewest: int = 1
+    ) -> None:
+        self._fewest = fewest
         self._owner, self._machinery, self._seed = owner, machinery, seed
         self._micro_batch_size, self._tried_size = micro_batch_size, 1
         self._weight: float | None = None
@@ -161,8 +164,7 @@ class Step:
     def _micro_batches(self, share: Share, global_samples: int, *, last: bool) -> Iterator[Any]:
         samples = share.samples
         size = self._tried_size = min(self._micro_batch_size or samples or 1, max(1, samples))
-        for start in range(0, samples, size):
-            end = min(start + size, samples)
+        for start, end in micro_batches(samples, size, self._fewest):
             self._weight = (end - start) / global_samples
             self._last = last and end == samples
             whole = end - start == samples
@@ -171,6 +173,19 @@ class Step:
             yield to_device(content, self._owner.device)
             if self._weight is not None:
                 raise RuntimeError("a micro-batch went by without step.backward(loss)")
+
+
+def micro_batches(samples: int, size: int, fewest: int = 1) -> list[tuple[int, int]]:
+    """Where the micro-batches of a share begin and end, with ``size`` samples at most.
+
+    ``fewest``: so many each has at least, if the share has them: where the usual cut would leave fewer over, the parts
+    are made alike; of an odd number in twos, one has three.
+    """
+    parts = -(-samples // size)
+    if size < fewest or not 0 < samples % size < fewest or parts < 2:
+        return [(start, min(start + size, samples)) for start in range(0, samples, size)]
+    parts = min(parts, samples // fewest)
+    return [(part * samples // parts, (part + 1) * samples // parts) for part in range(parts)]
 
 
 def seed_everything(seed: int) -> None:

@@ -173,9 +173,10 @@ def _admit(books: Books, row: IncarnationRow, decision: Admit) -> None:
         row.best_effort, row.deadline_at = True, None
     elif decision.deadline_s is not None:
         row.deadline_at = decision.deadline_s
+    reason = decision.reason + _limit_of(row)
     event_id = books.event(
         "admitted",
-        decision.reason,
+        reason,
         row,
         terms=decision.terms.value,
         deadline_at=row.deadline_at,
@@ -183,7 +184,7 @@ def _admit(books: Books, row: IncarnationRow, decision: Admit) -> None:
     )
     row.verdict = {
         "decision": {"deadline": "admitted"}.get(decision.terms.value, decision.terms.value),
-        "reason": decision.reason,
+        "reason": reason,
         "deadline_at": row.deadline_at,
         "event_id": event_id,
         "plan": plan_to_json(decision.plan),
@@ -192,6 +193,11 @@ def _admit(books: Books, row: IncarnationRow, decision: Admit) -> None:
     if books.knows_curve(row):
         history.remember(books.tx, books.jobs[row.job_id], row, books.now, complete=True)
         books.learned = True
+
+
+def _limit_of(row: IncarnationRow) -> str:
+    """What limits its workers beside the cluster, as it was found when it was introduced; until it is decided on."""
+    return str(row.verdict.get("limit", ""))
 
 
 def _take_on(books: Books, row: IncarnationRow, reason: str) -> None:
@@ -204,7 +210,7 @@ def _take_on(books: Books, row: IncarnationRow, reason: str) -> None:
 
 
 def _reject(books: Books, row: IncarnationRow, decision: Reject) -> None:
-    earliest, reason = decision.earliest_deadline_s, decision.reason
+    earliest, reason = decision.earliest_deadline_s, decision.reason + _limit_of(row)
     event_id = books.event("rejected", reason, row, deadline_at=row.deadline_at, earliest_deadline_at=earliest)
     row.verdict = {
         "decision": "rejected",
@@ -221,7 +227,8 @@ def _wait(books: Books, row: IncarnationRow, decision: Wait) -> None:
         return
     event_id = books.event("waiting", decision.reason, row, until=decision.until_s)
     if row.verdict.get("decision", "undecided") == "undecided":
-        row.verdict = {"decision": "undecided", "reason": decision.reason, "event_id": event_id}
+        said = {"decision": "undecided", "reason": decision.reason, "event_id": event_id}
+        row.verdict = {**said, "limit": _limit_of(row)}
     if books.desired(row) is None:
         books.set_state(row, State.WAITING, decision.reason)
     else:

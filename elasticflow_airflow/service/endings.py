@@ -154,6 +154,10 @@ def _handle(books: Books, generation: GenerationRow) -> None:
 
 def _settle(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
     outcome = generation.outcome
+    if generation.notes.get("too_many") and not row.ending:
+        if row.desired_generation == generation.generation:
+            _again(books, row, f"its script has {row.logical_workers} logical workers, fewer than there were workers")
+        return
     if generation.notes.get("kind") == UNTRAINED and not row.ending:
         books.end(row, State.FAILED, str(generation.notes["message"]), failure=_failure(generation))
         return
@@ -280,11 +284,11 @@ def _out_of_memory(books: Books, row: IncarnationRow, generation: GenerationRow)
         reason = "the device's memory does not suffice for a micro-batch of 1: use a smaller model or a larger device"
         books.end(row, State.FAILED, reason, failure=f"{reason}\n{said.get('message', '')}".strip())
         return
-    row.micro_batch_size = micro // 2
+    row.micro_batch_size = smaller = (micro + 1) // 2  # Of three two are left: one alone cannot train BatchNorm.
     _again(
         books,
         row,
-        f"out of memory with a micro-batch of {micro}: tries again with {micro // 2}; the global batch stays"
+        f"out of memory with a micro-batch of {micro}: tries again with {smaller}; the global batch stays"
         f" {global_batch}",
     )
 

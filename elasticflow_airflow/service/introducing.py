@@ -118,8 +118,9 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
     )
     if asked is None:
         return None
-    reason = _what_is_known(submission, speeds)
-    reason += _limit(submission, row.logical_workers, slots)
+    limit = _limit(submission, row.logical_workers, slots)
+    row.verdict = {**row.verdict, "limit": limit}
+    reason = _what_is_known(submission, speeds) + limit
     books.event("submitted", f"submitted; {reason}", row, deadline_at=row.deadline_at, curve=speeds)
     return replace(asked, task=recurring.arrive(books, job, row))
 
@@ -177,11 +178,14 @@ def logical_workers(submission: Mapping[str, Any]) -> int | None:
 
 
 def _limit(submission: Mapping[str, Any], shares: int | None, slots: int) -> str:
-    """What to say where the shares keep a job from slots that the cluster has, and nobody has asked for that."""
-    if shares is None or shares >= slots or submission["max_workers"] or submission.get("logical_workers"):
+    """What to say where the shares keep a job from slots that the cluster has, and that ``max_workers`` would allow."""
+    wanted = min(slots, submission["max_workers"] or slots)
+    if shares is None or shares >= wanted:
         return ""
     batch = int(submission["global_batch_size"])
-    if largest_share(batch, slots) > shares:
+    if submission.get("logical_workers"):
+        return f"; at most {shares} workers train it, one for each of its logical_workers"
+    if largest_share(batch, wanted) > shares:
         return f"; at most {shares} workers train it, one for each of its logical_workers: max_workers= raises both"
     return f"; at most {shares} workers can share its global_batch_size={batch} equally"
 

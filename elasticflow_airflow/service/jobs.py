@@ -360,7 +360,10 @@ class JobDesk:
         row = IncarnationRow(
             job_id=job.job_id,
             incarnation=job.incarnation,
-            submission=submission.model_dump(mode="json", exclude={"secret_env"}),
+            submission={
+                **submission.model_dump(mode="json", exclude={"secret_env"}),
+                "secret_names": sorted(submission.secret_env),
+            },
             secret_env=sealed,
             equality_key=submission.equality_key(),
             submitted_at=self.clock(),

@@ -104,7 +104,7 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
         )
     token, metrics_token = _token_for(settings, embedded), _metrics_token(settings)
     listener, where = _listen(settings, embedded)
-    owning, started_at = ExitStack(), time.time()
+    owning, started_at, idle = ExitStack(), time.time(), threading.Event()
     try:
         notifier = Notifier()
         card = _write_card(settings.state_dir, where, started_at, embedded=embedded)
@@ -145,7 +145,10 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
         loop.start()
         if embedded:
             threading.Thread(
-                target=_leave_when_idle, args=(server, store, traffic, settings.idle_exit_s), name="idle", daemon=True
+                target=_leave_when_idle,
+                args=(server, store, traffic, settings.idle_exit_s, idle),
+                name="idle",
+                daemon=True,
             ).start()
         server.run(sockets=[listener])
         reconciler.stop()
@@ -160,7 +163,7 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
         if lost:
             raise CannotServeError(lost[0])
     finally:
-        _note_end(settings.state_dir, started_at)
+        _note_end(settings.state_dir, started_at, idle=idle.is_set())
         owning.close()
         listener.close()
         if settings.host is None or embedded:
@@ -347,18 +350,20 @@ def _write_card(state_dir: Path, where: str, started_at: float, *, embedded: boo
     return card
 
 
-def _note_end(state_dir: Path, started_at: float) -> None:
+def _note_end(state_dir: Path, started_at: float, *, idle: bool) -> None:
     """Say that the service has ended by itself: nobody waits for it to be started again."""
     card = ServiceCard.read(state_dir)
     if card is None or card.started_at != started_at:
         return
     try:
-        card.model_copy(update={"ended_at": time.time()}).write(state_dir)
+        card.model_copy(update={"ended_at": time.time(), "idle": idle}).write(state_dir)
     except OSError as error:
         log.warning("that the service has ended could not be noted", problem=str(error))
 
 
-def _leave_when_idle(server: uvicorn.Server, store: Store, traffic: Traffic, idle_exit_s: float) -> None:
+def _leave_when_idle(
+    server: uvicorn.Server, store: Store, traffic: Traffic, idle_exit_s: float, idle: threading.Event
+) -> None:
     busy_at = time.monotonic()
     while not server.should_exit:
         time.sleep(_IDLE_LOOK_S)
@@ -372,4 +377,5 @@ def _leave_when_idle(server: uvicorn.Server, store: Store, traffic: Traffic, idl
                 busy_at = now
             else:
                 log.info("idle: the service leaves; the next task that needs it starts it again")
+                idle.set()
                 server.should_exit = True

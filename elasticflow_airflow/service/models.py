@@ -72,7 +72,7 @@ class IncarnationRow(Base):
 
     # What was asked for (handlers, once).
     submission: Mapped[dict[str, Any]]
-    """JobSubmission without ``secret_env``."""
+    """JobSubmission without ``secret_env``, of which ``secret_names`` has the names."""
     secret_env: Mapped[bytes | None] = mapped_column(LargeBinary, default=None)
     """Encrypted; erased by the loop when the job is terminal."""
     equality_key: Mapped[str] = mapped_column(String(64))

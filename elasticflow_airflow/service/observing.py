@@ -13,6 +13,7 @@ from typing import Any
 
 from elasticflow_airflow.bounds import TEXT_CHARACTERS, clean_text
 from elasticflow_airflow.engines.port import STANDING, GangObservation, GangOutcome, GangState
+from elasticflow_airflow.runtime.logical import is_power_of_two
 from elasticflow_airflow.runtime.protocol import Report, ReportKind, RescaleMode
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
@@ -26,6 +27,7 @@ from elasticflow_airflow.service.models import CandidateRow, GenerationRow, Inca
 from elasticflow_airflow.service.reported import within_bounds
 from elasticflow_airflow.service.rescaling import go_on_as_planned
 from elasticflow_airflow.service.secrets import redact, redact_all
+from elasticflow_airflow.service.sessions import script_decides
 from elasticflow_airflow.wire import State
 
 Secrets = Callable[[IncarnationRow], Mapping[str, str]]
@@ -295,6 +297,9 @@ def _fold_report(books: Books, row: IncarnationRow, generation: GenerationRow, r
             _candidate(books, row, generation, str(data.get("path", "")), report)
         case ReportKind.STOPPED:
             note = {"stopped": report.step}
+            if data.get("logical_workers") is not None:
+                note["too_many"] = True
+                _adopt_logical_workers(books, row, report)
         case ReportKind.FINISHED:
             early = clean_text(str(data.get("early") or ""), TEXT_CHARACTERS)
             note = {"finished": {"path": data.get("path"), "early": early}}
@@ -352,6 +357,7 @@ def _note_switch(generation: GenerationRow, report: Report, now: float) -> None:
 
 
 def _started(books: Books, row: IncarnationRow, generation: GenerationRow, report: Report) -> bool:
+    _adopt_logical_workers(books, row, report)
     first, row.ever_reported = not row.ever_reported, True
     generation.first_step = report.step
     data = report.data
@@ -376,6 +382,20 @@ def _started(books: Books, row: IncarnationRow, generation: GenerationRow, repor
     if books.knows(row.job_id) and not row.ending:
         outlook.tell(books, row, step=report.step, total=True)
     return False
+
+
+def _adopt_logical_workers(books: Books, row: IncarnationRow, report: Report) -> None:
+    """What the script says of them, where it decides: there are never more workers than that."""
+    said = report.data.get("logical_workers")
+    if said is None or said == row.logical_workers or not script_decides(row):
+        return
+    if not is_power_of_two(said) or int(row.submission["global_batch_size"]) % said:
+        return
+    row.logical_workers = said
+    reason = f"the script says how many logical workers it has, {said}: at most so many workers train it"
+    books.event("logical_workers", reason, row, logical_workers=said)
+    if books.knows(row.job_id) and not row.ending:
+        feed(books, ev.JobAmended(row.job_id, max_workers=said))
 
 
 def _progress(books: Books, row: IncarnationRow, generation: GenerationRow, report: Report) -> bool:

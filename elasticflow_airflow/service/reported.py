@@ -181,6 +181,7 @@ _FIELDS: dict[str, _Read] = {
     "steps": _count(1, bounds.MOST_COUNT),
     "samples": _count(0, bounds.MOST_SAMPLES),
     "micro_batch_size": _count(0, bounds.MOST_COUNT),
+    "logical_workers": _count(1, bounds.MOST_COUNT),
     "seed": _count(0, bounds.MOST_COUNT),
     "threads": _count(1, bounds.MOST_COUNT),
     "in_place": _switch,

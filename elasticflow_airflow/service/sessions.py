@@ -37,6 +37,7 @@ def session_of(
         global_batch_size=int(submission["global_batch_size"]),
         micro_batch_size=row.micro_batch_size,
         logical_workers=row.logical_workers,
+        script_decides=script_decides(row),
         consistency=submission.get("consistency", "consistent"),
         init_from=row.init_from_path,
         seed=row.seed,
@@ -49,6 +50,13 @@ def session_of(
         target_loss=submission.get("target_loss"),
         promoted=promotion_of(row),
     )
+
+
+def script_decides(row: IncarnationRow) -> bool:
+    """Whether the script's own number of logical workers counts: none was submitted, nor follows from what was."""
+    said = row.submission
+    submitted = said.get("logical_workers") or said.get("max_workers") or int(said.get("min_workers") or 1) > 1
+    return row.logical_workers is not None and not submitted and not row.ever_reported and row.promoted is None
 
 
 def threads_begun_with(tx: UnitOfWork, row: IncarnationRow) -> int | None:

@@ -62,7 +62,8 @@ def _status_of(job: JobRow, row: IncarnationRow, generations: Sequence[Generatio
     if trains and holding[-1].mode == RescaleMode.IN_PLACE:
         holding = trains  # Until a change in place has switched, those before it train on.
     slots = holding[-1].placement if holding else []
-    verdict = Verdict.model_validate({"decision": "undecided", **row.verdict})
+    said = {name: value for name, value in row.verdict.items() if name != "limit"}  # It is part of the reason.
+    verdict = Verdict.model_validate({"decision": "undecided", **said})
     result = None if row.result is None else JobResult.model_validate(row.result)
     return JobStatus(
         job_id=row.job_id,

@@ -27,6 +27,8 @@ class ServiceCard(Wire):
     embedded: bool = True
     """It was started by whoever needed it, with his settings; versions before did not say."""
     ended_at: float | None = None
+    idle: bool | None = None
+    """Whether it has ended because nobody needed it; else it was told to. None: versions before did not say."""
 
     @property
     def is_expected(self) -> bool:

@@ -255,6 +255,10 @@ class GangPolicy(Books, ABC):
         return [verdict]
 
     def _amended(self, job: GangJob, event: ev.JobAmended, now: float) -> list[Decision]:
+        if event.max_workers is not None:
+            job.job = replace(job.job, max_workers=event.max_workers)
+            job.changed()
+            return self._replan(now, f"at most {event.max_workers} workers can train {job.job_id}", retry=True)
         before, promised = job.job, job.promised
         value = before.value if event.value is None else event.value
         deadline = before.deadline_s if event.deadline_s is None else event.deadline_s

@@ -111,6 +111,15 @@ def test_state_dir_is_configured(monkeypatch):
     assert str(embedded_state_dir()) == "/srv/ef"
 
 
+def test_test_connection_starts_no_service(define, monkeypatch, tmp_path):
+    """It only looks, as `elasticflow jobs` does: a training task starts the embedded one."""
+    monkeypatch.setenv("AIRFLOW__ELASTICFLOW__STATE_DIR", str(tmp_path / "state"))
+    ok, message = ElasticFlowHook().test_connection()
+    assert not ok
+    assert f"no service has ever run in {tmp_path / 'state'}" in message
+    assert not (tmp_path / "state").exists()
+
+
 def test_test_connection_says_what_is_wrong(define):
     ok, message = define(host="127.0.0.1", port=1).test_connection()
     assert not ok

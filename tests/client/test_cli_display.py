@@ -46,6 +46,20 @@ def test_a_job_without_a_target_says_nothing_of_it():
     assert not [line for line in job_lines(status()) if line.startswith("target")]
 
 
+@pytest.mark.parametrize(
+    ("known", "shares", "seed"),
+    [
+        ({"logical_workers": 8, "seed": 0}, "8 logical workers", "0"),
+        ({"logical_workers": 4}, "4 logical workers", "not known yet"),
+        ({"consistency": "fast", "seed": 7}, "one for each worker (consistency fast)", "7"),
+    ],
+)
+def test_what_decides_on_the_weights_has_fields_of_its_own(known, shares, seed):
+    lines = job_lines(status(**known))
+    assert f"shares      {shares}" in lines
+    assert f"seed        {seed}" in lines
+
+
 def test_an_avoided_slot_says_until_when():
     health = Health(
         status="ok",

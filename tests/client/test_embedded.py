@@ -25,6 +25,7 @@ from elasticflow_airflow.client import (
     for_looking,
 )
 from elasticflow_airflow.client.embedded import default_state_dir
+from elasticflow_airflow.wire.card import ServiceCard
 
 SETTINGS = {"ELASTICFLOW_ENGINE": "fake"}
 
@@ -153,10 +154,27 @@ def test_an_embedded_one_takes_the_place_of_a_served_one_that_has_ended(state_di
     process = served()
     process.terminate()
     assert process.wait(30) == 0
-    with pytest.raises(NotRunning, match="the last one has ended"):
+    with pytest.raises(NotRunning, match="the last one, of `elasticflow serve`, was told to stop"):
         for_looking(embedded.embedded_endpoint(state_dir))
     with ElasticFlowClient(ensure_service(state_dir, SETTINGS)) as client:
         assert client.health().pid != process.pid
+
+
+@pytest.mark.parametrize(
+    ("card", "said"),
+    [
+        ({"ended_at": None}, "the last one was killed"),
+        ({"ended_at": 5.0}, "the last one has ended"),  # Of a version that did not say why.
+        ({"ended_at": 5.0, "idle": False}, "the last one was told to stop"),
+        ({"ended_at": 5.0, "idle": True}, "the last one has left, as it had been idle for long"),
+    ],
+)
+def test_who_looks_is_told_how_the_last_one_ended(state_dir, card, said):
+    facts = {"pid": 1, "host": "here", "started_at": 1.0, "version": "0", "endpoint": "unix:///none"}
+    state_dir.mkdir(parents=True, exist_ok=True)
+    ServiceCard(**facts, **card).write(state_dir)
+    with pytest.raises(NotRunning, match=rf"now; {said} \("):
+        for_looking(embedded.embedded_endpoint(state_dir))
 
 
 def test_where_one_serves_on_tcp_its_address_is_named_at_once(state_dir, served):

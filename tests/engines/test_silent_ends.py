@@ -33,6 +33,27 @@ LEAVES = SESSION + "        if {condition}:\n            os._exit(0)\nsession.fi
 FORKS = SESSION + "session.finish()\nif os.fork() == 0:\n    time.sleep(600)\n"
 
 
+LOST = """
+import threading
+from pathlib import Path
+
+def leave_after_it() -> None:
+    while Path("/proc", Path("one.pid").read_text()).exists():
+        time.sleep(0.05)
+    time.sleep(1.0)  # The other is in the middle of a step, and waits for a plan without it.
+    os._exit(0)
+""" + SESSION.replace(
+    "        with session.step()",
+    """        if session.steps_done == 3 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), 9)
+        if session.steps_done == 2 and os.environ["RANK"] == "1":
+            Path("one.pid").write_text(str(os.getpid()))
+        if session.steps_done == 3 and os.environ["RANK"] == "0":
+            threading.Thread(target=leave_after_it).start()
+        with session.step()""",
+)
+
+
 def end(bench: LocalBench, script: str, **session: Any) -> GangObservation:
     """Run a script on one worker to its end. What nobody notices takes longer than a bench waits."""
     (bench.base / "code" / "ends.py").write_text(script)
@@ -63,6 +84,20 @@ def test_one_of_two_that_leaves_is_known_to_have_left(local_bench: LocalBench) -
     assert (gangs[1].state, gangs[1].workers[0].exit_code) == (GangState.RUNNING, None)
     bench.engine.stop("job", 0.0, "enough")
     bench.wait_state(1, GangState.ENDED)
+
+
+def test_a_survivor_that_leaves_after_a_loss_ends_its_gang(local_bench: LocalBench) -> None:
+    """A death alone ends no gang that can be changed in place; once nobody is left, it has failed by that death."""
+    bench = local_bench
+    (bench.base / "code" / "ends.py").write_text(LOST)
+    session = {"script": "ends.py", "steps": 8, "global_batch_size": 8, "working_dir": str(bench.base)}
+    bench.engine.apply(bench.spec(workers=2, session=session))
+    ended = bench.wait_state(1, GangState.ENDED)
+    assert {worker.exit_code for worker in ended.workers} == {-9, 0}
+    assert ended.outcome is GangOutcome.FAILED
+    assert ended.failure is not None
+    assert ended.failure.startswith("rank 1 (g000001-r001) was killed by SIGKILL")
+    assert bench.left_behind() == []
 
 
 def test_a_process_that_was_forked_keeps_no_finished_training(local_bench: LocalBench) -> None:

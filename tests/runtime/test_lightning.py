@@ -396,6 +396,37 @@ def test_one_logical_worker_is_what_lightning_does_without_us(fit):
     assert ours == theirs
 
 
+def test_a_seed_decides_on_weights_and_order(session_globals, monkeypatch, tmp_path):
+    from elasticflow_airflow.runtime.lightning import ElasticStrategy
+
+    def trained(seed: int | None) -> torch.Tensor:
+        monkeypatch.setenv("ELASTICFLOW_CHECKPOINT_DIR", str(tmp_path / f"seed-{seed}-{len(list(tmp_path.iterdir()))}"))
+        strategy = ElasticStrategy(seed=seed)
+        assert strategy.session.seed == (seed or 0)
+        module = Small()
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = pl.Trainer(strategy=strategy, max_epochs=1, accelerator="cpu", enable_checkpointing=False, **quiet)
+        trainer.fit(module, DataLoader(dataset(), batch_size=4, shuffle=True))
+        return module.model.weight.detach().clone()
+
+    usual, seeded = trained(None), trained(7)
+    assert torch.equal(usual, trained(0))
+    assert torch.equal(seeded, trained(7))
+    assert not torch.equal(usual, seeded)
+
+
+def test_messages_of_the_session_name_nothing_that_a_user_of_lightning_does_not_write(session_globals, monkeypatch):
+    """It is the strategy that makes the session: ``runtime.init`` is not in his script."""
+    from elasticflow_airflow.runtime.lightning import ElasticStrategy
+
+    session = ElasticStrategy().session
+    session.dataloader(dataset(), global_batch_size=4)
+    for ask in (lambda: session.total_steps, session._start):
+        with pytest.raises(ValueError, match=r"length|how long") as refused:
+            ask()
+        assert "runtime.init" not in str(refused.value)
+
+
 def test_an_epoch_without_its_short_last_batch_is_what_lightning_makes_of_it(fit, capsys):
     results = []
     for elastic in (True, False):

@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from elasticflow_airflow import runtime
 from elasticflow_airflow.runtime.manifest import list_candidates, promoted
 from elasticflow_airflow.runtime.protocol import Promotion
+from elasticflow_airflow.runtime.step import micro_batches
 
 HERE = Path("elasticflow-checkpoints")
 
@@ -659,6 +660,34 @@ def test_batchnorm_is_trained_on_a_short_last_batch(session_globals, capsys, las
     """Cut into eight, it would leave single samples to some: fewer shares have them all."""
     assert train_with_batchnorm(16 + last, 16, 8) == 4
     assert "BatchNorm" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("samples", "shares", "micro"), [(28, 4, 2), (32, 2, 7), (22, 2, 2), (27, 1, 5), (26, 2, 4)])
+def test_batchnorm_is_trained_on_micro_batches_that_leave_no_single_sample(
+    session_globals, capsys, samples, shares, micro
+):
+    """Three samples of a share in twos would leave one over: plain cutting dies in the first epoch's last batch."""
+    assert train_with_batchnorm(samples, 16, shares, micro_batch_size=micro) == 4
+    assert "BatchNorm" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("samples", "size", "fewest", "cut"),
+    [
+        (8, 3, 1, [3, 3, 2]),
+        (7, 3, 1, [3, 3, 1]),
+        (7, 3, 2, [2, 2, 3]),
+        (3, 2, 2, [3]),
+        (5, 2, 2, [2, 3]),
+        (1, 2, 2, [1]),
+        (0, 2, 2, []),
+        (4, 1, 2, [1, 1, 1, 1]),  # It is refused in words.
+    ],
+)
+def test_where_a_share_is_cut(samples, size, fewest, cut):
+    found = micro_batches(samples, size, fewest)
+    assert [end - start for start, end in found] == cut
+    assert [start for start, _ in found] == [sum(cut[:number]) for number in range(len(cut))]
 
 
 @pytest.mark.parametrize(

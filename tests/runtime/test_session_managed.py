@@ -498,6 +498,15 @@ def test_the_slot_does_not_decide_on_the_threads(service, training, monkeypatch,
     torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize(("said", "logical"), [({"logical_workers": 2}, 2), ({"max_workers": 16}, 16), ({}, 8)])
+def test_the_scripts_logical_workers_count_where_it_decides(service, training, said, logical):
+    service.configure(global_batch_size=16, logical_workers=8, script_decides=True, epochs=1)
+    service.start(1)
+    training(**said).run()
+    assert service.reports(1)[0].data["logical_workers"] == logical
+    assert service.reports(1, kind=ReportKind.WARNING) == []
+
+
 def test_what_the_script_says_and_does_not_count_is_told(service, training):
     service.configure(epochs=1, logical_workers=2, seed=5)
     service.start(1)

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from elasticflow_airflow.cli import submitting
+from elasticflow_airflow.cli.connection import client
 from elasticflow_airflow.cli.following import read
 from elasticflow_airflow.cli.main import app
 from elasticflow_airflow.cli.moments import moment_of
@@ -56,11 +57,12 @@ def test_submit_waits_for_the_end_and_says_where_the_checkpoint_is(command, scri
     assert "succeeded after 20 steps" in done.output
 
 
-def test_what_cannot_be_repeated_is_not(command, script):
+def test_what_cannot_be_repeated_is_not(command, script, monkeypatch):
     """What can be is in test_reproduce_local: here no session trains."""
     common = ("submit", script, "--steps", 100000, "--batch", 8, "--best-effort", "--no-wait")
     unlike = job_of(command(*common, "--name", "unlike", "--consistency", "fast").output)
-    more = ("--name", "plain", "--python", sys.executable, "--", "--token=hunter2", "it's")
+    monkeypatch.setenv("A_TOKEN", "hunter3")
+    more = ("--name", "plain", "--python", sys.executable, "--secret-env", "A_TOKEN", "--", "--token=hunter2", "it's")
     plain = job_of(command(*common, *more).output)
     end = time.monotonic() + 30
     while (done := command("reproduce", plain)).exit_code and time.monotonic() < end:
@@ -69,6 +71,8 @@ def test_what_cannot_be_repeated_is_not(command, script):
     assert done.exit_code == 0, done.output
     assert done.stdout.endswith("""train.py '--token=***' 'it'"'"'s'\n"""), done.stdout
     assert "may be secret" in done.stderr
+    assert "the job had secrets, which are kept nowhere; set them first: A_TOKEN" in done.stderr
+    assert "hunter" not in done.output
     assert f"{sys.executable} must find elasticflow_airflow" in done.stderr
     while "has not begun" in (done := command("reproduce", unlike)).output and time.monotonic() < end:
         time.sleep(0.1)
@@ -77,6 +81,32 @@ def test_what_cannot_be_repeated_is_not(command, script):
     assert command("reproduce", "no-such-job").exit_code == 1
     for job in (plain, unlike):
         command("cancel", job, "--yes")
+
+
+def test_of_a_plain_script_that_is_over_it_is_said_that_nothing_is_known(command, script):
+    silent = json.dumps({"reports": False, "exit_at_step": 5, "startup_s": 0.1})
+    done = command("submit", script, "--batch", 8, "--best-effort", "--wait", "--env", f"{BEHAVIOUR_ENV}={silent}")
+    assert done.exit_code == 0, done.output
+    assert "succeeded: the script ended with status 0, and reported no step" in done.output
+    done = command("reproduce", job_of(done.output))
+    assert done.exit_code == 1
+    assert "is over (succeeded), and its script has reported no step" in done.output
+    assert "has not begun" not in done.output
+
+
+def test_what_decides_on_the_weights_and_how_progress_is_told_is_submitted(command, script):
+    common = ("submit", script, "--steps", 100000, "--batch", 32, "--best-effort", "--no-wait")
+    told = ("--seed", 23, "--logical-workers", 4, "--progress-file", "progress.json", "--name", "all-said")
+    job = job_of(command(*common, *told).output)
+    with client(None, None) as service:
+        said = service.story(job).submission
+    assert (said["seed"], said["logical_workers"], said["progress_file"]) == (23, 4, "progress.json")
+    shown = command("show", job).output
+    assert "shares      4 logical workers\nseed        23\n" in shown
+    command("cancel", job, "--yes")
+    refused = command(*common, "--logical-workers", 3)
+    assert refused.exit_code == 2
+    assert "logical_workers=3 is not a power of two" in refused.output
 
 
 def test_a_job_is_submitted_amended_and_cancelled(command, script):

@@ -20,6 +20,7 @@ from elasticflow_airflow.client import (
 )
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
+from elasticflow_airflow.wire.card import ServiceCard
 
 
 def submission_for(client, folder: Path, **given) -> JobSubmission:
@@ -83,6 +84,8 @@ def test_it_leaves_when_nobody_needs_it_and_comes_back_when_somebody_does(daemon
     wait_until(lambda: not daemons.pids(), "it is idle and leaves")
     assert not (daemons.state_dir() / "service.sock").exists()
     assert "idle: the service leaves" in (daemons.state_dir() / "service.log").read_text()
+    wait_until(lambda: ServiceCard.read(daemons.state_dir()).ended_at, "it is noted")
+    assert ServiceCard.read(daemons.state_dir()).idle, "and who looks is told so"
     again = open_client(daemons.embedded())
     assert again.status(job).state == "succeeded", "not before the job had ended"
 
@@ -98,6 +101,7 @@ def test_told_to_leave_it_leaves_in_order(daemons, number):
     _, said = process.communicate(timeout=30)
     assert process.returncode == 0
     assert b"service stopped; workers go on" in said
+    assert ServiceCard.read(daemons.state_dir()).idle is False
     assert not (daemons.state_dir() / "service.sock").exists()
 
 

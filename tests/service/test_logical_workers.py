@@ -122,3 +122,67 @@ def test_another_consistency_is_another_training(world):
 def test_shares_that_do_not_come_out_even_are_refused(world, given, words):
     with pytest.raises(ValidationError, match=words):
         world.submission(**given)
+
+
+@pytest.mark.parametrize("said", [2, 16])
+@pytest.mark.parametrize("policy", ["elasticflow", "gandiva"])
+def test_what_the_script_says_counts_where_nothing_was_submitted(make_world, said, policy):
+    """Also where more workers were started than it has shares; and it stays so when they change."""
+    world = make_world(nodes=2, slots=8, policy=policy)
+    job = world.submit(steps=3000, scaling_curve={**CURVE, 16: 90.0}, fake={"logical_workers": said})
+    world.until(lambda: world.row(job).step > 0, "it trains")
+    assert world.row(job).logical_workers == world.status(job).logical_workers == said
+    (event,) = world.events(job, "logical_workers")
+    assert f"the script says how many logical workers it has, {said}" in event.reason
+    world.restart()
+    assert world.ended(job).state == "succeeded"
+    trained = [g.workers for g in world.generations(job) if g.first_step is not None]
+    assert max(trained) <= said
+    (*_, last) = world.events(job, "started")
+    assert "begins again" not in last.reason
+
+
+@pytest.mark.parametrize("given", [{"logical_workers": 8}, {"max_workers": 8}, {"min_workers": 2}])
+def test_what_was_submitted_goes_before_what_the_script_says(make_world, given):
+    world = make_world(nodes=1, slots=8)
+    job = world.submit(steps=900, scaling_curve=CURVE, fake={"logical_workers": 2}, **given)
+    world.until(lambda: world.row(job).step > 0, "it trains")
+    assert world.row(job).logical_workers == 8
+    assert world.events(job, "logical_workers") == []
+
+
+def test_a_number_that_cannot_be_is_not_adopted(make_world):
+    world = make_world(nodes=1, slots=2)
+    job = world.submit(steps=900, scaling_curve=CURVE, fake={"logical_workers": 3})
+    world.until(lambda: world.row(job).step > 0, "it trains")
+    assert world.row(job).logical_workers == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "at most 8 workers train it, one for each of its logical_workers: max_workers= raises both"),
+        ({"global_batch_size": 24, "max_workers": 16}, "at most 8 workers can share its global_batch_size=24 equally"),
+        ({"global_batch_size": 6}, "at most 2 workers can share its global_batch_size=6 equally"),
+        ({"logical_workers": 4}, "at most 4 workers train it, one for each of its logical_workers"),
+        ({"max_workers": 4}, None),
+        ({"max_workers": 16}, None),
+        ({"logical_workers": 4, "max_workers": 4}, None),
+    ],
+)
+@pytest.mark.parametrize("within", [None, 600, 0.5])
+def test_the_verdict_says_when_they_limit_the_workers(make_world, given, said, within):
+    world = make_world(nodes=2, slots=8)
+    asked = given if within is None else {**given, "within": within}
+    verdict = world.submit(steps=900, scaling_curve=CURVE, **asked).job.verdict
+    assert verdict.decision == {None: "best_effort", 600: "admitted", 0.5: "rejected"}[within]
+    assert ("at most" in verdict.reason) == (said is not None)
+    assert said is None or said in verdict.reason
+
+
+def test_of_a_job_that_is_measured_first_the_verdict_says_it_in_the_end(make_world):
+    world = make_world(nodes=2, slots=8)
+    job = world.submit(steps=900, within=900)
+    assert job.job.verdict.decision == "undecided"
+    world.until(lambda: world.status(job).verdict.decision != "undecided", "a verdict")
+    assert "at most 8 workers train it" in world.status(job).verdict.reason

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 
 import pytest
 
 from elasticflow_airflow.engines.port import EngineError
+from elasticflow_airflow.wire import Length
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 
@@ -87,6 +89,14 @@ def test_out_of_memory_while_measuring(world):
     done = world.ended(job)
     assert (done.state, done.result.met) == ("succeeded", True)
     assert world.row(job).micro_batch_size == 8
+
+
+def test_of_a_micro_batch_of_three_two_are_left(world):
+    """One sample alone cannot train BatchNorm: a job that would do with two is not ended for it."""
+    given = {"global_batch_size": 6, "min_workers": 2, "max_workers": 2}
+    job = world.submit(steps=20, scaling_curve=CURVE, fake={"out_of_memory_above": 2}, **given)
+    assert world.ended(job).state == "succeeded"
+    assert world.row(job).micro_batch_size == 2
 
 
 def test_memory_that_never_suffices_fails_with_advice(world):
@@ -260,3 +270,29 @@ def test_the_thread_that_renews_outlasts_whatever_fails(world, monkeypatch):
     monkeypatch.setattr(type(world.reconciler._actuator), "hold", lambda _, **more: hold(**more))
     world.reconciler._renew()
     assert len(held) == 3
+
+
+def test_a_loss_before_the_first_checkpoint_says_that_it_begins_again(make_world):
+    world = make_world(checkpoint_interval_s=1000.0)
+    job = world.submit(steps=4000, scaling_curve=CURVE, max_workers=1)
+    world.until(lambda: world.row(job).step > 20, "some steps")
+    done = world.row(job).step
+    world.engine.lose(job.job.job_id)
+    (said,) = world.until(lambda: restarts(world, job), "it hears of the loss")
+    lost = re.search(r"begins again at step 0, as there was no checkpoint yet \((\d+) steps are lost\)$", said)
+    assert lost is not None, said
+    assert int(lost[1]) >= done
+    assert "goes on from" not in said
+
+
+@pytest.mark.parametrize("steps", [400, None])
+def test_a_failed_job_says_at_which_step(world, steps):
+    given = {"steps": steps} if steps else {"length": Length(epochs=2, samples=6400)}
+    job = world.submit(
+        scaling_curve=CURVE, max_workers=1, fake={"fail_at_step": 150, "failure": "KeyError: 'x'"}, **given
+    )
+    done = world.ended(job)
+    assert done.state_reason.startswith("failed at step 150 of 400, without progress since the start: ")
+    (event,) = world.events(job, "failed")
+    assert "failed at step 150 of 400" in event.reason
+    assert done.step == 150

@@ -50,6 +50,7 @@ def test_alone_and_served_give_the_same_weights(daemons, open_client, tmp_path: 
     code.mkdir()
     (code / "train.py").write_text(SCRIPT)
     (code / "seeded.py").write_text(SCRIPT.replace("init()", "init(seed=5)"))
+    (code / "few.py").write_text(SCRIPT.replace("init()", "init(logical_workers=4)"))
     (code / "digests.py").write_text(Path(digests.__file__).read_text())
 
     def alone(script: str) -> str:
@@ -88,5 +89,7 @@ def test_alone_and_served_give_the_same_weights(daemons, open_client, tmp_path: 
         return  # It has all cores.
     assert served("few", max_workers=1) == (usual, 8, 0)
     assert served("its-own", "seeded.py") == (seeded, 8, 5)
+    few = alone("few.py")
+    assert served("its-own-shares", "few.py") == (few, 4, 0)
     assert served("submitted", seed=5) == (seeded, 8, 5)
     assert served("other", logical_workers=2)[0] != usual, "another training, and the user said so"

@@ -293,7 +293,7 @@ def test_each_view_shows_its_matter_and_everybody_can_use_it(look: Any, site: Si
         "elasticflow/#/jobs": ["nightly", "fraud", "Running", "spare"],
         site.job("nightly"): [
             *("Course", "Scaling", "Decisions", "Checkpoints", "Log", "What was asked for"),
-            *("noise scale", "samples/s"),
+            *("noise scale", "samples/s", "Logical workers", "seed "),
             "task 'publish' must end by",
         ],
         "elasticflow/#/what-if": ["Deadlines", "Capacity", "Outlook for 24 hours"],

@@ -51,6 +51,12 @@ export function decisionChip(decision) {
   return chip(text, tone, mark);
 }
 
+/** What decides on the weights of a job beside its code: a title, a number, and a note for a tile. */
+export function weightsTile({ logical_workers: shares, consistency, seed }) {
+  const note = seed === null || seed === undefined ? 'seed not known yet' : `seed ${seed}`;
+  return ['Logical workers', shares ? f.number(shares) : '–', shares ? note : `${note}, consistency ${consistency}`];
+}
+
 const BEGUN = new Set(['running', 'suspended']);
 
 /** How far a job is from its deadline, in words and colour: green is only what trains already. */

@@ -126,7 +126,7 @@ function overview({ cluster, week, forecast }) {
 }
 
 /** No calm that nobody has vouched for: what is late now counts, too, and what is not known is said to be so. */
-function nextDay({ jobs }, forecast) {
+export function nextDay({ jobs }, forecast) {
   const title = 'Next 24 hours';
   const late = jobs.filter((job) => isLive(job) && (job.at_risk || (job.slack_s ?? 0) < 0)).length;
   const lateNow = late ? `${f.plural(late, 'job')} late or at risk now` : null;

@@ -7,7 +7,7 @@ import { saveAsPage } from '../export.js';
 import * as f from '../format.js';
 import { amendment } from '../amend.js';
 import { LogTail } from '../log.js';
-import { airflowTask, card, chip, confirmed, fold, isLive, jobLink, jobName, progress, slackChip, stateChip, table, tiles, time } from '../parts.js';
+import { airflowTask, card, chip, confirmed, fold, isLive, jobLink, jobName, progress, slackChip, stateChip, table, tiles, time, weightsTile } from '../parts.js';
 import { drawCurve, drawRuns, drawStory } from './job_charts.js';
 
 const RUNS_MS = 30000;
@@ -142,7 +142,8 @@ function numbers(story) {
   const live = isLive(status);
   const ended = status.result?.finished_at;
   return h('div', { 'data-key': 'numbers' }, progress(status), tiles(
-    ['Workers', f.number(status.workers), [status.logical_workers ? `of at most ${status.logical_workers}` : status.consistency, status.seed === null || status.seed === undefined ? null : `, seed ${status.seed}`]],
+    ['Workers', f.number(status.workers), status.logical_workers ? `of at most ${status.logical_workers}` : 'as many as there are slots'],
+    weightsTile(status),
     ['Steps per second', status.steps_per_s ? f.number(status.steps_per_s) : '–', [status.loss !== null ? `loss ${f.number(status.loss)}` : 'no loss reported', story.samples_per_s ? `, ${f.number(story.samples_per_s)} samples/s` : '',
       story.noise_scale ? h('span', { title: 'Gradient noise scale, in samples: global batches beyond it pay little' }, `, noise scale ${f.number(story.noise_scale)}`) : null]],
     [live ? 'Projected finish' : 'Ended', [time(live ? status.projected_finish_at : ended), late ? h('small', {}, ' 95 % by ', time(late)) : null], status.deadline_at === null ? 'best effort' : h('span', {}, 'deadline ', time(status.deadline_at))],

@@ -1,0 +1,119 @@
+"""Pieces of the page, each for itself: run by Node, with as much of a document as they need."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import elasticflow_airflow.ui
+
+STATIC = Path(elasticflow_airflow.ui.__file__).parent / "static"
+DASH = "\N{EN DASH}"
+DOCUMENT = """
+globalThis.Node = class {};
+class Element extends Node {
+  constructor() { super(); this.attributes = {}; this.children = []; this.style = { setProperty() {} }; }
+  setAttribute(name, value) { this.attributes[name] = value; }
+  append(...children) { this.children.push(...children); }
+  get text() { return this.children.map((child) => child.text).join(''); }
+}
+class Text extends Node { constructor(text) { super(); this.text = text; } }
+const make = () => new Element();
+const nowhere = { addEventListener() {}, removeEventListener() {}, getItem: () => null, setItem() {}, matches: false };
+globalThis.document = {
+  ...nowhere, createElement: make, createElementNS: make, createTextNode: (text) => new Text(text),
+  documentElement: make(), querySelector: () => null, baseURI: 'http://here/', body: make(),
+};
+globalThis.window = globalThis;
+globalThis.matchMedia = () => nowhere;
+globalThis.addEventListener = () => {};
+for (const name of ['sessionStorage', 'localStorage']) globalThis[name] ??= nowhere;
+globalThis.location ??= new URL('http://here/elasticflow/#/cluster');
+"""
+
+
+def call(module: str, expression: str, value: Any) -> Any:
+    """What an expression over an export of a module of the page gives for ``value``."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no Node on this machine: apt-get install nodejs")
+    script = f"""{DOCUMENT}
+const page = await import({json.dumps((STATIC / module).as_uri())});
+const value = {json.dumps(value)};
+console.log(JSON.stringify({expression}));
+"""
+    done = subprocess.run(
+        [node, "--input-type=module", "--eval", script], capture_output=True, text=True, check=False, timeout=60.0
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("status", "tile"),
+    [
+        ({"logical_workers": 8, "seed": 7, "consistency": "consistent"}, ["Logical workers", "8", "seed 7"]),
+        ({"logical_workers": 8, "seed": 0, "consistency": "consistent"}, ["Logical workers", "8", "seed 0"]),
+        (
+            {"logical_workers": 4, "seed": None, "consistency": "consistent"},
+            ["Logical workers", "4", "seed not known yet"],
+        ),
+        (
+            {"logical_workers": None, "seed": 3, "consistency": "fast"},
+            ["Logical workers", DASH, "seed 3, consistency fast"],
+        ),
+    ],
+)
+def test_what_decides_on_the_weights_is_shown_plainly(status: dict[str, Any], tile: list[str]) -> None:
+    assert call("parts.js", "page.weightsTile(value)", status) == tile
+
+
+def job(**changes: Any) -> dict[str, Any]:
+    return {"state": "running", "deadline_at": time.time() + 3600, "slack_s": 1800.0, "at_risk": False} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "tone", "text"),
+    [
+        ({}, "ok", "spare"),
+        ({"slack_s": 100.0}, "warn", "spare"),
+        ({"slack_s": -60.0}, "bad", "late"),
+        ({"at_risk": True}, "bad", "At risk"),
+        ({"slack_s": None}, "quiet", "Not known yet"),
+        *(({"state": state}, "quiet", "planned") for state in ("submitted", "profiling", "waiting", "admitted")),
+        *(({"state": state}, "quiet", DASH) for state in ("failed", "cancelled", "rejected")),
+        ({"state": "succeeded", "result": {"met": True, "slack_s": 60.0}}, "ok", "early"),
+        ({"state": "succeeded", "result": {"met": False, "slack_s": -60.0}}, "bad", "late"),
+    ],
+)
+def test_slack_is_green_only_where_a_job_trains_or_was_in_time(changes: dict[str, Any], tone: str, text: str) -> None:
+    chip = "{ const made = page.slackChip(value); return [made.attributes.class, made.text]; }"
+    shown = call("parts.js", f"(() => {chip})()", job(**changes))
+    assert shown[0] == f"chip {tone}"
+    assert text in shown[1]
+
+
+@pytest.mark.parametrize(
+    ("forecast", "note", "tone"),
+    [
+        ({"unknown": True, "items": []}, "1 job late or at risk now", "bad"),
+        ({"items": [{}, {}], "kept": 2, "not_kept": 0}, "1 job late or at risk now", "bad"),
+    ],
+)
+def test_what_is_late_or_at_risk_now_is_said_whatever_the_forecast_says(
+    forecast: dict[str, Any], note: str, tone: str
+) -> None:
+    jobs = [job(), job(at_risk=True), job(state="failed", slack_s=-60.0)]
+    tile = call("views/cluster.js", "page.nextDay(value[0], value[1]).slice(2)", [{"jobs": jobs}, forecast])
+    assert tile == [note, tone]
+
+
+def test_where_nothing_is_late_a_missing_forecast_is_no_calm() -> None:
+    tile = call("views/cluster.js", "page.nextDay(value, { unknown: true, items: [] }).slice(1)", {"jobs": [job()]})
+    assert tile == [DASH, "the forecast did not come", "warn"]
