@@ -65,6 +65,7 @@ def get_commands() -> list[GroupCommand]:
                     _option("--dag", dest="dag_id", help="Only jobs of this DAG."),
                     _flag("--live", help="Only jobs that have not ended."),
                     _option("--limit", type=int, default=50, help="At most so many, newest first."),
+                    _option("--cursor", help="Go on after a page, as the page before says."),
                     _flag(
                         "--unowned",
                         help="Only live jobs whose Airflow task is gone, or for which nobody asks; since when, why.",

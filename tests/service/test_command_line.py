@@ -231,7 +231,7 @@ def test_bad_input_is_named(command, script, tmp_path):
         (("--steps", 100, "--samples", 3), "--steps=100 beside --samples=3"),
         (("--target-loss", 0.1), "target_loss=0.1 needs"),
         (("--steps", 1, "--target-loss", 0.1, "--progress-regex", r"(?P<step>\d+)"), "beside progress_regex="),
-        (("--steps", 1, "--progress-regex", "x"), "progress_regex='x' has no group"),
+        (("--steps", 1, "--progress-regex", "x"), "progress_regex has no group"),
         (("--steps", 1, "--latest-deadline", "+3h"), "--latest-deadline='+3h' beside --on-reject=fail"),
         (("--steps", 1, "--on-reject", "late"), 'on_reject="late" needs latest_deadline'),
         (("--steps", 1, "--on-reject", "shrug"), "--on-reject='shrug': Input should be 'fail', "),
@@ -297,7 +297,7 @@ def test_who_only_looks_starts_no_service_and_is_told_how_to_go_on(command, scri
     for looking in ("show", job), ("jobs",), ("health",), ("logs", job, "--follow"), ("cancel", job):
         done = command(*looking)
         assert done.exit_code == 1, done.output
-        assert "the last one has ended" in done.output
+        assert "the last one was told to stop" in done.output
         assert "elasticflow serve --state-dir" in done.output
     assert not (shared_daemons.state_dir("cli") / "service.sock").exists()
     command("submit", script, "--steps", 1, "--batch", 8, "--best-effort")

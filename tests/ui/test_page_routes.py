@@ -104,7 +104,7 @@ def test_no_route_names_a_dag_that_may_not_be_read(browse: Any, cluster: Scripte
     answers = {path: editor.get(path) for path in [*LISTS, *(f"{JOB}/{what}" for what in READS)]}
     answers["history"] = editor.get("api/history", params={"from_at": cluster.now - 9e5, "until_at": cluster.now + 9e5})
     answers["stacks"] = editor.post(f"{JOB}/stacks")
-    answers["what-if"] = editor.post("api/what-if", json={"changes": [{"job_id": MINE.job_id, "deadline_at": 4e9}]})
+    answers["what-if"] = editor.post("api/what-if", json={"changes": [{"job_id": MINE.job_id, "deadline_at": 1.9e9}]})
     answers["amend"] = editor.patch(JOB, json=change)
     answers["stale"] = editor.post(f"{JOB}/cancel", json={"claim": 1})
     answers["cancel"] = editor.post(f"{JOB}/cancel", json={"claim": 2})
@@ -218,7 +218,7 @@ def test_who_may_read_the_logs_asks_what_the_workers_do(browse: Any, cluster: Sc
     ("method", "path", "sent"),
     [
         ("POST", f"{JOB}/cancel", {"claim": 2}),
-        ("PATCH", JOB, {"claim": 2, "deadline_at": 4e9}),
+        ("PATCH", JOB, {"claim": 2, "deadline_at": 1.9e9}),
         ("POST", f"{JOB}/stacks", None),
         ("POST", "api/what-if", {}),
     ],
