@@ -13,7 +13,7 @@ from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.admission import Verdict
 from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, stand_in_id
 from elasticflow_airflow.scheduler_core.cluster import nodes_after, nodes_avoiding, slots_cut_off
-from elasticflow_airflow.scheduler_core.decider import Decider, among
+from elasticflow_airflow.scheduler_core.decider import Decider, among, is_wake
 from elasticflow_airflow.scheduler_core.decisions import (
     Amended,
     AmendRejected,
@@ -168,7 +168,7 @@ class Scheduler(Decider):
         out: list[Decision] = []
         for job in measured:
             if self._board.jobs.get(job.job_id) is job and job.phase is Phase.PROFILING:  # not decided on with another
-                out += self._decide_measured(job, now)
+                out += [d for d in self._decide_measured(job, now) if not is_wake(d)]
         if news:
             return out + self._replan(now, among(news), retry=False)
         if self._board.is_due(now):

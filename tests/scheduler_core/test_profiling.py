@@ -270,3 +270,13 @@ def test_all_reports_that_come_together_are_heard_before_it_is_decided_on_who_is
     both = [ev.JobProgressed("a", 980.0, total_steps=1000.0), ev.JobProgressed("b", 1.0), ev.JobProgressed("a", 970.0)]
     scheduler.reported(both, 30.0)
     assert (known[0][0], known[0][1].remaining_steps) == ("a", 1.0)
+
+
+def test_who_is_decided_on_by_its_report_asks_to_be_woken_once(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(1, 1))
+    scheduler.handle(ev.JobSubmitted(make_job("b", steps=900, deadline=2000, curve={1: 1.0})), 0.0)
+    scheduler.handle(ev.JobSubmitted(make_job("a", curve=None, steps=None, max_workers=1)), 0.0)
+    scheduler.handle(ev.JobMeasured("a", 1, 1.0), 20.0)
+    decisions = scheduler.handle(ev.JobProgressed("a", 90.0, total_steps=100.0), 21.0)
+    only(decisions, de.Admit)
+    only(decisions, de.WakeMeAt)
