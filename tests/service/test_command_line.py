@@ -297,7 +297,7 @@ def test_who_only_looks_starts_no_service_and_is_told_how_to_go_on(command, scri
     for looking in ("show", job), ("jobs",), ("health",), ("logs", job, "--follow"), ("cancel", job):
         done = command(*looking)
         assert done.exit_code == 1, done.output
-        assert "the last one has ended" in done.output
+        assert "the last one was told to stop" in done.output
         assert "elasticflow serve --state-dir" in done.output
     assert not (shared_daemons.state_dir("cli") / "service.sock").exists()
     command("submit", script, "--steps", 1, "--batch", 8, "--best-effort")
