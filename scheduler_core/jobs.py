@@ -237,10 +237,15 @@ class LiveJob:
             self.ever_started = self.ever_started or bool(self.mask)
 
     def stop(self, layout: Layout, config: SchedulerConfig, now: float) -> None:
-        """Settle for the end of the present gang: a job that has not ended has steps left, whatever was expected."""
-        speed = self.work(layout, config).speed_now
+        """Settle for the end of the present gang: a job that should have ended has steps left, whatever was expected.
+
+        In its tail it has none: what comes after the last step begins again elsewhere.
+        """
+        work = self.work(layout, config)
+        speed = work.speed_now
+        in_tail = speed > 0.0 and now < work.since_s + work.remaining / speed + work.tail_s - TOLERANCE_S
         self.settle(layout, config, now)
-        if self.mask and self.remaining is not None and self.remaining <= LEAST_S * speed:
+        if self.mask and self.remaining is not None and self.remaining <= LEAST_S * speed and not in_tail:
             self.remaining = config.overdue_s * speed
 
     def hold(self, layout: Layout, config: SchedulerConfig, mask: int, now: float) -> None:
