@@ -1,11 +1,13 @@
 """Every policy on public traces, side by side, each result beside what no schedule can beat.
 
-    python benchmarks/bench_policies.py           all policies, on the clusters of the traces; cluster01: greedy ones
+    python benchmarks/bench_policies.py           ours as served; then all policies, all speeds known exactly, on the
+                                                  clusters of the traces; on cluster01 the greedy ones
     python benchmarks/bench_policies.py --full    ours on cluster04, 15,802 jobs: many minutes
     ... [--exact] [--traces 195job,...] [--policies elasticflow,edf,...] [--plots DIR]
         [--page docs/explanation/benchmark.md]
 
-Our scheduler has the settings of ``elasticflow serve``, and hears reports; with ``--exact`` it knows all speeds.
+As served our scheduler keeps a margin on what it has not measured, and hears reports. With ``--policies`` only these
+are played, as served, or with ``--exact`` with all speeds known exactly.
 
 Prints a table for each trace, of several traces one of all, and why ours did not meet what the bound's choice of jobs
 has. ``--page`` also puts them into a page, below the line ``<!-- results: NAME -->``, and draws the figures that it
@@ -206,8 +208,10 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def bench(name: str, plan: Plan, args: argparse.Namespace, *, why: bool, counted: Sequence[str] = ()) -> None:
-    """Run the plan, print its tables, and put them into the page under ``name``.
+def bench(
+    name: str, plan: Plan, args: argparse.Namespace, *, why: bool, counted: Sequence[str] = (), brief: bool = False
+) -> None:
+    """Run the plan, print its tables, and put them into the page under ``name`` (``brief``: that of all cases alone).
 
     ``why``: what the first policy says of each that it did not meet; ``counted``: whose reasons are counted by cause.
     """
@@ -235,7 +239,7 @@ def bench(name: str, plan: Plan, args: argparse.Namespace, *, why: bool, counted
     overview += causes(done, counted)
     print(*overview, sep="\n")
     if args.page:
-        put_into(args.page, name, [*overview, *details][:-1])
+        put_into(args.page, name, ([*overview] if brief else [*overview, *details])[:-1])
         draw_for(args.page, name, done)
 
 
@@ -260,7 +264,11 @@ def main() -> None:
     if args.full:
         args.exact = True  # with reports of 15,802 jobs it takes hours
         bench("full", [(CLUSTER04, ("elasticflow",))], args, why=False, counted=("elasticflow",))
-    else:
+    elif not args.policies and not args.exact:
+        plan = [(case, ("elasticflow", "elasticflow:wait")) for case in OWN_SIZE]
+        bench("served", [*plan, (CLUSTER01, ("elasticflow",))], args, why=False, brief=True)
+        args.exact = True
+    if not args.full:
         policies = ("elasticflow", "elasticflow:wait", *OTHERS)
         plan = [*((case, policies) for case in OWN_SIZE), (CLUSTER01, ("elasticflow", *GREEDY))]
         bench("policies", plan, args, why=True)
