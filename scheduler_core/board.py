@@ -45,6 +45,8 @@ class Board:
         self.nodes = {node.node_id: node for node in nodes}
         self.jobs: dict[str, LiveJob] = {}
         self.layout = Layout(self.nodes.values())
+        self.hopeful_s = -INFINITY
+        """When it is next tried whether all planned anew helps those at risk, after it was tried in vain."""
         self.broken = False
         """Stored courses no longer prove their promises: everything must be planned afresh."""
         self._cut: set[str] = set()
@@ -357,5 +359,7 @@ class Board:
         if any(job.phase is Phase.WAITING for job in self.jobs.values()):
             expiry = self.calendar.next_expiry()
             times += [] if expiry is None else [expiry]
+        if any(job.at_risk for job in self.jobs.values()) and any(job.mask for job in self.jobs.values()):
+            times.append(self.hopeful_s)
         later = [t for t in times if t > now + TOLERANCE_S]
         return [WakeMeAt(min(later))] if later else []

@@ -9,7 +9,7 @@ a margin is off by a factor of two for many jobs), never as a mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elasticflow_airflow.scheduler_core.values import RescaleCosts, ScalingCurve
@@ -96,6 +96,8 @@ class ExpectedRun:
     latest_s: float | None = None
     speed_sigma: float | None = None
     """How wrong ``curve`` may be, as :attr:`Job.speed_sigma`."""
+    speed_sigmas: Mapping[int, float] = field(default_factory=dict)
+    """The same by size, as :attr:`Job.speed_sigmas`."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.probability <= 1.0:
@@ -139,6 +141,7 @@ def expect(
     min_workers: int = 1,
     max_workers: int | None = None,
     speed_sigma: float | None = None,
+    speed_sigmas: Mapping[int, float] | None = None,
 ) -> ExpectedRun | None:
     """The next run of a task by its history; None when no run with a deadline was seen yet.
 
@@ -159,6 +162,7 @@ def expect(
         min_workers=min_workers,
         max_workers=max_workers,
         speed_sigma=speed_sigma,
+        speed_sigmas=speed_sigmas or {},
         probability=how_surely(history),
     )
 

@@ -35,8 +35,9 @@ def stand_in(
     None when it cannot at any: what cannot be kept is not reserved for.
     """
     largest = 1 << (layout.levels - 1)
-    sigma = config.speed_sigma if run.speed_sigma is None else run.speed_sigma
-    speeds = promised(run.curve, sigma, config).usable(run.min_workers, min(run.max_workers or largest, largest))
+    otherwise = config.speed_sigma if run.speed_sigma is None else run.speed_sigma
+    believed = promised(run.curve, lambda size: run.speed_sigmas.get(size, otherwise), config)
+    speeds = believed.usable(run.min_workers, min(run.max_workers or largest, largest))
     if not speeds:
         return None
     limit = run.deadline_s - config.deadline_margin_s

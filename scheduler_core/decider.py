@@ -71,8 +71,6 @@ class Decider:
         self._promises = 0
         self._put_off: list[str] | None = None
         """While decisions are made together: why it is to be planned once they are all made. None: planned at once."""
-        self._hopeful_s = -INFINITY
-        """When it is next tried whether all planned anew helps those at risk, after it was tried in vain."""
         self._protection: Protection | None = None
         if self.config.objective is Objective.VALUE:
             self._protection = Protection(
@@ -116,7 +114,7 @@ class Decider:
 
     def _take_best_effort(self, live: LiveJob, now: float, reason: str) -> list[Decision]:
         live.phase, live.best_effort, live.at_risk = Phase.ADMITTED, True, False
-        live.profiling = None
+        live.profiling, live.trial = None, 0
         live.course = None
         live.changed()
         self._register(live)
@@ -177,10 +175,11 @@ class Decider:
 
         0: it would be refused, too, if its curve were exact, or nothing can be measured.
         """
-        certain = self.config.speed_confidence <= _EVEN_ODDS or live.sigma(self.config) == 0.0
-        if certain or not live.job.profile or live.remaining is None:
+        sizes = live.job.curve.steps_per_s if live.job.curve is not None else ()
+        exact = not any(live.sigma(size, self.config) for size in sizes)
+        if exact or self.config.speed_confidence <= _EVEN_ODDS or not live.job.profile or live.remaining is None:
             return 0
-        twin = replace(live, job=replace(live.job, speed_sigma=0.0))
+        twin = replace(live, job=replace(live.job, speed_sigma=0.0, speed_sigmas={}))
         twin.changed()
         draft = self._ask(twin, now, thorough=False).draft
         if draft is None:
@@ -262,7 +261,7 @@ class Decider:
         if verdict.draft is None:
             raise ValueError(f"{live.job_id!r} has no proven plan; only a plan admits")
         live.phase, live.best_effort, live.at_risk = Phase.ADMITTED, False, False
-        live.profiling = None
+        live.profiling, live.trial = None, 0
         live.promise = self._promises
         self._promises += 1
         live.course = verdict.draft.courses[live.job_id]
@@ -421,17 +420,21 @@ class Decider:
     def _finish(self, planner: Planner, draft: Draft, now: float, out: list[Decision], why: str) -> None:
         """Complete a draft of promises, prefer a fresh plan if that feeds more jobs, and adopt."""
         draft = planner.complete(planner.reserve(draft))
-        starved, late_s = planner.starved(draft), planner.lateness_s(draft)
-        if (starved or (late_s and now >= self._hopeful_s)) and planner.luxury(draft):
+        starved, (endless, late_s) = planner.starved(draft), planner.lateness(draft)
+        late = bool(endless or late_s)
+        if (starved or (late and now >= self._board.hopeful_s)) and planner.luxury(draft):
             other = self._afresh(planner, draft)
             if other is not None:
                 other = planner.complete(planner.reserve(other))
-                gain_s = late_s - planner.lateness_s(other)
-                feeds_more = planner.starved(other) < starved and gain_s >= 0.0
-                if feeds_more or gain_s > self._worth_a_new_plan_s(late_s):
+                endless_then, late_then_s = planner.lateness(other)
+                helps = endless_then < endless or (
+                    endless_then == endless and late_s - late_then_s > self._worth_a_new_plan_s(late_s)
+                )
+                hurts = (endless_then, late_then_s) > (endless, late_s)
+                if helps or (planner.starved(other) < starved and not hurts):
                     draft = other
-                elif late_s:
-                    self._hopeful_s = now + self.config.waiting_retry_s / _LOOKS
+                elif late:
+                    self._board.hopeful_s = now + self.config.waiting_retry_s / _LOOKS
         self._board.adopt(draft, now, out, why)
 
     def _worth_a_new_plan_s(self, late_s: float) -> float:

@@ -160,22 +160,22 @@ class LiveJob:
             self._work = work
         return self._work
 
-    def sigma(self, config: SchedulerConfig) -> float:
-        """How wrong its curve may be: as past runs of its task have shown, else as is assumed of any."""
-        return config.speed_sigma if self.job.speed_sigma is None else self.job.speed_sigma
+    def sigma(self, size: int, config: SchedulerConfig) -> float:
+        """How wrong its curve may be at a size: as past runs of its task have shown, else as is assumed of any."""
+        otherwise = config.speed_sigma if self.job.speed_sigma is None else self.job.speed_sigma
+        return self.job.speed_sigmas.get(size, otherwise)
 
     def planned(self, curve: ScalingCurve, config: SchedulerConfig) -> dict[int, float]:
         """Speeds by size, in steps/s, that a promise may rely on; ``curve`` is what is believed."""
-        told, sigma = self.told or curve, self.sigma(config)
         held = {size: self._belief(size, speed, config) for size, speed in self.measured.items()}
-        return planned(curve, told, held, sigma, config)
+        return planned(curve, self.told or curve, held, lambda size: self.sigma(size, config), config)
 
     def _belief(self, size: int, speed: float, config: SchedulerConfig) -> Belief:
         evidence = self.evidence.get(size)
         if evidence is None:
             return Belief(speed, 0.0)
         told = self.told.steps_per_s.get(size) if self.told is not None else None
-        return belief(told, self.sigma(config), evidence, config)
+        return belief(told, self.sigma(size, config), evidence, config)
 
     def is_certain(self, size: int, config: SchedulerConfig) -> bool:
         """Whether the speed at a size was measured in this run, solidly."""
@@ -197,7 +197,7 @@ class LiveJob:
             self.told = self.job.curve
         evidence = self.evidence[size] = before.with_report(steps_per_s, now, measured_s, config)
         told = self.told.steps_per_s.get(size) if self.told is not None else None
-        self._believe(size, belief(told, self.sigma(config), evidence, config).steps_per_s, config)
+        self._believe(size, belief(told, self.sigma(size, config), evidence, config).steps_per_s, config)
 
     def _believe(self, size: int, steps_per_s: float, config: SchedulerConfig) -> None:
         if self.told is None:
@@ -279,6 +279,7 @@ class LiveJob:
             placement=self.placement,
             no_progress_until_s=self.ready_s,
             measured=dict(self.measured),
+            evidence={size: seen.windows for size, seen in self.evidence.items()},
             told=self.told,
             at_risk=self.at_risk,
             ever_started=self.ever_started,

@@ -15,41 +15,33 @@ functions; knows no job.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
-from typing import NamedTuple
 
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
-from elasticflow_airflow.scheduler_core.values import ScalingCurve
+from elasticflow_airflow.scheduler_core.values import ScalingCurve, SpeedWindow
 
 SOLID_WINDOWS = 3
 """So many windows make a measurement solid: of three, the median is one that another agrees with or surpasses."""
 _KEPT_WINDOWS = 5
+_LONG_AGO_S = -1e12
 _EQUAL = 1e-9
 _MOST_SIGMA = 2.0
 """No more is learned of an error: the quantile would be below a tenth of the speed as told."""
-
-
-class Window(NamedTuple):
-    """What was reported in a window of time: the mean speed, and as how many windows it counts."""
-
-    since_s: float
-    steps_per_s: float
-    windows: float
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """The last windows in which a size was measured, oldest first."""
 
-    windows: tuple[Window, ...] = ()
+    windows: tuple[SpeedWindow, ...] = ()
 
     @classmethod
     def certain(cls, steps_per_s: float) -> Evidence:
         """One measurement that is solid by itself."""
-        return cls((Window(-math.inf, steps_per_s, SOLID_WINDOWS),))
+        return cls((SpeedWindow(_LONG_AGO_S, steps_per_s, SOLID_WINDOWS),))
 
     def with_report(
         self, steps_per_s: float, now: float, measured_s: float | None, config: SchedulerConfig
@@ -58,12 +50,12 @@ class Evidence:
 
         Reports within one window see the same steps: the last one stands for all of them.
         """
-        count = 1.0 if measured_s is None else max(1.0, measured_s / config.report_window_s)
+        count = 1.0 if measured_s is None else min(SOLID_WINDOWS, max(1.0, measured_s / config.report_window_s))
         windows = self.windows
         if windows and now < windows[-1].since_s + config.report_window_s:
             last = windows[-1]
-            return Evidence((*windows[:-1], Window(last.since_s, steps_per_s, max(count, last.windows))))
-        return Evidence((*windows, Window(now, steps_per_s, min(count, SOLID_WINDOWS)))[-_KEPT_WINDOWS:])
+            return Evidence((*windows[:-1], SpeedWindow(last.since_s, steps_per_s, max(count, last.windows))))
+        return Evidence((*windows, SpeedWindow(now, steps_per_s, count))[-_KEPT_WINDOWS:])
 
     @property
     def count(self) -> float:
@@ -121,23 +113,29 @@ def believed(told: ScalingCurve, measured: Mapping[int, float], config: Schedule
 
 
 def planned(
-    curve: ScalingCurve, told: ScalingCurve, measured: Mapping[int, Belief], sigma: float, config: SchedulerConfig
+    curve: ScalingCurve,
+    told: ScalingCurve,
+    measured: Mapping[int, Belief],
+    sigma: Callable[[int], float],
+    config: SchedulerConfig,
 ) -> dict[int, float]:
     """Speeds by size, in steps/s, that a promise may rely on. ``curve`` is :func:`believed` of ``told``.
+
+    ``sigma``: how wrong the curve may be at a size.
 
     While every measured size is at least as fast as it was promised with, the others are planned as they were: a
     promise holds where speeds are at least what was planned with. Bad news of one size counts for the others, good
     news does not: how much of the error they share, nobody knows, and a size that runs is measured soon.
     """
-    promised = {size: speed * _quantile(config, sigma) for size, speed in told.steps_per_s.items()}
+    promised = {size: speed * _quantile(config, sigma(size)) for size, speed in told.steps_per_s.items()}
     speeds = {size: _measured(held, promised.get(size), config) for size, held in measured.items()}
     known = [size for size in speeds if size in promised]
     kept = all(speeds[size] >= promised[size] * (1.0 - _EQUAL) for size in known)
-    doubt = _quantile(config, sigma * _rest_of_doubt(config.speed_shared, len(known)))
+    rest = _rest_of_doubt(config.speed_shared, len(known))
     for size, speed in curve.steps_per_s.items():
         if size not in speeds:
             before = promised.get(size, speed)
-            speeds[size] = before if kept else min(before, speed * doubt)
+            speeds[size] = before if kept else min(before, speed * _quantile(config, sigma(size) * rest))
     return {size: speeds[size] for size in curve.steps_per_s}
 
 
@@ -150,10 +148,9 @@ def _measured(held: Belief, promised: float | None, config: SchedulerConfig) -> 
     return least if promised is None else min(max(promised, least), most)
 
 
-def promised(curve: ScalingCurve, sigma: float, config: SchedulerConfig) -> ScalingCurve:
+def promised(curve: ScalingCurve, sigma: Callable[[int], float], config: SchedulerConfig) -> ScalingCurve:
     """What a promise may rely on before anything was measured."""
-    factor = _quantile(config, sigma)
-    return ScalingCurve({size: speed * factor for size, speed in curve.steps_per_s.items()})
+    return ScalingCurve({size: speed * _quantile(config, sigma(size)) for size, speed in curve.steps_per_s.items()})
 
 
 def sigma_of_errors(errors: Sequence[float], config: SchedulerConfig) -> float:

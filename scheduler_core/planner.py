@@ -328,20 +328,22 @@ class Planner:
                     count += 2 if self._aged(job) else 1
         return count
 
-    def lateness_s(self, draft: Draft) -> float:
-        """By how many seconds the jobs at risk end late together, a century at most: of one no end may be in sight.
+    def lateness(self, draft: Draft) -> tuple[int, float]:
+        """How many promised jobs have no end in sight, and by how many seconds the others end late together.
 
-        Of many, the oldest promises count: the others are behind them in any plan.
+        Of many late ones the oldest promises count: the others are behind them in any plan.
         """
-        late = 0.0
-        at_risk = sorted((job.promise, job.job_id, job) for job in self.jobs if job.promised and job.at_risk)
-        for _, _, job in at_risk[:_MOST_AT_RISK]:
-            course, deadline = draft.courses.get(job.job_id), job.job.deadline_s
-            if course is not None and deadline is not None and not overdue(job, self.now):
-                late += max(0.0, course.promised_s - deadline)
-            elif course is None:
-                return _NO_END_S
-        return min(late, _NO_END_S)
+        late: list[tuple[int, str, float]] = []
+        for job in self.jobs:
+            deadline = job.job.deadline_s
+            if not job.promised or deadline is None or overdue(job, self.now):
+                continue
+            course = draft.courses.get(job.job_id)
+            by_s = course.promised_s - deadline if course is not None else INFINITY
+            if by_s > TOLERANCE_S:
+                late.append((job.promise, job.job_id, by_s))
+        oldest = [by_s for _, _, by_s in sorted(late)[:_MOST_AT_RISK]]
+        return oldest.count(INFINITY), sum(by_s for by_s in oldest if by_s < INFINITY)
 
     @staticmethod
     def _measures(draft: Draft, job: LiveJob) -> bool:
@@ -367,7 +369,6 @@ class Planner:
 
 
 _MOST_AT_RISK = 16
-_NO_END_S = 3e9
 
 
 def _stand_in(work: Work, size: int, seconds: float, begin: float, end: float) -> Work:

@@ -22,6 +22,7 @@ from elasticflow_airflow.scheduler_core.decisions import (
     Terms,
 )
 from elasticflow_airflow.scheduler_core.jobs import LiveJob, ProfilingRun
+from elasticflow_airflow.scheduler_core.learning import Evidence
 from elasticflow_airflow.scheduler_core.planner import Planner
 from elasticflow_airflow.scheduler_core.profiling import in_a_hurry, known_speeds, missing_sizes
 from elasticflow_airflow.scheduler_core.values import (
@@ -199,6 +200,7 @@ class Scheduler(Decider):
                 out.append(Suspend(job.job_id, reason))
             if job.mask.bit_count() != state.placement.workers:
                 job.placement, job.mask = Placement(), 0
+            job.thorough_s = now + self.config.overdue_s  # counts of a trial alone
             if state.reserved and all(
                 layout.mask_of(r.placement).bit_count() == r.placement.workers for r in state.reserved
             ):
@@ -323,7 +325,7 @@ class Scheduler(Decider):
         value = before.value if event.value is None else event.value
         if event.best_effort:
             job.job = replace(before, value=value, deadline_s=None, asked_deadline_s=None)
-            job.best_effort, job.at_risk = True, False
+            job.best_effort, job.at_risk, job.trial = True, False, 0
             if job.phase in (Phase.WAITING, Phase.PROFILING):
                 job.phase, job.profiling = Phase.ADMITTED, None
             elif job.parked_from is not None:
@@ -392,6 +394,7 @@ class Scheduler(Decider):
         if job.phase is not Phase.PARKED:
             return board.wake(now)
         job.phase, job.parked_from = job.parked_from or Phase.ADMITTED, None
+        job.thorough_s = max(job.thorough_s, now + self.config.overdue_s) if job.trial else job.thorough_s
         job.waiting_since_s = now
         if job.promised and not job.at_risk and job.job.deadline_s is not None:
             verdict = self._ask(job, now)
@@ -449,6 +452,7 @@ class Scheduler(Decider):
         job.placement, job.mask, job.ready_s, job.starting = Placement(), 0, now, False
         job.profiling = None
         job.waiting_since_s = now
+        job.thorough_s = max(job.thorough_s, now + self.config.overdue_s) if job.trial else job.thorough_s
         job.changed()
         if job.course is not None:
             board.late.add(job.job_id)
@@ -504,6 +508,7 @@ def _job_of(state: JobState, mask: int) -> LiveJob:
         ever_started=state.ever_started,
         at_risk=state.at_risk,
         measured=dict(state.measured),
+        evidence={size: Evidence(tuple(windows)) for size, windows in state.evidence.items()},
         told=state.told,
         failed_sizes=set(state.failed_sizes),
         promise=state.promise,

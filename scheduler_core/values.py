@@ -77,6 +77,14 @@ class ScalingCurve:
         return usable
 
 
+class SpeedWindow(NamedTuple):
+    """The mean speed that was reported in a window of time, in steps/s, and as how many windows it counts."""
+
+    since_s: float
+    steps_per_s: float
+    windows: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchChoice:
     """For a job whose global batch size may be chosen: ``batch_size`` is its own, ``curves`` the speeds by batch size.
@@ -171,6 +179,8 @@ class Job:
     speed_sigma: float | None = None
     """How wrong ``curve`` may be by what past runs of its task have shown: the sigma of a log-normal factor per size.
     None: nobody knows."""
+    speed_sigmas: Mapping[int, float] = field(default_factory=dict)
+    """The same at those sizes of which past runs have shown it."""
 
     @property
     def last_deadline_s(self) -> float | None:
@@ -295,6 +305,8 @@ class JobState:
     """The calendar expected it: it has taken the place of its reservation."""
     reserved: tuple[Reservation, ...] = ()
     """The stored plan on its very slots: the proof of its promise. Without it a restore has to find a proof anew."""
+    evidence: Mapping[int, tuple[SpeedWindow, ...]] = field(default_factory=dict)
+    """The windows on which ``measured`` rests; a size that has none was measured for certain."""
     told: ScalingCurve | None = None
     """The curve before anything was measured; ``job.curve`` is what is believed now. None: the same."""
     memory: Mapping[str, float] = field(default_factory=dict)

@@ -100,13 +100,16 @@ class CapacityDesk:
         speeds = known or {str(size): float(speed) for size, speed in row.speeds.items()}
         if not speeds or row.total_steps is None:
             return None
+        given = row.submission["scaling_curve"]
+        sigma, sigmas = history.sigmas_of(past, given, self.forecasts.settings.scheduler_config())
         return Job(
             job_id=row.job_id,
             submitted_s=row.submitted_at,
             deadline_s=row.deadline_at,
             total_steps=float(max(0, row.total_steps - row.step)),
             curve=curve_from_json(speeds),
-            speed_sigma=history.sigma_of(past, self.forecasts.settings.scheduler_config()),
+            speed_sigma=sigma,
+            speed_sigmas=sigmas,
             costs=costs_from(self.forecasts.settings, row.costs, row.in_place),
             min_workers=int(row.submission["min_workers"]),
             max_workers=most_workers(row.submission, row.logical_workers),

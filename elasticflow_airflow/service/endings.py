@@ -50,6 +50,7 @@ def _conclude(books: Books, row: IncarnationRow) -> None:
             books.jobs[row.job_id],
             row,
             books.now,
+            prior=books.settings.throughput_error,
             complete=books.knows_curve(row),
             success=True,
         )

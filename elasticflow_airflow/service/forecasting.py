@@ -159,6 +159,7 @@ class ForecastDesk:
                 max_workers=job.max_workers,
                 latest_s=job.latest_deadline_s if job.on_reject.takes_later else None,
                 speed_sigma=job.speed_sigma,
+                speed_sigmas=job.speed_sigmas,
             )
             ids[run.run_id] = planned_run.submission
             scheduler.handle(ev.RunExpected(run), now)
@@ -178,6 +179,7 @@ class ForecastDesk:
         key = submission.identity.recurring_key
         past = history.past_of(reader.history(key, history.signature_of(raw, self.device_type(), shares)))
         speeds = known_speeds(raw, past.measured)
+        sigma, sigmas = history.sigmas_of(past, raw["scaling_curve"], self.settings.scheduler_config())
         steps = history.length_of(submission.length, submission.global_batch_size, past)
         task = reader.recurring_task(key)
         expected = task is not None and any(due - recurring.POLICY.early_s <= now for due in task.due)
@@ -195,7 +197,8 @@ class ForecastDesk:
             latest_deadline_s=submission.latest_deadline_at,
             explore=not submission.scaling_curve,
             partial=not submission.scaling_curve,
-            speed_sigma=history.sigma_of(past, self.settings.scheduler_config()),
+            speed_sigma=sigma,
+            speed_sigmas=sigmas,
             task=key if expected else "",
         )
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from elasticflow_airflow import bounds
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
-from elasticflow_airflow.scheduler_core.learning import sigma_of_errors
+from elasticflow_airflow.scheduler_core.learning import believed, sigma_of_errors
+from elasticflow_airflow.scheduler_core.values import ScalingCurve
 from elasticflow_airflow.service.models import HistoryRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.reported import loss_curve
 from elasticflow_airflow.service.unit_of_work import UnitOfWork
@@ -45,8 +46,8 @@ class Past:
     """Steps/s by workers (as text), with which a run was planned to its end: a whole curve, or a run has succeeded."""
     measured: Mapping[str, float] | None = None
     """All speeds that any run has shown, also one that was refused: perhaps not at all sizes."""
-    errors: Sequence[float] = ()
-    """How wrong the speeds were with which the last runs were decided on, oldest first: as ``HistoryRow.errors``."""
+    errors: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """By workers (as text), how wrong the speeds were with which the last runs were decided on, as it is stored."""
     costs: Mapping[str, float] = field(default_factory=dict)
     total_steps: int | None = None
     epochs: int | None = None
@@ -80,9 +81,14 @@ def _costs(raw: Any) -> dict[str, float]:
     return {str(name): float(cost) for name, cost in _items(raw) if _is_number(cost, 0.0, bounds.LONGEST_S)}
 
 
-def _errors(raw: Any) -> tuple[float, ...]:
-    found = raw if isinstance(raw, list) else []
-    return tuple(float(error) for error in found if _is_number(error, 0.0, _MOST_ERROR))
+def _errors(raw: Any) -> dict[str, tuple[float, ...]]:
+    found: dict[str, tuple[float, ...]] = {}
+    for size, errors in _items(raw):
+        seen = errors if isinstance(errors, list) and _is_size(size) else []
+        numbers = tuple(float(error) for error in seen if _is_number(error, 0.0, _MOST_ERROR))
+        if numbers:
+            found[str(size)] = numbers
+    return found
 
 
 def _items(raw: Any) -> Iterable[tuple[Any, Any]]:
@@ -94,9 +100,12 @@ def _is_number(value: Any, least: float, most: float) -> bool:
     return number and bounds.number_problem(value, least, most) is None
 
 
+def _is_size(size: Any) -> bool:
+    return str(size).isdecimal() and _is_number(int(size), 1, bounds.MOST_WORKERS)
+
+
 def _is_speed(size: Any, speed: Any) -> bool:
-    sized = str(size).isdecimal() and _is_number(int(size), 1, bounds.MOST_WORKERS)
-    return sized and _is_number(speed, bounds.SLOWEST_STEPS_PER_S, bounds.FASTEST_STEPS_PER_S)
+    return _is_size(size) and _is_number(speed, bounds.SLOWEST_STEPS_PER_S, bounds.FASTEST_STEPS_PER_S)
 
 
 def speeds_to_plan_with(
@@ -104,23 +113,39 @@ def speeds_to_plan_with(
 ) -> dict[str, float] | None:
     """What past runs have measured, else the curve that the submitter gave; by workers as text. None: nothing is known.
 
-    Which sizes there are says the submitter.
+    Which sizes there are says the submitter. A size that no run has measured follows those that were, in part.
     """
-    past = measured or {}
-    known = {str(size): past.get(str(size), speed) for size, speed in given.items()} if given else past
-    return {size: float(speed) for size, speed in known.items()} or None
+    if not given:
+        return {size: float(speed) for size, speed in measured.items()} if measured else None
+    told = ScalingCurve({int(size): float(speed) for size, speed in given.items()})
+    seen = {int(size): float(speed) for size, speed in (measured or {}).items() if int(size) in told.steps_per_s}
+    return {str(size): speed for size, speed in believed(told, seen, SchedulerConfig()).steps_per_s.items()}
 
 
-def sigma_of(past: Past, config: SchedulerConfig) -> float | None:
-    """How wrong the speeds of the next run may be, by its past runs; None while none has shown it."""
-    return sigma_of_errors(past.errors, config) if past.errors else None
+def sigmas_of(
+    past: Past, given: Mapping[str, float] | None, config: SchedulerConfig
+) -> tuple[float | None, dict[int, float]]:
+    """How wrong the speeds of the next run may be by what past runs have shown: at other sizes, and by size.
+
+    None: nobody knows. Of a curve that was given, sizes that were never measured are held to be as wrong as those that
+    were, if that is more than is assumed of any.
+    """
+    by_size = {int(size): sigma_of_errors(errors, config) for size, errors in past.errors.items()}
+    told, seen = given or {}, past.measured or {}
+    squares = [math.log(seen[str(size)] / speed) ** 2 for size, speed in told.items() if str(size) in seen]
+    spread = math.sqrt(math.fsum(squares) / len(squares)) if squares else 0.0
+    return (spread if spread > config.speed_sigma else None), by_size
 
 
-def error_of(row: IncarnationRow) -> float | None:
-    """How wrong the speeds were that a run was decided on with; None: it has measured none of these sizes."""
+def errors_of(row: IncarnationRow, known: Mapping[str, Sequence[float]], prior: float) -> dict[str, float]:
+    """By size, how wrong the speeds were that a run was decided on with: log(measured / told), without its sign.
+
+    The first time a size is measured, what was told may have been a guess: it has been replaced then, and what counts
+    against the next run is no more than is assumed of any.
+    """
     told, measured = _speeds(row.told_speeds), _speeds(row.speeds)
-    squares = [math.log(measured[size] / told[size]) ** 2 for size in told.keys() & measured.keys()]
-    return math.sqrt(math.fsum(squares) / len(squares)) if squares else None
+    errors = {size: abs(math.log(measured[size] / told[size])) for size in told.keys() & measured.keys()}
+    return {size: error if size in known else min(error, prior) for size, error in errors.items()}
 
 
 def length_of(length: Length, global_batch_size: int, past: Past) -> int | None:
@@ -136,11 +161,19 @@ def length_of(length: Length, global_batch_size: int, past: Past) -> int | None:
 
 
 def remember(
-    tx: UnitOfWork, job: JobRow, row: IncarnationRow, now: float, *, complete: bool = False, success: bool = False
+    tx: UnitOfWork,
+    job: JobRow,
+    row: IncarnationRow,
+    now: float,
+    *,
+    prior: float = math.inf,
+    complete: bool = False,
+    success: bool = False,
 ) -> None:
     """Keep what this run has shown so far; newer numbers replace older ones of the same size.
 
-    ``complete``: the speeds are known at every size that is worth measuring.
+    ``complete``: the speeds are known at every size that is worth measuring. ``prior``: how wrong a curve is assumed to
+    be of which nobody knows.
     How long a script says it is counts once it has succeeded: else one wrong word would keep all its later runs out.
     """
     past = tx.history(job.recurring_key, row.signature)
@@ -167,8 +200,12 @@ def remember(
         past.total_steps, past.epochs = row.total_steps, length.epochs
     if success and (row.target or {}).get("curve"):
         past.loss_curve = dict(row.target["curve"])
-    error = error_of(row) if success else None
-    if error is not None:
-        past.errors = [*_errors(past.errors), error][-_KEPT_ERRORS:]
+    if success:
+        known = _errors(past.errors)
+        new = errors_of(row, known, prior)
+        past.errors = {
+            size: [*known.get(size, ()), *([new[size]] if size in new else [])][-_KEPT_ERRORS:]
+            for size in known.keys() | new.keys()
+        }
     past.runs = (past.runs or 0) + int(success)
     past.updated_at = now

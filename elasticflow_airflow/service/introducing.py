@@ -85,6 +85,7 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
     needs_length = row.total_steps is None and not row.best_effort
     speeds = known_speeds(submission, None if needs_length else past.measured)
     row.told_speeds = speeds
+    sigma, sigmas = history.sigmas_of(past, submission["scaling_curve"], books.settings.scheduler_config())
     _say_where_it_starts(books, row)
     outlook.begin(books, row, past.loss_curve)
     most, least = most_workers(submission, row.logical_workers), int(submission["min_workers"])
@@ -113,7 +114,8 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
             latest_deadline_s=submission["latest_deadline_at"],
             explore=not submission["scaling_curve"],
             partial=not submission["scaling_curve"],
-            speed_sigma=history.sigma_of(past, books.settings.scheduler_config()),
+            speed_sigma=sigma,
+            speed_sigmas=sigmas,
         ),
     )
     if asked is None:

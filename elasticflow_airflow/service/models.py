@@ -331,8 +331,8 @@ class HistoryRow(Base):
     """How long the last run was that said so only when it began ..."""
     epochs: Mapped[int | None] = mapped_column(Integer, default=None)
     """... in so many epochs."""
-    errors: Mapped[list[Any] | None] = mapped_column(default=None)
-    """How wrong the speeds of the last runs were, oldest first: root mean square of log(measured / told) of each."""
+    errors: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    """By workers (as text), how wrong the speeds of the last runs were, oldest first: |log(measured / told)|."""
     loss_curve: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     """Of the last success with a loss to train to: ``width`` and ``losses``."""
     runs: Mapped[int] = mapped_column(Integer, default=0)

@@ -203,6 +203,7 @@ def _expected(settings: ServiceSettings, reader: Reader, task: RecurringTaskRow,
     speeds = history.speeds_to_plan_with(given, past.measured) if given else past.speeds
     if not speeds:
         return None
+    sigma, sigmas = history.sigmas_of(past, given, settings.scheduler_config())
     limits = [size for size in (facts["max_workers"], facts["logical_workers"]) if size is not None]
     return expect(
         [PastRun(**run) for run in task.past],
@@ -213,7 +214,8 @@ def _expected(settings: ServiceSettings, reader: Reader, task: RecurringTaskRow,
         costs=costs_from(settings, past.costs, {}),
         min_workers=int(facts["min_workers"]),
         max_workers=min(limits, default=None),
-        speed_sigma=history.sigma_of(past, settings.scheduler_config()),
+        speed_sigma=sigma,
+        speed_sigmas=sigmas,
     )
 
 

@@ -91,7 +91,8 @@ def state_out_of_bounds(state: JobState) -> str | None:
     lengths = {name: getattr(costs, name) for name in ("startup_s", "pause_s", "tail_s", "join_s")}
     workers = {"min_workers": job.min_workers, "max_workers": job.max_workers}
     curves = [curve for curve in (job.curve, state.told) if curve is not None]
-    speeds = [*state.measured.items(), *(pair for curve in curves for pair in curve.steps_per_s.items())]
+    windows = ((size, seen.steps_per_s) for size, many in state.evidence.items() for seen in many)
+    speeds = [*state.measured.items(), *windows, *(pair for curve in curves for pair in curve.steps_per_s.items())]
     return _first(
         *(_named(name, bounds.time_problem(at)) for name, at in times.items() if at is not None),
         *(_named(name, bounds.number_problem(n, 0, bounds.MOST_COUNT)) for name, n in steps.items() if n is not None),

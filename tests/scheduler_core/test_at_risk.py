@@ -147,3 +147,17 @@ def test_a_job_without_an_end_in_sight_takes_slots_that_become_free(make_job: An
     assert held(scheduler, "a") == 4
     scheduler.handle(ev.JobFinished("b"), 2000.0)
     assert held(scheduler, "a") == 8
+
+
+def test_who_becomes_at_risk_is_helped_at_once_though_another_cannot_be(make_job: Any, nodes: Any) -> None:
+    """The other needs more slots than are left: it has no end in any plan, and was counted as if nothing helped."""
+    scheduler = Scheduler(SERVED, nodes(4, 8))
+    scheduler.handle(ev.JobSubmitted(make_job("wide", steps=4000, deadline=3000, curve={8: 2.0})), 0.0)
+    scheduler.handle(ev.JobSubmitted(make_job("other", steps=9000, curve={1: 1.0, 2: 1.9})), 0.0)
+    late = make_job("late", steps=2000, deadline=1300, curve={1: 1.0, 2: 1.9, 4: 3.6})
+    scheduler.handle(ev.JobSubmitted(late), 1.0)
+    scheduler.handle(ev.NodeLost("n001"), 2.0)
+    for now in range(20, 140, 15):
+        workers = held(scheduler, "late")
+        report(scheduler, "late", 2000 - now, 0.3 * workers, float(now))
+    assert held(scheduler, "late") == 4

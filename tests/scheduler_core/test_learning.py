@@ -37,7 +37,7 @@ def seen(*speeds: float) -> Evidence:
 def promise_of(measured: dict[int, float], sigma: float, config: SchedulerConfig) -> dict[int, float]:
     """What is planned with when these sizes are measured for certain."""
     held = {size: Belief(speed, 0.0) for size, speed in measured.items()}
-    return planned(believed(TOLD, measured, config), TOLD, held, sigma, config)
+    return planned(believed(TOLD, measured, config), TOLD, held, lambda _: sigma, config)
 
 
 @pytest.mark.parametrize(("shared", "factor"), [(0.0, 1.0), (0.5, 1.5**0.5), (1.0, 1.5)])
@@ -67,7 +67,9 @@ def test_what_is_measured_needs_no_margin_and_the_others_have_the_quantile() -> 
     assert promise_of({2: 2.0}, 0.0, SchedulerConfig()) == TOLD.steps_per_s
     doubt = math.exp(-0.1 * Z90)
     assert promise_of({2: 2.0}, 0.1, APART) == pytest.approx({1: doubt, 2: 2.0, 4: 4.0 * doubt})
-    assert promised(TOLD, 0.1, APART).steps_per_s == pytest.approx({n: v * doubt for n, v in TOLD.steps_per_s.items()})
+    assert promised(TOLD, lambda _: 0.1, APART).steps_per_s == pytest.approx(
+        {n: v * doubt for n, v in TOLD.steps_per_s.items()}
+    )
 
 
 @pytest.mark.parametrize("factor", [0.88, 0.9, 1.0, 1.2])
@@ -88,7 +90,9 @@ def test_one_window_is_not_solid_and_three_are() -> None:
     noisy = SchedulerConfig(report_sigma=0.05)
     assert [seen(*[1.8] * n).is_solid(noisy) for n in (1, 2, 3)] == [False, False, True]
     assert seen(1.8).is_solid(SchedulerConfig())
-    assert Evidence().with_report(1.8, 60.0, 45.0, noisy).is_solid(noisy)
+    long = Evidence().with_report(1.8, 60.0, 600.0, noisy)
+    assert long.is_solid(noisy)
+    assert long.with_report(1.8, 61.0, 600.0, noisy).count == 3.0
 
 
 def test_reports_within_one_window_count_as_one() -> None:
@@ -109,7 +113,7 @@ def test_what_is_measured_once_is_planned_as_before_while_that_is_plausible() ->
     doubt = 2.0 * math.exp(-0.1 * Z90)
 
     def plan(speed: float) -> float:
-        return planned(TOLD, TOLD, {2: belief(2.0, 0.1, seen(speed), noisy)}, 0.1, noisy)[2]
+        return planned(TOLD, TOLD, {2: belief(2.0, 0.1, seen(speed), noisy)}, lambda _: 0.1, noisy)[2]
 
     assert plan(1.75) == pytest.approx(doubt)  # no reason to plan with less, and none to plan with more
     assert 1.0 < plan(1.3) < doubt
@@ -119,7 +123,9 @@ def test_what_is_measured_once_is_planned_as_before_while_that_is_plausible() ->
 def test_a_size_that_nobody_told_of_is_planned_below_its_first_window() -> None:
     noisy = SchedulerConfig(report_sigma=0.05)
     held = belief(None, 0.1, seen(8.0), noisy)
-    assert planned(ScalingCurve({8: 8.0}), TOLD, {8: held}, 0.1, noisy)[8] == pytest.approx(8.0 * math.exp(-0.05 * Z90))
+    assert planned(ScalingCurve({8: 8.0}), TOLD, {8: held}, lambda _: 0.1, noisy)[8] == pytest.approx(
+        8.0 * math.exp(-0.05 * Z90)
+    )
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 5, 20])
@@ -207,3 +213,25 @@ def test_a_report_of_what_is_known_moves_nothing(make_job, nodes) -> None:
     assert scheduler.states() == before
     scheduler.handle(ev.JobProgressed("a", remaining_steps=300 - 40, steps_per_s=1.6), 30.0)
     assert scheduler.states()[0].remaining_steps == 260
+
+
+def test_one_noisy_report_is_no_more_certain_after_a_restart(make_job, nodes) -> None:
+    scheduler = Scheduler(SchedulerConfig.served(), nodes(1))
+    scheduler.handle(ev.JobSubmitted(make_job("a", steps=1000, deadline=1150, curve={1: 1.0})), 0.0)
+    scheduler.handle(ev.JobProgressed("a", remaining_steps=988, steps_per_s=0.8), 15.0)
+    again = Scheduler(SchedulerConfig.served(), nodes(1))
+    decisions = again.restore(scheduler.states(), 16.0)
+    assert not [d for d in decisions if isinstance(d, de.AtRisk)]
+    assert again.plan_of("a").finish_s == pytest.approx(scheduler.plan_of("a").finish_s)
+    assert again.states()[0].evidence == scheduler.states()[0].evidence
+
+
+def test_each_size_has_the_error_that_was_seen_of_it(make_job, nodes) -> None:
+    config = SchedulerConfig(speed_sigma=0.1)
+    job = make_job("a", steps=100, deadline=1000, curve={1: 1.0, 2: 1.9}, speed_sigmas={1: 0.0}, max_workers=1)
+    scheduler = Scheduler(config, nodes(2))
+    scheduler.handle(ev.JobSubmitted(job), 0.0)
+    assert scheduler.plan_of("a").finish_s == pytest.approx(100.0)
+    other = Scheduler(config, nodes(2))
+    other.handle(ev.JobSubmitted(make_job("a", steps=190, deadline=1000, curve={2: 1.9}, speed_sigmas={1: 0.0})), 0.0)
+    assert other.plan_of("a").finish_s == pytest.approx(100.0 * math.exp(0.1 * Z90))

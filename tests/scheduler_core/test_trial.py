@@ -105,3 +105,31 @@ def test_what_the_submitter_wants_when_it_cannot_be_promised_follows_after_the_t
         assert [d.terms for d in of(decided, de.Admit)] == [de.Terms.BEST_EFFORT]
     else:
         assert of(decided, de.Reject)  # nothing that it could wait for would help
+
+
+@pytest.mark.parametrize("trouble", ["gang lost", "owner away", "restart"])
+def test_a_trial_that_is_interrupted_is_begun_again(make_job: Any, nodes: Any, trouble: str) -> None:
+    scheduler = Scheduler(SERVED, nodes(1))
+    submit(scheduler, make_job("a", **(TIGHT | {"deadline": 1120})))
+    if trouble == "gang lost":
+        decided = scheduler.handle(ev.GangLost("a"), 10.0)
+    elif trouble == "owner away":
+        decided = scheduler.handle(ev.JobParked("a"), 10.0) + scheduler.handle(ev.JobUnparked("a"), 14.0)
+    else:
+        states = scheduler.states()
+        scheduler = Scheduler(SERVED, nodes(1))
+        decided = scheduler.restore(states, 10.0)
+    assert of(decided, de.Reject) == []
+    state = scheduler.state("a")
+    assert state is not None
+    assert (state.phase, state.placement.workers) == (Phase.PROFILING, 1)
+    assert of(scheduler.handle(ev.JobMeasured("a", 1, 1.0), 30.0), de.Admit)
+
+
+def test_who_is_amended_to_best_effort_is_tried_no_more(make_job: Any, nodes: Any) -> None:
+    scheduler = Scheduler(SERVED, nodes(1))
+    submit(scheduler, make_job("a", **TIGHT))
+    scheduler.handle(ev.JobAmended("a", best_effort=True), 5.0)
+    state = scheduler.state("a")
+    assert state is not None
+    assert (state.phase, state.trial) == (Phase.ADMITTED, 0)

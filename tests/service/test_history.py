@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from elasticflow_airflow.runtime.protocol import Report, ReportKind
-from elasticflow_airflow.service.history import Past, length_of, past_of
+from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.service.history import Past, length_of, past_of, sigmas_of, speeds_to_plan_with
 from elasticflow_airflow.service.models import HistoryRow
 from elasticflow_airflow.wire import Length
 
@@ -69,8 +72,8 @@ def test_what_is_stored_out_of_bounds_is_as_if_it_were_not_there(rubbish):
     )
     speeds = {"1": 10.0, "2": 18.0}
     assert past_of(row) == Past(speeds=speeds, measured=speeds, costs={"startup_s": 3.0}, epochs=2)
-    row.errors = [0.1, rubbish]
-    assert past_of(row).errors in ((0.1,), (0.1, rubbish))
+    row.errors = {"1": [0.1, rubbish], "x": [0.1], "2": rubbish}
+    assert past_of(row).errors in ({"1": (0.1,)}, {"1": (0.1, rubbish)})
     row.errors = rubbish
     row.speeds, row.costs = {"1": 10.0, "2": rubbish}, rubbish
     assert past_of(row) == Past(epochs=2, measured={"1": 10.0})
@@ -156,9 +159,9 @@ def test_a_task_whose_speeds_have_held_is_promised_without_a_margin(world):
     """200 s at the speed as told, 227 s at the one that the first run is promised with."""
     curve = {1: 10.0}
     first = world.submit(run="run0", steps=2000, within=400, scaling_curve=curve, max_workers=1)
-    assert errors_of(world, first) == ()
+    assert errors_of(world, first) == {}
     assert world.ended(first).result.met
-    (error,) = errors_of(world, first)
+    (error,) = errors_of(world, first)["1"]
     assert error == pytest.approx(0.0, abs=0.01)
     again = world.submit(run="run1", steps=2000, within=240, scaling_curve=curve, max_workers=1)
     assert world.status(again).verdict.decision == "admitted"
@@ -169,7 +172,7 @@ def test_what_a_run_has_measured_counts_more_than_the_curve_that_was_given(world
     told = {1: 20.0}  # twice as fast as it is
     first = world.submit(run="run0", steps=600, within=400, scaling_curve=told, max_workers=1)
     assert world.ended(first).state == "succeeded"
-    assert errors_of(world, first)[0] == pytest.approx(0.69, abs=0.05)
+    assert errors_of(world, first) == {"1": (0.1,)}  # of a guess that has been replaced, no more than of any
     again = world.submit(run="run1", steps=600, within=400, scaling_curve=told, max_workers=1)
     assert world.row(again).told_speeds["1"] == pytest.approx(10.0, rel=0.05)
 
@@ -178,7 +181,21 @@ def test_the_last_errors_of_a_task_are_kept_and_runs_that_measured_nothing_add_n
     for number in range(25):
         job = world.submit(run=f"run{number}", steps=60, within=400, scaling_curve={1: 10.0}, max_workers=1)
         assert world.ended(job).state == "succeeded"
-    assert len(errors_of(world, job)) == 20
+    assert len(errors_of(world, job)["1"]) == 20
     short = world.submit(run="short", steps=2, within=400, scaling_curve={1: 10.0}, max_workers=1)
     assert world.ended(short).state == "succeeded"
-    assert len(errors_of(world, job)) == 20
+    assert len(errors_of(world, job)["1"]) == 20
+
+
+def test_a_size_that_no_run_has_measured_keeps_its_margin_and_follows_those_that_were():
+    given, config = {"1": 2.0, "2": 3.8, "4": 7.2}, SchedulerConfig.served()
+    speeds = speeds_to_plan_with(given, {"4": 3.6})
+    assert speeds["4"] == 3.6
+    assert 1.0 < speeds["1"] < 2.0
+    assert sigmas_of(Past(measured={"4": 3.6}, errors={"4": (0.0,)}), given, config) == (
+        pytest.approx(math.log(2.0)),
+        {4: 0.0},
+    )
+    assert sigmas_of(Past(measured={"4": 7.2}, errors={"4": (0.0,)}), given, config) == (None, {4: 0.0})
+    assert speeds_to_plan_with(None, {"1": 3.0}) == {"1": 3.0}
+    assert speeds_to_plan_with(None, None) is None

@@ -91,6 +91,7 @@ def test_a_day_of_trainings_with_wrong_curves_keeps_what_was_promised(make_world
     with world.store.read() as reader:
         runs = [task.runs[-1] for task in every]
         keys = [(reader.job(run.job.job_id).recurring_key, world.row(run).signature) for run in runs]
-        errors = [error for key in keys for error in past_of(reader.history(*key)).errors]
+        found = [past_of(reader.history(*key)).errors for key in keys]
+        errors = [error for by_size in found for seen in by_size.values() for error in seen]
     assert errors
     assert all(math.isfinite(error) for error in errors)
