@@ -12,9 +12,9 @@ from support.airflow_paths import PATHS
 from support.airflow_stack import Run, Stack
 
 DAILY = "schedule='0 5 * * *', start_date=pendulum.datetime(2026, 1, 1, tz='UTC'), catchup=False"
-SLOW = 'fake={"steps_per_s": {1: 1.3}}'
+SLOW = 'fake={"steps_per_s": {1: 1.0}}'
 """Much slower than the scaling curve says: 120 steps are promised within 75 s, and take more than 90."""
-SOON = "deadline='{{ (ti.start_date + macros.timedelta(seconds=75)).isoformat() }}'"
+SOON = "deadline='{{ (ti.start_date + macros.timedelta(seconds=100)).isoformat() }}'"
 
 
 def airflow(stack: Stack, *words: str, status: int = 0) -> str:

@@ -28,7 +28,7 @@ def segments(logs_dir: Path, name: str) -> list[tuple[int, Path]]:
         with os.scandir(logs_dir) as entries:
             # A script may put anything there: a link or a pipe is no segment.
             names = [one.name for one in entries if one.name.startswith(prefix) and one.is_file(follow_symlinks=False)]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # a script may have put a file in its place
         return []
     return sorted((int(name[len(prefix) :]), logs_dir / name) for name in names if _START.fullmatch(name, len(prefix)))
 
@@ -62,7 +62,7 @@ def read(logs_dir: Path, name: str, offset: int, limit: int) -> LogRead:
             with open_ordinary(path) as file:
                 file.seek(position - start)
                 piece = file.read(limit - (position - offset))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             # Rotated away since the folder was listed: what is left begins later.
             return read(logs_dir, name, next_start or offset, limit) if not pieces else _joined(pieces, offset, False)
         pieces.append(piece)
@@ -149,7 +149,7 @@ class LogWriter:
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return 0
 
 
