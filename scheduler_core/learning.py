@@ -8,8 +8,7 @@ the curve as told). Promises rely on a low quantile of what is then still uncert
 section 3: on the distribution, not on a point): a size that was measured in this run needs no margin any more.
 
 A measurement counts once it is solid: so many windows of reports. Their median is believed, so that one noisy window
-moves nothing; until then a promise goes on as it was planned for as long as the reports leave that plausible. Pure
-functions; knows no job.
+moves nothing; until then a promise goes on as it was planned. Pure functions; knows no job.
 """
 
 from __future__ import annotations
@@ -140,12 +139,10 @@ def planned(
 
 
 def _measured(held: Belief, promised: float | None, config: SchedulerConfig) -> float:
-    """What to plan with at a size that runs: as it was, while that is plausible; what is solid is as it is."""
+    """What to plan with at a size that runs: as it was promised, until a measurement is solid; then as it is."""
     if held.sigma == 0.0:
         return held.steps_per_s
-    margin = _quantile(config, held.sigma)
-    least, most = held.steps_per_s * margin, held.steps_per_s / margin
-    return least if promised is None else min(max(promised, least), most)
+    return held.steps_per_s * _quantile(config, held.sigma) if promised is None else promised
 
 
 def promised(curve: ScalingCurve, sigma: Callable[[int], float], config: SchedulerConfig) -> ScalingCurve:

@@ -312,6 +312,24 @@ def test_a_stated_error_of_the_curves_covers_slower_jobs(world: ModuleType, stor
     assert not play.late()
 
 
+@QUICK
+@given(
+    story=stories(),
+    factor=st.floats(0.88, 1.1),
+    outlier=st.lists(st.tuples(st.integers(0, 6), st.floats(0.3, 3.0)), min_size=1, max_size=4),
+)
+def test_one_noisy_report_breaks_no_promise_and_announces_no_risk(world: ModuleType, story, factor, outlier) -> None:
+    """Speeds are inside the stated error, and one report of each job says something else, a third or thrice as much."""
+    sizes, arrivals, _, _, started = story
+    scheduler = Scheduler(SchedulerConfig.served(explore_gain=0.0), _nodes(sizes))
+    play = world.World(scheduler, reports=True, gang_started=started, outlier=outlier)
+    for job in arrivals:
+        play.submit(job.submitted_s, job, {n: speed * factor for n, speed in job.curve.steps_per_s.items()})
+    play.run()
+    assert not play.late()
+    assert not [decision for _, decision in play.log if isinstance(decision, de.AtRisk)]
+
+
 def _crowds(arrivals: list[Job], apart_s: float) -> list[list[Job]]:
     """The same jobs, but those that come soon after another one come with it."""
     found: list[list[Job]] = []

@@ -77,6 +77,7 @@ class World:
         gang_started: bool = False,
         lag_s: float = 0.0,
         joint: bool = False,
+        outlier: Sequence[tuple[int, float]] = (),
     ) -> None:
         self.scheduler = scheduler
         self.nodes: dict[str, Node] = {node.node_id: node for node in scheduler.nodes()}
@@ -90,6 +91,9 @@ class World:
         self.reports = reports
         self.lag_s = lag_s
         self.joint = joint
+        self.outlier = outlier
+        """For each job in turn, which of its reports of speed is wrong, and by how much; none: no speeds are told."""
+        self.spoken: dict[str, int] = {}
         self.reported: list[ev.GangStarted | ev.JobProgressed] = []
 
     # -- what happens ----------------------------------------------------------------------------------------------
@@ -140,7 +144,7 @@ class World:
                 run = self.runs[job_id]
                 if run.version == version and run.ended_s is None:
                     run.advance(self.now)
-                    self._report(ev.JobProgressed(job_id, run.left))
+                    self._report(ev.JobProgressed(job_id, run.left, steps_per_s=self._told_speed(run)))
             case ("measured", job_id, version):
                 run = self.runs[job_id]
                 if run.version == version and run.ended_s is None:
@@ -265,8 +269,17 @@ class World:
             self.at(run.ready_s + 20.0, ("measured", run.job.job_id, run.version))
         if (end := run.ends_s()) is not None:
             self.at(end, ("end", run.job.job_id, run.version), 0)
-            if self.reports:
-                self.at((run.ready_s + end) / 2, ("report", run.job.job_id, run.version))
+            parts = 8 if self.outlier else 2
+            for part in range(1, parts if self.reports else 0):
+                self.at(run.ready_s + (end - run.ready_s) * part / parts, ("report", run.job.job_id, run.version))
+
+    def _told_speed(self, run: Run) -> float | None:
+        """What a report says of the speed: as it is, but for one of each job."""
+        if not self.outlier:
+            return None
+        number = self.spoken[run.job.job_id] = self.spoken.get(run.job.job_id, -1) + 1
+        wrong, factor = self.outlier[list(self.runs).index(run.job.job_id) % len(self.outlier)]
+        return run.speed() * (factor if number == wrong else 1.0)
 
     def _lose_workers(self, run: Run, living: tuple[Slot, ...]) -> None:
         """Some of its workers are gone, and the others make steps from now on."""
