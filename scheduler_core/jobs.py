@@ -193,26 +193,24 @@ class LiveJob:
         before = self.evidence.get(size)
         if before is None:
             before = Evidence.certain(self.measured[size]) if size in self.measured else Evidence()
-        if self.told is None:
-            self.told = self.job.curve
-        evidence = self.evidence[size] = before.with_report(steps_per_s, now, measured_s, config)
-        told = self.told.steps_per_s.get(size) if self.told is not None else None
-        self._believe(size, belief(told, self.sigma(size, config), evidence, config).steps_per_s, config)
+        self.told = self.told or self.job.curve
+        self.evidence[size] = before.with_report(steps_per_s, now, measured_s, config)
+        self._believe(size, self._belief(size, steps_per_s, config).steps_per_s, config)
 
     def _believe(self, size: int, steps_per_s: float, config: SchedulerConfig) -> None:
-        if self.told is None:
-            self.told = self.job.curve
         self.measured[size] = steps_per_s
-        told = self.told or ScalingCurve({size: steps_per_s})
-        self.job = replace(self.job, curve=believed(told, self.measured, config))
-        self._work = None
+        self._relearn(config)
 
     def take_measured(self, config: SchedulerConfig) -> None:
         """Believe what profiling has measured so far, beside what was known before this run."""
-        if self.told is None:
-            self.told = self.job.curve
+        self._relearn(config)
+        self.job = replace(self.job, partial=self.job.partial or not self.trial)
+
+    def _relearn(self, config: SchedulerConfig) -> None:
+        """The curve anew: what was told before this run, and what was measured in it."""
+        self.told = self.told or self.job.curve
         curve = ScalingCurve(self.measured) if self.told is None else believed(self.told, self.measured, config)
-        self.job = replace(self.job, curve=curve, partial=self.job.partial or not self.trial)
+        self.job = replace(self.job, curve=curve)
         self._work = None
 
     def settle(self, layout: Layout, config: SchedulerConfig, now: float) -> None:

@@ -126,15 +126,16 @@ def planned(
     promise holds where speeds are at least what was planned with. Bad news of one size counts for the others, good
     news does not: how much of the error they share, nobody knows, and a size that runs is measured soon.
     """
-    promised = {size: speed * _quantile(config, sigma(size)) for size, speed in told.steps_per_s.items()}
-    speeds = {size: _measured(held, promised.get(size), config) for size, held in measured.items()}
-    known = [size for size in speeds if size in promised]
-    kept = all(speeds[size] >= promised[size] * (1.0 - _EQUAL) for size in known)
+    before = promised(told, sigma, config).steps_per_s
+    speeds = {size: _measured(held, before.get(size), config) for size, held in measured.items()}
+    known = [size for size in speeds if size in before]
+    kept = all(speeds[size] >= before[size] * (1.0 - _EQUAL) for size in known)
     rest = _rest_of_doubt(config.speed_shared, len(known))
     for size, speed in curve.steps_per_s.items():
         if size not in speeds:
-            before = promised.get(size, speed)
-            speeds[size] = before if kept else min(before, speed * _quantile(config, sigma(size) * rest))
+            speeds[size] = before.get(size, speed)
+            if not kept:
+                speeds[size] = min(speeds[size], speed * _quantile(config, sigma(size) * rest))
     return {size: speeds[size] for size in curve.steps_per_s}
 
 
@@ -153,9 +154,10 @@ def promised(curve: ScalingCurve, sigma: Callable[[int], float], config: Schedul
 def sigma_of_errors(errors: Sequence[float], config: SchedulerConfig) -> float:
     """How wrong the next curve of a task may be (the sigma of a log-normal factor) by what was seen in past runs.
 
-    ``errors`` has the root mean square of log(measured / told) of each run. Planned with it, a speed is kept with
-    ``speed_confidence`` although few runs were seen (Student's t distribution, Biometrika 1908); where they were no
-    more exact than is assumed of those of which nothing is known, by the normal one. No errors: ``speed_sigma``.
+    ``errors`` has log(measured / told) of each run (of several sizes the root mean square). Planned with it, a speed
+    is kept with ``speed_confidence`` although few runs were seen (Student's t distribution, Biometrika 1908); where
+    they were no more exact than is assumed of those of which nothing is known, by the normal one. No errors:
+    ``speed_sigma``.
     """
     if not errors:
         return config.speed_sigma
