@@ -213,6 +213,11 @@ class LiveJob:
         self.job = replace(self.job, curve=curve)
         self._work = None
 
+    def renew_trial(self, now: float, config: SchedulerConfig) -> None:
+        """Give a job that is tried out as long as at first to get its slots back: it was not its own doing."""
+        if self.trial:
+            self.thorough_s = max(self.thorough_s, now + config.overdue_s)
+
     def settle(self, layout: Layout, config: SchedulerConfig, now: float) -> None:
         """Bring ``remaining`` forward to ``now`` along the curve."""
         if self.remaining is not None:

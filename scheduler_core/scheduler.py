@@ -200,7 +200,7 @@ class Scheduler(Decider):
                 out.append(Suspend(job.job_id, reason))
             if job.mask.bit_count() != state.placement.workers:
                 job.placement, job.mask = Placement(), 0
-            job.thorough_s = now + self.config.overdue_s  # counts of a trial alone
+            job.renew_trial(now, self.config)
             if state.reserved and all(
                 layout.mask_of(r.placement).bit_count() == r.placement.workers for r in state.reserved
             ):
@@ -394,7 +394,7 @@ class Scheduler(Decider):
         if job.phase is not Phase.PARKED:
             return board.wake(now)
         job.phase, job.parked_from = job.parked_from or Phase.ADMITTED, None
-        job.thorough_s = max(job.thorough_s, now + self.config.overdue_s) if job.trial else job.thorough_s
+        job.renew_trial(now, self.config)
         job.waiting_since_s = now
         if job.promised and not job.at_risk and job.job.deadline_s is not None:
             verdict = self._ask(job, now)
@@ -452,7 +452,7 @@ class Scheduler(Decider):
         job.placement, job.mask, job.ready_s, job.starting = Placement(), 0, now, False
         job.profiling = None
         job.waiting_since_s = now
-        job.thorough_s = max(job.thorough_s, now + self.config.overdue_s) if job.trial else job.thorough_s
+        job.renew_trial(now, self.config)
         job.changed()
         if job.course is not None:
             board.late.add(job.job_id)
