@@ -34,7 +34,7 @@ def stand_in(
 
     None when it cannot at any: what cannot be kept is not reserved for.
     """
-    largest = 1 << (layout.levels - 1)
+    largest = layout.largest_block
     otherwise = config.speed_sigma if run.speed_sigma is None else run.speed_sigma
     believed = promised(run.curve, lambda size: run.speed_sigmas.get(size, otherwise), config)
     speeds = believed.usable(run.min_workers, min(run.max_workers or largest, largest))

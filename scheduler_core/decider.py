@@ -33,7 +33,6 @@ from elasticflow_airflow.scheduler_core.profiling import (
     candidate_sizes,
     in_a_hurry,
     known_speeds,
-    largest_block,
     missing_sizes,
     sizes_to_measure,
     undecided_until,
@@ -135,7 +134,7 @@ class Decider:
                 Reject(live.job_id, f"the deadline {moment(deadline)} is past: it is {moment(now)} now", None),
                 *self._wake(now),
             ]
-        if not candidate_sizes(live, largest_block(self._board.layout)) or not self._board.nodes:
+        if not candidate_sizes(live, self._board.layout.largest_block) or not self._board.nodes:
             reason = f"no block of at least {live.job.min_workers} slots exists in this cluster"
             return [Reject(live.job_id, reason, None), *self._wake(now)]
         live.phase = Phase.PROFILING

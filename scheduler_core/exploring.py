@@ -26,7 +26,7 @@ def try_next_size(draft: Draft, job: LiveJob, work: Work, config: SchedulerConfi
         return None
     if curve is None or present is None or present.finish_s == INFINITY or work.size != max(curve.steps_per_s):
         return None
-    most = min(job.job.max_workers or target, 1 << (draft.layout.levels - 1))
+    most = min(job.job.max_workers or target, draft.layout.largest_block)
     if target > most or target in job.failed_sizes or draft.mask_now(job.job_id) != work.mask:
         return None
     now = draft.now

@@ -128,7 +128,7 @@ class LiveJob:
     def work(self, layout: Layout, config: SchedulerConfig) -> Work:
         """The planner's view; the same object until something changes."""
         if self._work is None:
-            speeds = self.sizes(1 << (layout.levels - 1), config)
+            speeds = self.sizes(layout.largest_block, config)
             size = self.mask.bit_count()
             costs = self.job.costs
             limit = INFINITY if self.best_effort or self.job.deadline_s is None else self.job.deadline_s

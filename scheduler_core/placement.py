@@ -81,6 +81,8 @@ class Layout:
         self.slots = tuple(slots)
         self.starts = tuple(starts)
         self.levels = len(starts)
+        self.largest_block = 1 << (self.levels - 1)
+        """The most workers that a gang could have here, were all slots free."""
         self.changes = tuple(sorted({until_s for until_s, _ in (*self.drains, *self.avoided)}))
         """When other slots become usable, or some no longer are."""
         self.address = {slot: i for i, slot in enumerate(slots)}

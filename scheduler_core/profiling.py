@@ -42,7 +42,7 @@ def missing_sizes(job: LiveJob, layout: Layout, config: SchedulerConfig) -> list
     Larger ones are not when a size could not be measured, or was not faster than the one before.
     """
     known = known_speeds(job)
-    sizes = candidate_sizes(job, largest_block(layout))
+    sizes = candidate_sizes(job, layout.largest_block)
     missing = [size for size in sizes if size not in known and size not in job.failed_sizes]
     tried = [size for size in sizes if size not in missing]
     measured = [size for size in tried if size in known]
@@ -112,11 +112,6 @@ def wait_limit(job: LiveJob, layout: Layout, now: float, config: SchedulerConfig
     if job.remaining is None or not known_speeds(job):
         return _last_start_s(job, layout, now, config)
     return undecided_until(job, layout, now, config)
-
-
-def largest_block(layout: Layout) -> int:
-    """The most workers that a gang could have on this cluster."""
-    return 1 << (layout.levels - 1)
 
 
 def _best_per_worker(job: LiveJob) -> float | None:

@@ -86,7 +86,7 @@ class Books:
     @property
     def largest(self) -> int:
         """Size of the largest block that the cluster has."""
-        return 1 << max(0, self.layout.levels - 1)
+        return self.layout.largest_block
 
     def usable(self, now: float) -> int:
         """Slots that may be held now: not busy, not about to go away."""

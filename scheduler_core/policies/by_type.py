@@ -145,7 +145,7 @@ class ByType:
             curve = job.curves.get(name, job.curve)
             if curve is None:
                 return 0.0
-            largest = 1 << max(0, Layout(self._inner[name].nodes()).levels - 1)
+            largest = Layout(self._inner[name].nodes()).largest_block
             return max(curve.usable(job.min_workers, min(job.max_workers or largest, largest)).values(), default=0.0)
 
         return sorted(names, key=lambda name: (fastest(name) * (1 if job.deadline_s is not None else -1), name))

@@ -101,7 +101,7 @@ def achievable(setting: Setting) -> dict[str, float]:
         InputError: a job cannot run on it at any size.
     """
     found: dict[str, float] = {}
-    largest = 1 << (Layout(setting.nodes).levels - 1)
+    largest = Layout(setting.nodes).largest_block
     for simulated in setting.jobs(Contender(policy="elasticflow")):
         job = simulated.job
         fastest = max(speed for size, speed in simulated.truth.items() if size <= largest)

@@ -95,7 +95,7 @@ def prepare(
     Raises:
         InputError: a job's model is unknown, or it cannot run on this cluster at any size.
     """
-    largest = 1 << (Layout(nodes).levels - 1)
+    largest = Layout(nodes).largest_block
     costs = RescaleCosts(
         startup_s=conditions.pause_s if conditions.startup_s is None else conditions.startup_s,
         pause_s=conditions.pause_s,
