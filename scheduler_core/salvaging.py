@@ -10,6 +10,7 @@ of all migrations paid.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from elasticflow_airflow.scheduler_core.filling import Share, minimum_share
@@ -43,81 +44,78 @@ def salvage(
     ``free`` is the capacity without any of the jobs; it stays as it is.
     """
     able = [work for work in works if minimum_share(free, work, now) is not None]
+    planning = _Planning(layout, free, age, now, avoid, rounds)
     best: dict[str, Course] = {}
     for number, ahead in enumerate(_PAID_AHEAD):
         if number and (number + 1) * len(able) > _EFFORT:
             break
-        courses = _chosen(layout, free, able, age, now, avoid, rounds, ahead)
-        courses = _with_more(layout, free, able, age, now, avoid, rounds, courses)
+        courses = planning.with_more(able, planning.chosen(able, ahead))
         if len(courses) > len(best):
             best = courses
     return best
 
 
-def _with_more(
-    layout: Layout,
-    free: FreeCapacity,
-    works: Sequence[Work],
-    age: Mapping[str, int],
-    now: float,
-    avoid: int,
-    rounds: int,
-    courses: dict[str, Course],
-) -> dict[str, Course]:
-    """Try to keep those of ``works`` who have no course, too, the oldest first, all planned anew each time."""
-    kept = [work for work in works if work.job_id in courses]
-    effort = _EFFORT
-    for work in sorted(works, key=lambda work: age[work.job_id]):
-        if work.job_id in courses:
-            continue
-        effort -= len(kept) + 1
-        if effort < 0:
-            break
-        again, _ = prove(layout, free, deadline_order([*kept, work]), now, avoid, rounds)
-        if again is not None:
-            kept.append(work)
-            courses = again
-    return courses
+@dataclass(frozen=True, slots=True)
+class _Planning:
+    """What all plans have in common; the fields are the arguments of :func:`salvage`."""
 
+    layout: Layout
+    free: FreeCapacity
+    age: Mapping[str, int]
+    now: float
+    avoid: int
+    rounds: int
 
-def _chosen(
-    layout: Layout,
-    free: FreeCapacity,
-    works: Sequence[Work],
-    age: Mapping[str, int],
-    now: float,
-    avoid: int,
-    rounds: int,
-    ahead: int,
-) -> dict[str, Course]:
-    """Choose, place, and leave out whoever is late then; each round pays the migrations of the one before."""
-    extra = {work.job_id: ahead for work in works}
-    top = max((work.sizes[-1] for work in works), default=1)
-    best: dict[str, Course] = {}
-    rounds = min(rounds, max(_LEAST_ROUNDS, _EFFORT // max(1, len(works))))
-    give_up = 1
-    while works and rounds:
-        choice = _Choice(free.copy(top), age, now, extra)
-        choice.take(works)
-        works = [work for work in works if work.job_id in choice.shares]
-        ordered = deadline_order(works)
-        try:
-            holdings, migrations = place(layout, ordered, choice.shares, now, avoid)
-        except NoPlaceError:
-            works = sorted(works, key=lambda work: age[work.job_id])[:-give_up]
-            give_up *= 2
-            continue
-        rounds -= 1
-        courses = {work.job_id: course_of(work, holdings[work.job_id], now) for work in ordered}
-        late = [work.job_id for work in ordered if courses[work.job_id].promised_s > work.limit_s + TOLERANCE_S]
-        for job_id in late:
-            extra[job_id] = max(extra[job_id] + 1, migrations.get(job_id, 0))
-            del courses[job_id]  # whoever is in time is so without them, too
-        if len(courses) > len(best):
-            best = courses
-        if not late:
-            break
-    return best
+    def with_more(self, works: Sequence[Work], courses: dict[str, Course]) -> dict[str, Course]:
+        """Try to keep those of ``works`` who have no course, too, the oldest first, all planned anew each time."""
+        kept = [work for work in works if work.job_id in courses]
+        effort = _EFFORT
+        for work in self._by_age(works):
+            if work.job_id in courses:
+                continue
+            effort -= len(kept) + 1
+            if effort < 0:
+                break
+            ordered = deadline_order([*kept, work])
+            again, _ = prove(self.layout, self.free, ordered, self.now, self.avoid, self.rounds)
+            if again is not None:
+                kept.append(work)
+                courses = again
+        return courses
+
+    def chosen(self, works: Sequence[Work], ahead: int) -> dict[str, Course]:
+        """Choose, place, and leave out whoever is late then; each round pays the migrations of the one before."""
+        extra = {work.job_id: ahead for work in works}
+        top = max((work.sizes[-1] for work in works), default=1)
+        best: dict[str, Course] = {}
+        rounds = min(self.rounds, max(_LEAST_ROUNDS, _EFFORT // max(1, len(works))))
+        give_up = 1
+        while works and rounds:
+            choice = _Choice(self.free.copy(top), self.age, self.now, extra)
+            choice.take(works)
+            works = [work for work in works if work.job_id in choice.shares]
+            ordered = deadline_order(works)
+            try:
+                holdings, migrations = place(self.layout, ordered, choice.shares, self.now, self.avoid)
+            except NoPlaceError:
+                works = self._by_age(works)[:-give_up]
+                give_up *= 2
+                continue
+            rounds -= 1
+            courses = {work.job_id: course_of(work, holdings[work.job_id], self.now) for work in ordered}
+            late = [work.job_id for work in ordered if courses[work.job_id].promised_s > work.limit_s + TOLERANCE_S]
+            for job_id in late:
+                extra[job_id] = max(extra[job_id] + 1, migrations.get(job_id, 0))
+                del courses[job_id]  # whoever is in time is so without them, too
+            if len(courses) > len(best):
+                best = courses
+            if not late:
+                break
+        return best
+
+    def _by_age(self, works: Sequence[Work]) -> list[Work]:
+        """The oldest promise first."""
+        return sorted(works, key=lambda work: self.age[work.job_id])
 
 
 class _Choice:
