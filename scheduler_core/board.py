@@ -349,11 +349,9 @@ class Board:
                     if job.judged:
                         times.append(max(job.thorough_s, now + 1.0))
             elif job.phase is Phase.WAITING and job.job.deadline_s is not None:
-                least = job.work(self.layout, self.config).least_time_s()
-                if least < INFINITY:
-                    # However often something else happens: a time that has come is not put off.
-                    due = (job.job.deadline_s - least, job.asked_s + self.config.waiting_retry_s)
-                    times += [max(at_s, now + 2 * TOLERANCE_S) for at_s in due]
+                # However often something else happens: a time that has come is not put off.
+                due = (job.until_s, job.asked_s + self.config.waiting_retry_s)
+                times += [max(at_s, now + 2 * TOLERANCE_S) for at_s in due]
             elif job.competes and job.best_effort and not job.mask:
                 times.append(job.waiting_since_s + self.config.ageing_s)
         if any(job.phase is Phase.WAITING for job in self.jobs.values()):

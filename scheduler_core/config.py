@@ -17,6 +17,10 @@ class Objective(StrEnum):
     """Whatever is worth more than what it takes from those who are expected (see :mod:`pricing`)."""
 
 
+EVEN_ODDS = 0.5
+"""The confidence with which no margin is kept."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Settings of one :class:`~elasticflow_airflow.scheduler_core.scheduler.Scheduler`.
@@ -102,7 +106,7 @@ class SchedulerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it is the sigma of a log-normal factor, say 0.1")
         if not 0.0 <= self.speed_shared <= 1.0:
             raise ValueError(f"speed_shared is {self.speed_shared!r}; it is a fraction between 0 and 1")
-        if not 0.5 <= self.speed_confidence < 1.0:
+        if not EVEN_ODDS <= self.speed_confidence < 1.0:
             raise ValueError(f"speed_confidence is {self.speed_confidence!r}; it is a probability from 0.5 to below 1")
         for name in ("deadline_margin_s", "offer_margin_s", "min_saving_pauses", "min_saving_s", "patience_pauses"):
             if getattr(self, name) < 0.0:

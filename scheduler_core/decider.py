@@ -48,7 +48,6 @@ from elasticflow_airflow.scheduler_core.values import (
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding
 from elasticflow_airflow.scheduler_core.work import plan_of as public_plan
 
-_EVEN_ODDS = 0.5
 _LOOKS = 30
 """So often within ``waiting_retry_s`` it is looked whether all planned anew helps those at risk."""
 _WORTH_OF_LATENESS = 0.05
@@ -174,12 +173,9 @@ class Decider:
 
         0: it would be refused, too, if its curve were exact, or nothing can be measured.
         """
-        sizes = live.job.curve.steps_per_s if live.job.curve is not None else ()
-        exact = not any(live.sigma(size, self.config) for size in sizes)
-        if exact or self.config.speed_confidence <= _EVEN_ODDS or not live.job.profile or live.remaining is None:
+        twin = live.as_told(self.config)
+        if twin is None:
             return 0
-        twin = replace(live, job=replace(live.job, speed_sigma=0.0, speed_sigmas={}))
-        twin.changed()
         draft = self._ask(twin, now, thorough=False).draft
         if draft is None:
             return 0
@@ -285,13 +281,13 @@ class Decider:
         if (taken := self._take_later(live, verdict, now)) is not None:
             return taken
         if choice is OnReject.WAIT and job.deadline_s is not None:
-            least = live.work(self._board.layout, self.config).least_time_s()
-            until = job.deadline_s - least
+            until = live.latest_start_s(self._board.layout, self.config)
             if until > now:
                 changed = known and live.phase is not Phase.WAITING
                 if live.phase is not Phase.WAITING:
                     live.phase, live.course = Phase.WAITING, None
                 live.thorough_s = now + max(self.config.waiting_retry_s, (until - now) / 2)
+                live.until_s = until
                 self._register(live)
                 rest = self._replan(now, f"{live.job_id} waits", retry=False) if changed else self._wake(now)
                 if live.said_waiting == "wait":
@@ -387,19 +383,26 @@ class Decider:
         waiting = [job for job in self._board.jobs.values() if job.phase is Phase.WAITING]
         if self._protection is not None:
             waiting.sort(key=lambda job: self._price(job, now))
+        unpromised = self._unpromised_slots() if waiting else 0
         for job in waiting:
-            deadline = job.job.deadline_s or INFINITY
-            until = deadline - job.work(self._board.layout, self.config).least_time_s()
-            thorough = now >= min(job.thorough_s, until) - TOLERANCE_S
+            thorough = now >= min(job.thorough_s, job.until_s) - TOLERANCE_S
+            tried = thorough or job.job.min_workers <= unpromised
             verdict = self._ask(job, now, thorough=thorough)
             if verdict.draft is not None:
                 out += [d for d in self._admit(job, verdict, Terms.DEADLINE, now) if not is_wake(d)]
+            elif tried and (size := self._worth_a_trial(job, now)):
+                out += [d for d in self._try_out(job, size, now) if not is_wake(d)]
             elif thorough:
                 out += [d for d in self._refuse(job, verdict, now) if not is_wake(d)]
         for job in list(self._board.jobs.values()):
             waits = job.phase is Phase.PROFILING and job.profiling is None and job.job_id in self._board.jobs
             if waits and job.remaining is not None and known_speeds(job):
                 out += self._ask_again(job, now)
+
+    def _unpromised_slots(self) -> int:
+        """How many slots no promised job holds."""
+        held = sum(job.mask.bit_count() for job in self._board.jobs.values() if job.promised)
+        return len(self._board.layout.slots) - held
 
     def _ask_again(self, job: LiveJob, now: float) -> list[Decision]:
         """Look whether a job that waits to be measured with more can be promised as it is: something has changed."""

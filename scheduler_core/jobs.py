@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.config import EVEN_ODDS, SchedulerConfig
 from elasticflow_airflow.scheduler_core.events import JobProgressed
 from elasticflow_airflow.scheduler_core.learning import Belief, Evidence, belief, believed, planned
 from elasticflow_airflow.scheduler_core.placement import Layout
@@ -63,6 +63,8 @@ class LiveJob:
     """When its deadline was last asked for."""
     thorough_s: float = 0.0
     """While it waits: when it is next asked for with all orders that may help."""
+    until_s: float = 0.0
+    """While it waits for capacity: how long that can help."""
     trial: int = 0
     """The size that is measured before it is promised, as its curve alone is not sure enough for that; 0: none."""
     judged: int = 0
@@ -180,6 +182,22 @@ class LiveJob:
     def is_certain(self, size: int, config: SchedulerConfig) -> bool:
         """Whether the speed at a size was measured in this run, solidly."""
         return size in self.measured and (size not in self.evidence or self.evidence[size].is_solid(config))
+
+    def as_told(self, config: SchedulerConfig) -> Self | None:
+        """What it would be if its curve were sure; None: it is sure already, or no run can show it to be."""
+        sizes = self.job.curve.steps_per_s if self.job.curve is not None else ()
+        exact = not any(self.sigma(size, config) for size in sizes)
+        if exact or config.speed_confidence <= EVEN_ODDS or not self.job.profile or self.remaining is None:
+            return None
+        twin = replace(self, job=replace(self.job, speed_sigma=0.0, speed_sigmas={}))
+        twin.changed()
+        return twin
+
+    def latest_start_s(self, layout: Layout, config: SchedulerConfig) -> float:
+        """When it must begin at the latest to keep its deadline, if its curve is right."""
+        hopeful = self.as_told(config) or self
+        limit = INFINITY if self.job.deadline_s is None else self.job.deadline_s
+        return limit - hopeful.work(layout, config).least_time_s()
 
     def learn(self, size: int, steps_per_s: float, config: SchedulerConfig) -> None:
         """Take in a speed at a size that is known for certain."""

@@ -341,7 +341,7 @@ class Scheduler(Decider):
         job.judged, job.said_waiting = 0, "" if job.phase is Phase.PROFILING else job.said_waiting
         job.changed()
         if job.phase is Phase.WAITING and deadline is not None and deadline != before.deadline_s:
-            if now + job.work(board.layout, self.config).least_time_s() >= deadline:
+            if job.latest_start_s(board.layout, self.config) <= now:
                 return self._refuse_amendment(job, before, self._ask(job, now), now)
             job.thorough_s, job.said_waiting = now, ""  # a new question, with an answer of its own
         if deadline is None or deadline == before.deadline_s or job.phase is not Phase.ADMITTED:

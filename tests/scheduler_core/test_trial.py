@@ -133,3 +133,49 @@ def test_who_is_amended_to_best_effort_is_tried_no_more(make_job: Any, nodes: An
     state = scheduler.state("a")
     assert state is not None
     assert (state.phase, state.trial) == (Phase.ADMITTED, 0)
+
+
+WAITS = TIGHT | {"deadline": 1600, "on_reject": OnReject.WAIT}
+"""Behind one that ends after 500 s it has time enough as told, not with a margin."""
+
+
+def waits(scheduler: Scheduler, make_job: Any) -> None:
+    """Submit one that takes 500 s, and one that has to wait for it."""
+    (first,) = of(submit(scheduler, make_job("b", steps=500, deadline=600, curve={1: 1.0})), de.Resize)
+    scheduler.handle(ev.GangStarted("b", first.placement), 0.0)
+    assert of(submit(scheduler, make_job("a", **WAITS), 1.0), de.Wait)
+
+
+@pytest.mark.parametrize(("speed", "verdict"), [(1.0, de.Admit), (0.85, de.Reject)])
+def test_who_waits_is_measured_as_soon_as_there_are_slots(
+    make_job: Any, nodes: Any, speed: float, verdict: type
+) -> None:
+    scheduler = Scheduler(SERVED, nodes(1))
+    waits(scheduler, make_job)
+    (resize,) = of(scheduler.handle(ev.JobFinished("b"), 500.0), de.Resize)
+    assert (resize.job_id, resize.purpose) == ("a", de.Purpose.PROFILE)
+    scheduler.handle(ev.GangStarted("a", resize.placement), 500.0)
+    (decided,) = of(scheduler.handle(ev.JobMeasured("a", 1, speed), 520.0), verdict)
+    assert decided.job_id == "a"
+
+
+def test_who_waits_is_asked_about_until_its_curve_as_told_is_too_slow(make_job: Any, nodes: Any) -> None:
+    scheduler = Scheduler(SERVED, nodes(1))
+    waits(scheduler, make_job)
+    now, asked = 1.0, []
+    while scheduler.state("a") is not None:
+        (wake,) = of(asked := scheduler.handle(ev.WakeUp(), now), de.WakeMeAt) or [None]
+        now = now if wake is None else wake.at_s
+        if of(asked, de.Reject):
+            break
+    assert 590.0 < now < 610.0
+
+
+@pytest.mark.parametrize(("deadline", "is_taken"), [(1590.0, True), (1490.0, False)])
+def test_a_deadline_that_the_told_speed_keeps_can_be_waited_for(
+    make_job: Any, nodes: Any, deadline: float, is_taken: bool
+) -> None:
+    scheduler = Scheduler(SERVED, nodes(1))
+    waits(scheduler, make_job)
+    decided = scheduler.handle(ev.JobAmended("a", deadline_s=deadline), 495.0)
+    assert bool(of(decided, de.Amended)) is is_taken
