@@ -103,12 +103,19 @@ def believed(told: ScalingCurve, measured: Mapping[int, float], config: Schedule
     """The curve after ``measured`` (steps/s by size, in this run), where ``told`` is the one before any of it.
 
     With all of the error shared, sizes not measured follow the mean of those that are; with none, they stay as told.
+    Fewer workers are never believed to be as fast as more were measured to be, if they were told to be slower: a job
+    that is slow whatever its size would else be given fewer of them, and be slower still.
     """
     offsets = [math.log(speed / told.steps_per_s[size]) for size, speed in measured.items() if size in told.steps_per_s]
     share = config.speed_shared
     common = share * math.fsum(offsets) / (1.0 - share + share * len(offsets)) if offsets else 0.0
-    factor = math.exp(common)
-    return ScalingCurve({size: speed * factor for size, speed in told.steps_per_s.items()} | dict(measured))
+    speeds = {size: speed * math.exp(common) for size, speed in told.steps_per_s.items()}
+    for larger, seen in measured.items():
+        most = told.steps_per_s.get(larger, 0.0)
+        for size, speed in told.steps_per_s.items():
+            if size < larger and speed < most:
+                speeds[size] = min(speeds[size], seen * math.sqrt(speed / most))
+    return ScalingCurve(speeds | dict(measured))
 
 
 def planned(

@@ -201,8 +201,10 @@ class Planner:
         for job in measured:
             if job.profiling is None:  # what it trains on until it can be measured with more is anybody's
                 draft.drop(job.job_id)
-        for place, job in enumerate(self._in_need(draft)):
+        in_need = self._in_need(draft)
+        for job in in_need:  # where one waited for its turn is free for those before it
             draft.drop(job.job_id)
+        for place, job in enumerate(in_need):
             course = self._as_before(draft, job) if place >= _ANEW else None
             course = course or self._place(draft, job)
             if course is not None:

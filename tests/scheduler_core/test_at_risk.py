@@ -161,3 +161,20 @@ def test_who_becomes_at_risk_is_helped_at_once_though_another_cannot_be(make_job
         workers = held(scheduler, "late")
         report(scheduler, "late", 2000 - now, 0.3 * workers, float(now))
     assert held(scheduler, "late") == 4
+
+
+@pytest.mark.parametrize("factor", [0.7, 0.5, 0.25])
+def test_a_late_job_keeps_its_workers_though_best_effort_waits_for_slots(
+    make_job: Any, nodes: Any, factor: float
+) -> None:
+    """One that waited for its turn was booked on slots of the late job, which shrank for it, and ended later still."""
+    scheduler = Scheduler(SERVED, nodes(4))
+    scheduler.handle(ev.JobSubmitted(make_job("late", steps=1000, deadline=340, curve={1: 1.0, 2: 1.9, 4: 3.6})), 0.0)
+    scheduler.handle(ev.JobSubmitted(make_job("waits", steps=10_000, deadline=None, curve=ONE)), 1.0)
+    assert held(scheduler, "late") == 4
+    left, risks = 1000.0, 0
+    for now in range(15, 200, 15):
+        left -= 15.0 * 3.6 * factor
+        risks += len(of(report(scheduler, "late", left, 3.6 * factor, float(now)), de.AtRisk))
+        assert (held(scheduler, "late"), held(scheduler, "waits")) == (4, 0)
+    assert risks == 1

@@ -6,6 +6,8 @@ import math
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core import decisions as de
@@ -230,3 +232,15 @@ def test_each_size_has_the_error_that_was_seen_of_it(make_job, nodes) -> None:
     other = Scheduler(config, nodes(2))
     other.handle(ev.JobSubmitted(make_job("a", steps=190, deadline=1000, curve={2: 1.9}, speed_sigmas={1: 0.0})), 0.0)
     assert other.plan_of("a").finish_s == pytest.approx(100.0 * math.exp(0.1 * Z90))
+
+
+@given(
+    factor=st.floats(0.05, 1.0),
+    curve=st.sampled_from([{1: 10.0, 2: 18.0, 4: 32.0}, {1: 10.0, 2: 11.0, 4: 11.5}, {2: 5.0, 4: 6.0, 8: 12.0}]),
+)
+def test_fewer_workers_are_not_believed_to_be_as_fast_as_more_were(factor: float, curve: dict[int, float]) -> None:
+    told = ScalingCurve(curve)
+    largest = max(curve)
+    curve_now = believed(told, {largest: curve[largest] * factor}, SchedulerConfig.served())
+    assert list(curve_now.usable(1, largest)) == list(curve)
+    assert curve_now.steps_per_s[largest] == curve[largest] * factor
