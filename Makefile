@@ -66,12 +66,12 @@ docs: $(STAMP) ## build the documentation into build/docs; a warning is an error
 reference: $(STAMP) ## write the generated parts of docs/reference anew
 	$(BIN)/python docs/generate.py
 
-# Each as the pages in docs/ name it, so that their tables come out again.
+# Each as benchmarks/results/ names it, so that its tables come out again.
 BENCHES := $(sort $(wildcard benchmarks/bench_*.py)) "benchmarks/bench_policies.py --full" "benchmarks/bench_rescale.py --model base --changes 1-2"
 
 .PHONY: bench
-bench: $(STAMP) ## print the benchmarks
-	@set -e; for command in $(BENCHES); do echo "== $$command"; $(BIN)/python $$command; done
+bench: $(STAMP) ## measure, and write benchmarks/results/
+	@set -e; for command in $(BENCHES); do echo "== $$command"; $(BIN)/python $$command --write; done
 
 .PHONY: lock
 lock: $(STAMP) ## resolve the requirements anew

@@ -1,7 +1,7 @@
 """What each improvement over the paper adds: the scheduler beside itself without it, over jittered deadlines.
 
     python benchmarks/bench_ablation.py [--only prices,ageing] [--traces 195job,...] [--seeds 5] [--processes N]
-        [--page docs/explanation/benchmark.md]
+        [--write]
 
 Every deadline's distance from its submission is scaled by a random factor within a tenth of 1, anew for each seed, so
 that nothing depends on the one trace that parameters were tuned on. Groups of tables, each by its name (``--only``):
@@ -28,14 +28,13 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 from unittest.mock import patch
 
 from bench_contended import TOO_SMALL
 from bench_policies import DATA, OWN_SIZE, Case, setting_of
-from results import show, table
+from results import add_write, show, table
 
 from elasticflow_airflow.scheduler_core import planner
 from elasticflow_airflow.scheduler_core.config import Objective, SchedulerConfig
@@ -339,7 +338,7 @@ def main() -> None:
     parser.add_argument("--traces", default="", help="only these, with commas between")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--page", type=Path, help="put the tables into this page")
+    add_write(parser)
     args = parser.parse_args()
     if not DATA.is_dir():
         print(f"nothing to do: the traces are not at {DATA}")
@@ -366,7 +365,7 @@ def main() -> None:
             if not found:
                 continue
             lines = group.lines(group, found)
-            show(name, lines, args.page)
+            show(name, lines, args)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What no schedule can beat: the clairvoyant bound of each public trace, at each pause, and how long it takes to find.
 
-    python benchmarks/bench_bound.py [--traces 195job,cluster10] [--pauses 0,1,30] [--time-limit 120] [--full]
+    python benchmarks/bench_bound.py [--traces 195job,cluster10] [--pauses 0,1,30] [--time-limit 120] [--full] [--write]
 
 ``alone`` are the jobs that meet their deadline on the empty cluster, ``bound`` what can be met beside each other at
 most. ``exact`` says that the relaxation was solved to its end; where time ran out before, the bound holds too. ``cuts``
@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+
+from results import add_write, show, table
 
 from elasticflow_airflow.scheduler_core.bound import clairvoyant_bound
 from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
@@ -37,15 +39,14 @@ def main() -> None:
     parser.add_argument("--pauses", default="0,1,30", help="seconds, separated by commas")
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds for each bound")
     parser.add_argument("--full", action="store_true")
+    add_write(parser)
     args = parser.parse_args()
     if not DATA.is_dir():
         print(f"nothing to do: there are no traces in {DATA}")
         return
     wanted = set(filter(None, args.traces.split(",")))
     pauses = [float(pause) for pause in args.pauses.split(",")]
-    print(f"$ python benchmarks/{Path(__file__).name} {' '.join(sys.argv[1:])}".rstrip())
-    print(f"{'trace':16}{'cluster':>8}{'pause s':>9}{'deadlines':>11}{'alone':>7}{'bound':>7}", end="")
-    print(f"{'exact':>7}{'cuts':>6}{'run s':>8}")
+    found = []
     for trace, nodes, slots in [*OWN_SIZE, *TOO_SMALL, *(LARGE if args.full else [])]:
         if wanted and trace not in wanted:
             continue
@@ -54,12 +55,20 @@ def main() -> None:
         for pause_s in pauses:
             simulated = prepare(rows, curves, cluster(nodes, slots), Conditions(pause_s=pause_s))
             bound = clairvoyant_bound([item.job for item in simulated], nodes * slots, time_limit_s=args.time_limit)
-            shape, solved = f"{nodes}x{slots}", "yes" if bound.exact else "no"
-            print(
-                f"{trace:16}{shape:>8}{pause_s:9g}{bound.deadlines:11}{bound.alone:7}{bound.met:7}"
-                f"{solved:>7}{bound.inequalities:6}{bound.run_s:8.1f}",
-                flush=True,
+            counts = (f"{number}" for number in (bound.deadlines, bound.alone, bound.met))
+            solved = "yes" if bound.exact else "no"
+            found.append(
+                [
+                    f"{trace} {nodes}x{slots}",
+                    f"{pause_s:g}",
+                    *counts,
+                    solved,
+                    f"{bound.inequalities}",
+                    f"{bound.run_s:.1f}",
+                ]
             )
+            print("  ", *found[-1], file=sys.stderr, flush=True)
+    show("bound", table(["trace", "pause s", "deadlines", "alone", "bound", "exact", "cuts", "run s"], found), args)
 
 
 if __name__ == "__main__":

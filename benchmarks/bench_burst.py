@@ -1,7 +1,7 @@
 """A midnight burst: many submits at once, onto a cluster that trains already; what everybody else waits meanwhile.
 
     python benchmarks/bench_burst.py [--submits 500] [--clients 50] [--running 100] [--database sqlite postgresql]
-        [--kill] [--one-by-one] [--not-alone] [--page docs/explanation/load.md]
+        [--kill] [--one-by-one] [--not-alone] [--write]
 
 Starts `elasticflow serve` as users do, with the default configuration and modelled workers on 64 x 8 slots, and lets
 jobs train that report every five seconds. Then many clients submit jobs at once: deadlines from ten minutes to six
@@ -21,7 +21,6 @@ import itertools
 import json
 import math
 import multiprocessing as mp
-import os
 import random
 import signal
 import subprocess
@@ -35,7 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from results import show, side_by_side
+from results import add_write, show, side_by_side
 
 from elasticflow_airflow.client import ElasticFlowClient, snapshot_folder
 from elasticflow_airflow.client.aio import AsyncElasticFlowClient
@@ -471,7 +470,7 @@ def main() -> None:
     )
     parser.add_argument("--settle-s", type=float, default=5.0)
     parser.add_argument("--profile", type=Path, help="where py-spy writes what it saw of the service")
-    parser.add_argument("--page", type=Path)
+    add_write(parser)
     options = parser.parse_args()
     columns: dict[str, list[tuple[str, str]]] = {}
     ways = [("", options.clients)] + ([(", one by one", 1)] if options.one_by_one else [])
@@ -488,8 +487,7 @@ def main() -> None:
             print(f"{name}: {json.dumps(dict(columns[name]))}", *one.decided.problems[:5], sep="\n", flush=True)
     name = "burst_kill" if options.kill else "burst_2000" if options.submits == 2000 else "burst"
     assert name in ("burst", "burst_2000", "burst_kill")
-    show(name, side_by_side(f"{options.submits} submits by {options.clients} clients", columns), options.page)
-    print(f"on {os.cpu_count()} cores, Python {sys.version.split()[0]}: python {' '.join(sys.argv)}")
+    show(name, side_by_side(f"{options.submits} submits by {options.clients} clients", columns), options)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What a calendar of recurring work adds: scheduled promises kept, ad-hoc jobs still served, the smallest cluster.
 
     python benchmarks/bench_calendar.py [--seeds 5] [--days 3] [--nodes 6] [--slots 2] [--processes 2]
-        [--page docs/explanation/calendar.md]
+        [--write]
 
 Traces: recurring DAGs (daily tasks in the night, hourly ones, some that come three times in ten) with ad-hoc jobs in
 between (`scheduler_core/simulator/synthetic.py`), a new one for each seed. Every variant sees the same jobs at the same
@@ -15,8 +15,7 @@ never knows what comes: of each task's first run it knows nothing. Variants:
 - *calendar, all sure*: every due run is reserved for, however seldom it comes (ablation);
 - *calendar, medians*: the median instead of the 0.9 quantile (ablation).
 
-``--page`` puts the tables into a page, below ``<!-- results: calendar -->`` and ``<!-- results: smallest -->``. Curves:
-those of ../shared/data beside the checkout where present, else made up.
+Curves: those of ../shared/data beside the checkout where present, else made up.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from results import show, table
+from results import add_write, show, table
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy
@@ -178,14 +177,14 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=6)
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--page", type=Path, help="put the tables into this page")
+    add_write(parser)
     args = parser.parse_args()
     begin = time.perf_counter()
     print(f"curves: {'a100' if DATA.is_dir() else 'made up'}\n")
     with ProcessPoolExecutor(args.processes) as pool:
         kept, found = promises(args, pool)
-        show("calendar", kept, args.page)
-        show("smallest", smallest(args, pool, found), args.page)
+        show("calendar", kept, args)
+        show("smallest", smallest(args, pool, found), args)
     print(f"{time.perf_counter() - begin:.0f} s")
 
 

@@ -1,6 +1,6 @@
 """The smallest cluster on which each policy keeps all the promises: the deadlines that can be met at all.
 
-    python benchmarks/bench_capacity.py [--traces 195job,...] [--policies elasticflow,edf,...] [--times 4] [--page PAGE]
+    python benchmarks/bench_capacity.py [--traces 195job,...] [--policies elasticflow,edf,...] [--times 4] [--write]
 
 Bisects over the number of nodes, up to ``--times`` those of the trace's own cluster. ``--full``: all policies. Data are
 those of bench_policies.py.
@@ -44,7 +44,7 @@ def main() -> None:
         rows.append([f"`{contender.label}`", *cells])
     heads = [f"{case.trace}, nodes of {case.slots_per_node}" for case in cases]
     lines = ["Smallest number of nodes:", "", *table(["policy", *heads], rows)]
-    show("capacity", lines, args.page)
+    show("capacity", lines, args)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How long a save stops training: ours, beside torch.save and torch.distributed.checkpoint's thread, in one run.
 
     python benchmarks/bench_checkpoint.py [--megabytes 200] [--saves 5] [--step-s 0.05] [--folder FOLDER]
-        [--page docs/explanation/what-a-change-costs.md]
+        [--write]
 
 A training (a multi-layer perceptron with AdamW, one thread) saves every few steps. *Stall* is the time for which the
 call stops it, *write* the time until the checkpoint is on disk and flushed, *meanwhile* a step while it is being
@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from results import show, table
+from results import add_write, show, table
 from torch import nn
 
 from elasticflow_airflow.runtime.checkpoint import Registered
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=5, help="saves after the first one")
     parser.add_argument("--step-s", type=float, default=0.05, help="about how long a step takes")
     parser.add_argument("--folder", type=Path, default=None, help="where to write (a temporary folder)")
-    parser.add_argument("--page", type=Path, help="put the table into this page")
+    add_write(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch")
@@ -214,7 +214,7 @@ def main() -> None:
         f" As long as ours stop training: {', '.join(times)}."
     )
     lines = table(["", "first stall ms", "stall ms", "write ms", "of the write", "step meanwhile", "s per GB"], rows)
-    show("checkpoint", [said, "", *lines, "", beside], options.page)
+    show("checkpoint", [said, "", *lines, "", beside], options)
 
 
 if __name__ == "__main__":

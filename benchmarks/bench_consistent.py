@@ -1,6 +1,6 @@
 """What it costs that the weights do not depend on the number of workers: consistent mode beside plain PyTorch.
 
-    python benchmarks/bench_consistent.py [--steps 30] [--repeat 5] [--page docs/explanation/what-a-change-costs.md]
+    python benchmarks/bench_consistent.py [--steps 30] [--repeat 5] [--write]
 
 Fine-tunes a small BERT (11 M parameters) on CPUs, batch 16 of 64 tokens, and prints steps/s, medians over the
 repetitions, all in one run: two workers in consistent mode (2 and 8 logical workers) and in fast mode, beside
@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from results import show, table
+from results import add_write, show, table
 
 SCRIPT = """
 import contextlib, os, sys, time
@@ -108,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--page", type=Path, help="put the table into this page")
+    add_write(parser)
     options = parser.parse_args()
     found: dict[str, list[float]] = {name: [] for name in WAYS}
     with tempfile.TemporaryDirectory(prefix="bench-consistent-") as folder:
@@ -130,7 +130,7 @@ def main() -> None:
         other = against.get(name)
         rows.append([name, f"{value:.2f}", f"{value / median[other]:.2f}" if other else "-", other or "-"])
     lines = table(["", "steps/s", "ratio", "to"], rows)
-    show("consistent", [f"Batch 16 of 64 tokens, medians of {options.repeat}:", "", *lines], options.page)
+    show("consistent", [f"Batch 16 of 64 tokens, medians of {options.repeat}:", "", *lines], options)
 
 
 if __name__ == "__main__":

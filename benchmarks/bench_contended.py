@@ -1,6 +1,6 @@
 """Clusters that are too small for their traces: not everybody can be served, and what counts is who is.
 
-    python benchmarks/bench_contended.py [--traces 195job,...] [--policies elasticflow:value,...] [--page PAGE]
+    python benchmarks/bench_contended.py [--traces 195job,...] [--policies elasticflow:value,...] [--write]
 
 Ours with each objective, decided at arrival or waiting, beside every other policy, those that refuse nobody included.
 Speeds are known exactly: which jobs are chosen is the question. Options, output and data as of bench_policies.py.

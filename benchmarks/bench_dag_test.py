@@ -1,9 +1,9 @@
 """How long a user's test of a DAG takes on the simulated cluster, after the first one of the process.
 
+    python benchmarks/bench_dag_test.py [--tasks 5] [--repeat 3] [--write]
+
 Airflow's first ``dag.test()`` of a process pays for its imports and its API; what a test costs after that is what a
 team waits for. Prints medians over ``--repeat`` runs of DAGs with one and with ``--tasks`` training tasks in parallel.
-
-Command: python benchmarks/bench_dag_test.py
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
+
+from results import add_write, show, table
 
 from elasticflow_airflow.client import Endpoint
 from elasticflow_airflow.testing.cluster import SimulatedCluster
@@ -51,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tasks", type=int, default=5)
     parser.add_argument("--repeat", type=int, default=3)
+    add_write(parser)
     arguments = parser.parse_args()
     os.environ["AIRFLOW__LOGGING__LOGGING_LEVEL"] = "ERROR"
     home = Home()
@@ -76,12 +79,13 @@ def main() -> None:
         return time.perf_counter() - began, time.process_time() - cpu, simulated.total_seconds()
 
     first, cpu, _ = seconds(make_dag("first", 1, folder))
-    print(f"the first one-task dag.test() of the process: {first:.1f} s, {cpu:.1f} s of CPU (imports, migrations)")
+    rows = [["the first of the process, with imports and migrations", f"{first:.1f}", f"{cpu:.1f}", ""]]
     for tasks in (1, arguments.tasks):
         took = [seconds(make_dag(f"again_{tasks}_{turn}", tasks, folder)) for turn in range(arguments.repeat)]
         ours, cpu, simulated = (statistics.median(column) for column in zip(*took, strict=True))
         what = "one training task" if tasks == 1 else f"{tasks} training tasks in parallel"
-        print(f"{what}: {ours:.2f} s, {cpu:.2f} s of CPU, for {simulated / 60:.0f} simulated minutes")
+        rows.append([what, f"{ours:.2f}", f"{cpu:.2f}", f"{simulated / 60:.0f}"])
+    show("dag_test", table(["dag.test() of", "s", "CPU s", "simulated min"], rows), arguments)
 
 
 if __name__ == "__main__":

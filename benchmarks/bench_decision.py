@@ -1,7 +1,7 @@
 """How long one scheduling decision takes: a newcomer's verdict, re-plan included, beside many running jobs.
 
     python benchmarks/bench_decision.py [--jobs 100] [--nodes 64] [--slots 8] [--arrivals 200] [--naive 10]
-        [--page docs/explanation/benchmark.md]
+        [--write]
 
 Prints median and p99 of ours and, measured in the same run on the same states, of a textbook implementation: pure
 Python, progressive filling second by second from nothing at every arrival. It knows no costs, no placement and no
@@ -18,7 +18,7 @@ import statistics
 import time
 from pathlib import Path
 
-from results import put_into, table
+from results import add_write, table, write
 
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.decisions import Admit, Reject
@@ -95,15 +95,14 @@ def main() -> None:
     parser.add_argument("--arrivals", type=int, default=200)
     parser.add_argument("--naive", type=int, default=10, help="how many of the arrivals the naive one decides too")
     parser.add_argument("--tight", type=float, default=1.1, help="lower end of deadline / duration")
-    parser.add_argument("--page", type=Path, help="put the tables into this page")
+    add_write(parser)
     args = parser.parse_args()
     lines: list[str] = []
     for nodes in [64, 16] if args.nodes is None else [args.nodes]:
         found = measure(args, nodes)
         print(*found, "", sep="\n", flush=True)
         lines += [*found, ""]
-    if args.page:
-        put_into(args.page, "decision", lines[:-1])
+    write("decision", lines[:-1], args)
 
 
 def measure(args: argparse.Namespace, nodes: int) -> list[str]:

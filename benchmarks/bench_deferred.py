@@ -1,7 +1,7 @@
 """How many deferred tasks one service carries: real triggers ask a real service about jobs that train or wait.
 
     python benchmarks/bench_deferred.py [--tasks 1000] [--jobs 1000] [--seconds 20] [--database sqlite postgresql]
-        [--page docs/how-to/deploy.md]
+        [--write]
 
 Starts `elasticflow serve` as users do, with modelled workers on 64 x 8 slots and a job for each task, and waits for the
 jobs in one process as Airflow's triggerer does: one `ElasticFlowJobTrigger` each, which asks every five seconds (the
@@ -33,7 +33,7 @@ os.environ |= {
     "AIRFLOW__LOGGING__LOGGING_LEVEL": "ERROR",
 }
 
-from results import show, side_by_side  # noqa: E402 - Airflow reads its home when it is imported
+from results import add_write, show, side_by_side  # noqa: E402 - Airflow reads its home when it is imported
 
 from elasticflow_airflow.client import AsyncElasticFlowClient, ElasticFlowClient, Endpoint, snapshot_folder  # noqa: E402
 from elasticflow_airflow.triggers import ElasticFlowJobTrigger  # noqa: E402
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, help="fewer than tasks, which then share them (default: as many)")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--database", nargs="+", choices=list(NAMES), default=list(NAMES))
-    parser.add_argument("--page", type=Path)
+    add_write(parser)
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     columns: dict[str, list[tuple[str, str]]] = {}
@@ -209,8 +209,7 @@ def main() -> None:
                 settings = {"virtual_nodes": "64x8"} | ({} if url is None else {"database_url": url})
                 service, count = Served(Path(folder) / kind, settings), options.jobs or options.tasks
                 columns[NAMES[kind]] = measure(service, options.tasks, count, options.seconds, code)
-    show("deferred", side_by_side(f"{options.tasks} deferred tasks", columns), options.page)
-    print(f"on {os.cpu_count()} cores, Python {sys.version.split()[0]}: python {' '.join(sys.argv)}")
+    show("deferred", side_by_side(f"{options.tasks} deferred tasks", columns), options)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """When reality differs: speeds that are not as told, nodes that fail, slots that are slow. What it does to promises.
 
     python benchmarks/bench_errors.py [--traces 195job,...] [--seeds 10] [--full] [--processes 2]
-        [--page docs/explanation/benchmark.md]
+        [--write]
 
 First table: our scheduler with the settings of ``elasticflow serve``, which is told nothing of how wrong the curves
 are: as they say; with a history, as a first play of the same trace has shown it; every real speed at 0.9 of its curve;
@@ -10,8 +10,8 @@ known exactly and no margin. "announced" counts the late ones that were said to 
 "notice" is how long before, the median of them. ``--full``: other errors and confidences, and all traces.
 
 Second table: curves that are right; nodes fail and come back, go away for maintenance at a known date, or slots become
-slow. ``--page`` puts both into a page, below the line ``<!-- results: errors -->``. Traces and curves are those of
-../shared/data beside the checkout; without it there is nothing to do, and it says so.
+slow. Traces and curves are those of ../shared/data beside the checkout; without it there is nothing to do, and it says
+so.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from bench_contended import TOO_SMALL
 from bench_policies import CLUSTER01, DATA, OWN_SIZE, Case, setting_of
-from results import put_into, table
+from results import add_write, table, write
 
 from elasticflow_airflow.scheduler_core import SchedulerConfig
 from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles
@@ -159,7 +158,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--page", type=Path, help="a page to put the tables into")
+    add_write(parser)
     args = parser.parse_args()
     if not DATA.is_dir():
         print(f"skipped: needs the data folder {DATA} beside the checkout")
@@ -180,8 +179,7 @@ def main() -> None:
         *rows_of(bad_days(args.seeds, full=args.full), args.processes),
     ]
     print("\n".join(trouble))
-    if args.page is not None:
-        put_into(args.page, "errors", [*speeds, *trouble])
+    write("errors", [*speeds, *trouble], args)
 
 
 if __name__ == "__main__":

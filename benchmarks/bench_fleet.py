@@ -1,6 +1,6 @@
 """What it adds to use a cluster as it is: several types of GPU, and nodes of any number and size.
 
-    python benchmarks/bench_fleet.py [--seeds 5] [--page docs/explanation/benchmark.md]
+    python benchmarks/bench_fleet.py [--seeds 5] [--write]
 
 Each cluster beside itself as a scheduler without the improvement would take it, on the same jobs: one that knows of no
 types plans with the speed of the slowest; one that counts in powers of two leaves the slots beyond the largest power of
@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import mean
 
 from bench_ablation import JITTER, PAUSE_S
 from bench_policies import DATA
 from bench_types import MIXED, mixed_policy
-from results import show, table
+from results import add_write, show, table
 
 from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
 from elasticflow_airflow.scheduler_core.simulator.mixed import common_jobs, mixed_cluster
@@ -95,14 +94,14 @@ def floor_power_of_two(number: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--page", type=Path, help="put the tables into this page")
+    add_write(parser)
     args = parser.parse_args()
     if not DATA.is_dir():
         print(f"skipped: needs the data folder {DATA} beside the checkout")
         return
     typed = table(["types, met", "known", "unknown", "adds"], types(args.seeds))
     sized = table(["nodes, met", "as they are", "powers of two", "adds"], sizes(args.seeds))
-    show("fleet", [f"Means of {args.seeds} seeds:", "", *typed, "", *sized], args.page)
+    show("fleet", [f"Means of {args.seeds} seeds:", "", *typed, "", *sized], args)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What insight costs: a pass of the loop with and without samples, and each question of the pages.
 
-    python benchmarks/bench_insight.py [--jobs 32] [--passes 200] [--past 1000]
+    python benchmarks/bench_insight.py [--jobs 32] [--passes 200] [--past 1000] [--write]
 
 The whole service in this process, in modelled time, with workers that report twice a second. Passes with and without
 samples take turns, so that the machine's moods hit both; the questions are asked of a store with a past.
@@ -14,6 +14,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from results import add_write, show, table
 
 from elasticflow_airflow.client import snapshot_folder
 from elasticflow_airflow.engines.fake import FakeEngine, fake_nodes
@@ -62,6 +64,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=32)
     parser.add_argument("--passes", type=int, default=200)
     parser.add_argument("--past", type=int, default=1000)
+    add_write(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ef-bench-") as folder:
         measure(Path(folder), options)
@@ -115,8 +118,12 @@ def measure(base: Path, options: argparse.Namespace) -> None:
         (without_s if off else with_s).append(time.perf_counter() - started)
     samples.take = take
     on_ms, off_ms = (1000 * statistics.median(found) for found in (with_s, without_s))
-    print(f"a pass over {options.jobs} jobs that report, median of {options.passes} each, in turns")
-    print(f"  without samples {off_ms:8.1f} ms\n  with samples    {on_ms:8.1f} ms   x {on_ms / off_ms:.2f}")
+    passes = [
+        ["without samples", f"{off_ms:.1f}", ""],
+        ["with samples", f"{on_ms:.1f}", f"{on_ms / off_ms:.2f}"],
+    ]
+    said = f"A pass over {options.jobs} jobs that report, median of {options.passes} each, in turns:"
+    show("passes", [said, "", *table(["", "ms", "times without"], passes)], options)
     job_id = live[0].job_id
     desks = parts.insight
     assert desks is not None
@@ -128,9 +135,9 @@ def measure(base: Path, options: argparse.Namespace) -> None:
         "runs": lambda: desks.insight.runs(job_id, 10),
         "what if": lambda: desks.what_if.ask(WhatIfRequest(extra_nodes=1)),
     }
-    print(f"questions, with {options.past} jobs of the past and {options.jobs} live ones, median of 10")
-    for name, ask in questions.items():
-        print(f"  {name:<20} {milliseconds(ask, 10):8.1f} ms")
+    said = f"Questions, with {options.past} jobs of the past and {options.jobs} live ones, median of 10:"
+    rows = [[name, f"{milliseconds(ask, 10):.1f}"] for name, ask in questions.items()]
+    show("questions", [said, "", *table(["", "ms"], rows)], options)
     candidates.close()
     engine.close()
     parts.store.close()

@@ -1,7 +1,7 @@
 """Time to N steps while workers are killed: survivors that go on from memory, beside restarts from checkpoints.
 
     python benchmarks/bench_kills.py [--steps 200] [--every 30] [--repeat 5]
-        [--page docs/explanation/what-a-change-costs.md]
+        [--write]
 
 Two real workers fine-tune a small BERT (4 layers of 256, 11 M parameters, AdamW) on this machine's CPUs, and one
 of them is killed with SIGKILL every so many seconds. *In place*: the survivor goes on alone, and another worker joins
@@ -28,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from bench_rescale import SCRIPT, steps
-from results import show, table
+from results import add_write, show, table
 from support.gang import Gang
 
 from elasticflow_airflow.runtime.manifest import promote, verify_candidate
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=float, default=30.0, help="seconds between kills")
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--page", type=Path, help="put the table into this page")
+    add_write(parser)
     options = parser.parse_args()
     ways = {
         "in place, undisturbed": (in_place, None),
@@ -147,7 +147,7 @@ def main() -> None:
         took_s, kills = (statistics.median(column) for column in zip(*runs, strict=True))
         rows.append([name, f"{took_s:.1f}", f"{kills:.0f}", f"{took_s / bare_s:.2f}"])
     said = f"{options.steps} steps, two workers, one killed every {options.every:g} s, medians of {options.repeat}:"
-    show("kills", [said, "", *table(["", "s", "kills", "times the undisturbed"], rows)], options.page)
+    show("kills", [said, "", *table(["", "s", "kills", "times the undisturbed"], rows)], options)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a step of a tiny net costs beside the plain loop with the same micro-batches: the runtime's own time.
 
-    python benchmarks/bench_overhead.py [--steps 50] [--turns 20] [--page docs/explanation/what-a-change-costs.md]
+    python benchmarks/bench_overhead.py [--steps 50] [--turns 20] [--write]
 
 One worker, one CPU thread. A net so small that its own arithmetic is next to nothing is trained by a plain PyTorch loop
 (DataLoader, forward, backward, AdamW) and by a session, each in a process of its own; all stay alive and take turns of
@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from results import show, table
+from results import add_write, show, table
 
 SCRIPT = """
 import os, sys, time
@@ -148,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--page", type=Path, help="put the table into this page")
+    add_write(parser)
     options = parser.parse_args()
     rows = []
     for kind, name in KINDS.items():
@@ -160,7 +160,7 @@ def main() -> None:
             numbers = f"{statistics.median(plain):.2f}", f"{statistics.median(session):.2f}"
             rows.append([f"{name}: {shares} of {BATCH // shares} samples", *numbers, f"{added:.2f}", f"{ratio:.2f}"])
     heads = ["micro-batches", "plain ms a step", "session ms a step", "added ms", "times plain"]
-    show("overhead", [f"Medians of {options.turns} turns:", "", *table(heads, rows)], options.page)
+    show("overhead", [f"Medians of {options.turns} turns:", "", *table(heads, rows)], options)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,14 @@
                                                   clusters of the traces; on cluster01 the greedy ones
     python benchmarks/bench_policies.py --full    ours on cluster04, 15,802 jobs: many minutes
     ... [--exact] [--traces 195job,...] [--policies elasticflow,edf,...] [--plots DIR]
-        [--page docs/explanation/benchmark.md]
+        [--write]
 
 As served our scheduler keeps a margin on what it has not measured, and hears reports. With ``--policies`` only these
 are played, as served, or with ``--exact`` with all speeds known exactly.
 
 Prints a table for each trace, of several traces one of all, and why ours did not meet what the bound's choice of jobs
-has. ``--page`` also puts them into a page, below the line ``<!-- results: NAME -->``, and draws the figures that it
-includes. Traces and curves are those of ../shared/data beside the checkout; without it there is nothing to do, and it
-says so.
+has. ``--write`` also draws the figures that the results' file and the benchmark's page include. Traces and curves are
+those of ../shared/data beside the checkout; without it there is nothing to do, and it says so.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from results import put_into, table
+from results import DOCS, add_write, file_of_command, table, write
 
 from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES
 from elasticflow_airflow.scheduler_core.simulator.compare import Comparison, bound_of
@@ -204,14 +203,14 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--bound-limit-s", type=float, default=60.0, help="time for a bound, 0: none")
     parser.add_argument("--exact", action="store_true", help="all speeds are known exactly, and no margin is kept")
     parser.add_argument("--plots", type=Path, help="draw each comparison into a folder of this one")
-    parser.add_argument("--page", type=Path, help="put the tables into this page")
+    add_write(parser)
     return parser
 
 
 def bench(
     name: str, plan: Plan, args: argparse.Namespace, *, why: bool, counted: Sequence[str] = (), brief: bool = False
 ) -> None:
-    """Run the plan, print its tables, and put them into the page under ``name`` (``brief``: that of all cases alone).
+    """Run the plan, print its tables, and write them under ``name`` (``brief``: that of all cases alone).
 
     ``why``: what the first policy says of each that it did not meet; ``counted``: whose reasons are counted by cause.
     """
@@ -238,9 +237,10 @@ def bench(
     overview = [*all_cases(done), ""] if len(done) > 1 else []
     overview += causes(done, counted)
     print(*overview, sep="\n")
-    if args.page:
-        put_into(args.page, name, ([*overview] if brief else [*overview, *details])[:-1])
-        draw_for(args.page, name, done)
+    write(name, ([*overview] if brief else [*overview, *details])[:-1], args)
+    if args.write:
+        for page in (file_of_command(), DOCS / "explanation/benchmark.md"):
+            draw_for(page, name, done)
 
 
 def draw_for(page: Path, name: str, done: Mapping[Case, Comparison]) -> None:

@@ -1,7 +1,7 @@
 """Whether promises hold at other pauses, and what plain admission, without any rescue, makes of the traces.
 
     python benchmarks/bench_promises.py [--traces 195job,...] [--pauses 0,1,2,10,60,120] [--processes N]
-        [--page docs/explanation/benchmark.md]
+        [--write]
 
 *Plain*: the verdict without rescue, as in ElasticFlow's Algorithm 1, with the pauses in it, beside the usual. *Pauses*:
 deadlines met where a start or a change of size takes so many seconds, for each trace on its own cluster and on those
@@ -16,12 +16,11 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 from bench_contended import TOO_SMALL
 from bench_policies import CLUSTER01, DATA, OWN_SIZE, Case, setting_of
-from results import show, table
+from results import add_write, show, table
 
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, play
@@ -81,7 +80,7 @@ def main() -> None:
     parser.add_argument("--traces", default="", help="only these, with commas between")
     parser.add_argument("--pauses", default=PAUSES_S, help="seconds, with commas between")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--page", type=Path, help="put the tables into this page")
+    add_write(parser)
     args = parser.parse_args()
     if not DATA.is_dir():
         print(f"nothing to do: the traces are not at {DATA}")
@@ -96,7 +95,7 @@ def main() -> None:
         )
         for name, make in tables:
             lines = make()
-            show(name, lines, args.page)
+            show(name, lines, args)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What reporting costs a step: clocks, norms for the noise scale, reports, predictions of a target.
 
-    python benchmarks/bench_reporting.py [--steps 120] [--repeat 5] [--page docs/explanation/what-a-change-costs.md]
+    python benchmarks/bench_reporting.py [--steps 120] [--repeat 5] [--write]
 
 Trains a small BERT (11 M parameters, one CPU thread, batch 16 of 32 tokens in 8 shares) and a small perceptron, each
 with all of it, reports written to a file as under the service. A comparison of two trainings would drown one percent in
@@ -17,9 +17,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
-from results import show, table
+from results import add_write, show, table
 
 SCRIPT = """
 import os, sys, time
@@ -129,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--page", type=Path, help="put the table into this page")
+    add_write(parser)
     arguments = parser.parse_args()
     rows = []
     for kind, title in KINDS.items():
@@ -153,7 +152,7 @@ def main() -> None:
             ]
         )
     heads = ["", "of the time", "worst", "ms a step", "without", "reports", "steps with norms"]
-    show("reporting", [f"Medians of {arguments.repeat}:", "", *table(heads, rows)], arguments.page)
+    show("reporting", [f"Medians of {arguments.repeat}:", "", *table(heads, rows)], arguments)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What a change of workers costs the training: in place, beside stop, save and restart by torchrun.
 
     python benchmarks/bench_rescale.py [--model small|base] [--repeat 5] [--changes 1-2,2-4,4-2,2-1]
-        [--page docs/explanation/what-a-change-costs.md]
+        [--write]
 
 Real trainer processes on this machine's CPUs fine-tune a BERT (small: 4 layers of 256, 11 M parameters; base: 110 M)
 with AdamW. The pause is the time between the last step before a change and the first after it, less the median time of
@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from results import show, table
+from results import add_write, show, table
 from support.gang import Gang
 
 from elasticflow_airflow.runtime.protocol import ReportKind
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--model", choices=SIZES, default="small")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--changes", default="1-2,2-4,4-2,2-1")
-    parser.add_argument("--page", type=Path, help="put the table into this page")
+    add_write(parser)
     options = parser.parse_args()
     pairs = [part.split("-") for part in options.changes.split(",")]
     changes = [(int(a), int(b)) for a, b in pairs]
@@ -170,7 +170,7 @@ def main() -> None:
     heads = ["", "pause s", "worst s", "a step s", "in steps", "times less", "s per GB"]
     said = f"BERT of {PARAMETERS[options.model]} parameters, medians of {options.repeat}:"
     name = "rescale" if options.model == "small" else "rescale_base"
-    show(name, [said, "", *table(heads, rows)], options.page)
+    show(name, [said, "", *table(heads, rows)], options)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What it costs to take over more promises than a cluster can keep, and what each event costs beside them.
 
-    python benchmarks/bench_restore.py [--largest 3000] [--page docs/explanation/benchmark.md]
+    python benchmarks/bench_restore.py [--largest 3000] [--write]
 
 A scheduler starts again and finds 100, 400, 1,000 and 3,000 promised jobs on a cluster that can keep only some of the
 promises: narrow, wide and mixed jobs, deadlines that are near, far and both, on 32 and on 512 slots; their plans were
@@ -18,9 +18,8 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from results import show, table
+from results import add_write, show, table
 
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.events import Event, JobFinished, JobProgressed, WakeUp
@@ -121,9 +120,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--largest", type=int, default=3000)
     parser.add_argument("--smallest", type=int, default=100)
-    parser.add_argument("--reports", type=int, default=5)
+    parser.add_argument("--reports", type=int, default=3)
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--page", type=Path, help="put the table into this page")
+    add_write(parser)
     args = parser.parse_args()
     rows = []
     for kind in KINDS:
@@ -151,7 +150,7 @@ def main() -> None:
         "end s",
         "wake-up s",
     ]
-    show("restore", table(heads, rows), args.page)
+    show("restore", table(heads, rows), args)
 
 
 if __name__ == "__main__":

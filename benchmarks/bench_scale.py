@@ -1,6 +1,6 @@
 """How the cost of an event grows with the number of concurrent jobs, and what a filling of all of them costs.
 
-    python benchmarks/bench_scale.py [--largest 10000] [--samples 24] [--page docs/explanation/benchmark.md]
+    python benchmarks/bench_scale.py [--largest 10000] [--samples 24] [--write]
 
 For 10, 100, 1,000 and 10,000 jobs that run at once on as many slots, in nodes of 8: the processor time of an arrival
 that is admitted, of one that is refused since it could not be in time even alone, of an end (each with its re-plan), of
@@ -18,9 +18,8 @@ import statistics
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
-from results import show, table
+from results import add_write, show, table
 
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.decisions import Admit, Decision, Reject, WakeMeAt
@@ -149,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--largest", type=int, default=10_000)
     parser.add_argument("--samples", type=int, default=24)
-    parser.add_argument("--page", type=Path, help="put the table into this page")
+    add_write(parser)
     args = parser.parse_args()
     rows = []
     for count in (10, 100, 1000, 10_000):
@@ -166,7 +165,7 @@ def main() -> None:
     heads = ["jobs, slots", "admitted ms", "refused ms", "ended ms", "refused beside full promises ms"]
     heads += ["a filling of all s", "memory MiB"]
     lines = table(heads, rows)
-    show("scale", lines, args.page)
+    show("scale", lines, args)
 
 
 if __name__ == "__main__":

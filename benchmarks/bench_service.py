@@ -1,6 +1,6 @@
 """What the embedded service costs: memory while idle, time to its first answer, time to a verdict.
 
-    python benchmarks/bench_service.py [--submits 60] [--running 8]
+    python benchmarks/bench_service.py [--submits 60] [--running 8] [--write]
 
 Starts a real service with modelled workers in a temporary folder and prints each number beside its goal:
 PSS of the idle daemon (``smaps_rollup``: its share of what it shares with others; goal 120 MiB), from the first call
@@ -19,6 +19,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from results import add_write, show, table
 
 from elasticflow_airflow.client import ElasticFlowClient, ensure_service, snapshot_folder
 from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
@@ -40,9 +42,8 @@ def pss_mib(pid: int) -> float:
     return int(found[1]) / 1024
 
 
-def show(what: str, value: float, unit: str, goal: float, digits: int = 0) -> None:
-    verdict = "within" if value <= goal else "BEYOND"
-    print(f"{what:<52} {value:8.{digits}f} {unit:<4} {verdict} the goal of {goal:g} {unit}")
+def row(what: str, value: float, unit: str, goal: float, digits: int = 0) -> list[str]:
+    return [f"{what}, {unit}", f"{value:.{digits}f}", f"{goal:g}", "within" if value <= goal else "BEYOND"]
 
 
 def submission(run: str, snapshot: str, **given: object) -> JobSubmission:
@@ -61,6 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--submits", type=int, default=60)
     parser.add_argument("--running", type=int, default=8)
+    add_write(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ef-bench-") as folder:
         state_dir, code = Path(folder) / "state", Path(folder) / "code"
@@ -81,9 +83,9 @@ def main() -> None:
 
 
 def measure(client: ElasticFlowClient, pid: int, code: Path, options: argparse.Namespace, first_s: float) -> None:
-    show("first call to first answer (client's imports included)", first_s, "s", 3.0, 2)
+    rows = [row("first call to first answer (client's imports included)", first_s, "s", 3.0, 2)]
     time.sleep(2)
-    show("PSS of the daemon that has just started", pss_mib(pid), "MiB", 120.0)
+    rows.append(row("PSS of the daemon that has just started", pss_mib(pid), "MiB", 120.0))
     snapshot = snapshot_folder(code)
     client.upload_snapshot(snapshot)
     running = [client.submit(submission(f"other{n}", snapshot.sha256)) for n in range(options.running)]
@@ -96,14 +98,14 @@ def measure(client: ElasticFlowClient, pid: int, code: Path, options: argparse.N
         client.cancel(job.job.job_id, job.claim)
     took_ms.sort()
     beside = f"beside {options.running} jobs that train"
-    show(f"submit to verdict, median, {beside}", statistics.median(took_ms), "ms", 50.0, 1)
-    show(f"submit to verdict, 95th percentile, {beside}", took_ms[int(0.95 * len(took_ms))], "ms", 50.0, 1)
+    rows.append(row(f"submit to verdict, median, {beside}", statistics.median(took_ms), "ms", 50.0, 1))
+    rows.append(row(f"submit to verdict, 95th percentile, {beside}", took_ms[int(0.95 * len(took_ms))], "ms", 50.0, 1))
     for job in running:
         client.cancel(job.job.job_id, job.claim)
     while client.health().live_jobs:
         time.sleep(0.2)
-    show("PSS of the idle daemon after these jobs", pss_mib(pid), "MiB", 120.0)
-    print(f"on {os.cpu_count()} cores, Python {sys.version.split()[0]}: python {' '.join(sys.argv)}")
+    rows.append(row("PSS of the idle daemon after these jobs", pss_mib(pid), "MiB", 120.0))
+    show("service", table(["", "measured", "goal", ""], rows), options)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Whether a solver would find room where the scheduler finds none: an upper bound of what it could add as a rescue.
 
-    python benchmarks/bench_solver.py [--page docs/explanation/benchmark.md]
+    python benchmarks/bench_solver.py [--write]
 
 At every refusal HiGHS decides a relaxation of the question: whether the promises so far and the newcomer fit the
 cluster when jobs may mix sizes and split slots at will, and nobody but the newcomer pays for a start or a change. Where
@@ -14,12 +14,11 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from bench_contended import TOO_SMALL
 from bench_policies import DATA, OWN_SIZE, Case, setting_of
-from results import show, table
+from results import add_write, show, table
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core.bound_costs import Candidates
@@ -113,7 +112,7 @@ def row(case: Case) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", type=Path, help="put the table into this page")
+    add_write(parser)
     args = parser.parse_args()
     if not DATA.is_dir():
         print(f"skipped: needs the data folder {DATA} beside the checkout")
@@ -121,7 +120,7 @@ def main() -> None:
     require_scipy()
     rows = [row(case) for case in (*OWN_SIZE, *TOO_SMALL)]
     heads = ["", "met", "refused", "hopeless alone", "no plan exists", "a solver might", "not known in time"]
-    show("solver", table(heads, rows), args.page)
+    show("solver", table(heads, rows), args)
 
 
 if __name__ == "__main__":

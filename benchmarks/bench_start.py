@@ -1,6 +1,6 @@
 """From submit to the first step: with a warm pool beside without one.
 
-    python benchmarks/bench_start.py [--repeat 5] [--page docs/explanation/what-a-change-costs.md]
+    python benchmarks/bench_start.py [--repeat 5] [--write]
 
 Starts two real embedded services with one slot each, one of which keeps a process that has imported torch, and submits
 the same training (a perceptron on random numbers, one worker under torchrun) to each in turn. Goal: under 2 s with the
@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from results import show, table
+from results import add_write, show, table
 
 from elasticflow_airflow.client import ElasticFlowClient, ensure_service, snapshot_folder
 from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
@@ -84,7 +84,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--page", type=Path, help="put the table into this page")
+    add_write(parser)
     options = parser.parse_args()
     found: dict[str, list[float]] = {"warm": [], "cold": []}
     with tempfile.TemporaryDirectory(prefix="ef-bench-") as name:
@@ -118,7 +118,7 @@ def main() -> None:
                     time.sleep(0.05)
     rows = [[way, *(f"{of(times):.2f}" for of in (statistics.median, min, max))] for way, times in found.items()]
     lines = table(["from submit to first step", "median s", "best s", "worst s"], rows)
-    show("start", [f"{options.repeat} times each, in turns:", "", *lines], options.page)
+    show("start", [f"{options.repeat} times each, in turns:", "", *lines], options)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Several types of GPU, jobs that share one, and batch sizes that a policy chooses: what no single table shows.
 
-    python benchmarks/bench_types.py [--only lengths,...] [--page docs/explanation/benchmark.md]
+    python benchmarks/bench_types.py [--only lengths,...] [--write]
 
 *Types*: those jobs of public traces whose model the tables of A100 and T4 both have, on 8 x 8 A100 with 8 x 4 T4, each
 policy beside the bound of that cluster. *Generations*: jobs drawn from Gavel's measurements on three types. *Sharing*:
@@ -16,11 +16,10 @@ import argparse
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import mean
 
 from bench_policies import DATA
-from results import show, table
+from results import add_write, show, table
 
 from elasticflow_airflow.scheduler_core import SchedulerConfig
 from elasticflow_airflow.scheduler_core.bound import clairvoyant_bound
@@ -252,7 +251,7 @@ TABLES = {"types": types, "generations": generations, "sharing": sharing, "noise
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="only these tables (types, sharing, ...), commas between")
-    parser.add_argument("--page", type=Path, help="put the tables into this page")
+    add_write(parser)
     args = parser.parse_args()
     only = {name for name in args.only.split(",") if name}
     if not DATA.is_dir():
@@ -262,7 +261,7 @@ def main() -> None:
         if only and name not in only:
             continue
         lines = make()
-        show(name, lines, args.page)
+        show(name, lines, args)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ The pages are plain Markdown, so that they read well in a checkout too. What onl
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -127,8 +128,14 @@ def add_navigation(_app: Sphinx, name: str, source: list[str]) -> None:
         source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {kind}\n\n{pages}\n```\n"
 
 
+def offer_results(_app: Sphinx, _name: str, source: list[str]) -> None:
+    """Let the site offer the files of results, which are no pages of it, for download."""
+    source[0] = re.sub(r"\]\((?=[./]+/benchmarks/results/)", "](path:", source[0])
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Sphinx calls this."""
     app.connect("source-read", add_navigation)
+    app.connect("source-read", offer_results)
     app.add_lexer("csv", TextLexer)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
