@@ -16,8 +16,8 @@ from elasticflow_airflow.client import AsyncElasticFlowClient, JobNotFound, Stal
 from elasticflow_airflow.deadlines import zone_from
 from elasticflow_airflow.exceptions import ServiceAway, ServiceRefused
 from elasticflow_airflow.hooks import ElasticFlowHook
-from elasticflow_airflow.patience import PatientClient
 from elasticflow_airflow.progress import ProgressMark, report
+from elasticflow_airflow.retrying_client import RetryingClient
 from elasticflow_airflow.scheduler_rounds import held_back
 from elasticflow_airflow.wire import JobStatus
 
@@ -63,7 +63,7 @@ class ElasticFlowJobTrigger(BaseTrigger):
         self.told = told
         self._mark = ProgressMark(event_id=last_event_id)
         self._why = ""
-        self._service = PatientClient(elasticflow_conn_id, state_dir, service_away_s, self.log)
+        self._service = RetryingClient(elasticflow_conn_id, state_dir, service_away_s, self.log)
         self._cancelling: asyncio.Task[None] | None = None
 
     def serialize(self) -> tuple[str, dict[str, Any]]:

@@ -9,51 +9,19 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import tzinfo
-from typing import Any, Protocol
 
-from elasticflow_airflow.client import (
-    PASSING,
-    ElasticFlowClient,
-    ElasticFlowError,
-    EmbeddedStartError,
-    ServiceUnavailable,
-)
+from elasticflow_airflow.client import PASSING, ElasticFlowClient, ElasticFlowError
 from elasticflow_airflow.clock import now_s
+from elasticflow_airflow.outages import Outage
 from elasticflow_airflow.progress import report
 from elasticflow_airflow.settings import AirflowSettings
+from elasticflow_airflow.task_log import Logger
 from elasticflow_airflow.task_memory import TaskMemory
 from elasticflow_airflow.wire import JobStatus
 
 _LINE_EVERY_S = 15.0
 _SLICE_S = 0.5
 """A signal handler cannot end ``time.sleep``; short slices let the loop see that the task was killed."""
-
-
-class Logger(Protocol):
-    """The part of a task's logger that is used (Airflow's is no logging.Logger)."""
-
-    def info(self, event: Any, *args: Any, **kw: Any) -> Any:
-        """Say what happens."""
-        ...
-
-    def warning(self, event: Any, *args: Any, **kw: Any) -> Any:
-        """Say what somebody should look at."""
-        ...
-
-    def exception(self, event: Any, *args: Any, **kw: Any) -> Any:
-        """Say what went wrong, with its traceback."""
-        ...
-
-
-def may_come_back(
-    error: ServiceUnavailable, memory: TaskMemory, settings: AirflowSettings, *, is_dag_test: bool
-) -> bool:
-    """Whether to wait for a service that this attempt has not heard of yet; ``memory`` learns since when it is away.
-
-    Not for one that cannot be started on this machine, nor under ``dag.test()``, whose user looks on.
-    """
-    for_too_long = memory.away_for_longer_than(settings.service_away_s)
-    return not (is_dag_test or for_too_long or isinstance(error, EmbeddedStartError))
 
 
 class JobWatch:
@@ -75,6 +43,7 @@ class JobWatch:
         self._timezone = timezone
         self._log = log
         self._settings = settings
+        self._outage = Outage(memory, settings.service_away_s, log)
 
     def say(self, status: JobStatus) -> None:
         """Log what is new: each event with its reason, and now and then a line of progress."""
@@ -102,11 +71,10 @@ class JobWatch:
             status = self._client.renew(str(memory.job_id), memory.claim, "the Airflow task waits")
             self.say(status)
         except PASSING as error:
-            if memory.away_for_longer_than(self._settings.service_away_s):
+            if not self._outage.is_waited_out(error):
                 raise
-            self._log.warning("%s; waiting for it to come back", error)
             return None
-        memory.away_since = None
+        self._outage.ended()
         if self._on_status is not None:
             self._on_status(status)
         return status

@@ -51,6 +51,7 @@ from elasticflow_airflow.leases import OwnedJob, keeper
 from elasticflow_airflow.lineage import ReportsLineage
 from elasticflow_airflow.links import ElasticFlowJobLink
 from elasticflow_airflow.mapping import checked
+from elasticflow_airflow.outages import Outage
 from elasticflow_airflow.outcomes import (
     cancel_message,
     failure_message,
@@ -66,7 +67,7 @@ from elasticflow_airflow.submitting import InFlight, acknowledge_for_clear, atta
 from elasticflow_airflow.task_memory import TaskMemory
 from elasticflow_airflow.telemetry import count_ended, count_submitted
 from elasticflow_airflow.triggers import ElasticFlowJobTrigger
-from elasticflow_airflow.waiting import JobWatch, may_come_back
+from elasticflow_airflow.waiting import JobWatch
 from elasticflow_airflow.wire import Attachment, JobStatus, State
 
 if TYPE_CHECKING:
@@ -398,10 +399,10 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         self, error: ServiceUnavailable, facts: RunFacts, memory: TaskMemory, settings: AirflowSettings, store: Any
     ) -> NoReturn:
         """Give the worker slot back while the service is away, and look again: no retry is spent on it."""
-        if not may_come_back(error, memory, settings, is_dag_test=facts.is_dag_test):
+        outage, then = Outage(memory, settings.service_away_s, self.log), f"looking again in {_AWAY_PAUSE_S:g} s"
+        if not outage.is_waited_out_at_start(error, is_dag_test=facts.is_dag_test, then=then):
             raise error
         memory.save(store)
-        self.log.warning("%s; looking again in %g s", error, _AWAY_PAUSE_S)
         come_back(_AWAY_PAUSE_S)
 
     def _check(self) -> None:
