@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import tzinfo
 
 from elasticflow_airflow.client import PASSING, ElasticFlowClient, ElasticFlowError
-from elasticflow_airflow.clock import now_s
 from elasticflow_airflow.outages import Outage
-from elasticflow_airflow.progress import report
 from elasticflow_airflow.settings import AirflowSettings
-from elasticflow_airflow.task_log import Logger
+from elasticflow_airflow.task_log import Logger, ProgressLog
 from elasticflow_airflow.task_memory import TaskMemory
 from elasticflow_airflow.wire import JobStatus
 
@@ -40,19 +37,16 @@ class JobWatch:
         self._on_status = on_status
         self._client = client
         self._memory = memory
-        self._timezone = timezone
         self._log = log
+        self._progress = ProgressLog(log=log, timezone=timezone, every_s=_LINE_EVERY_S)
         self._settings = settings
         self._outage = Outage(memory, settings.service_away_s, log)
 
     def say(self, status: JobStatus) -> None:
         """Log what is new: each event with its reason, and now and then a line of progress."""
-        mark = self._memory.mark
-        events = self._client.events(status.job_id, mark.event_id) if status.last_event_id > mark.event_id else []
-        lines, mark = report(status, events, mark, timezone=self._timezone, now=now_s(), every_s=_LINE_EVERY_S)
-        for line in lines:
-            self._log.info("%s", line)
-        self._memory.mark = replace(mark, event_id=max([mark.event_id, *(e.event_id for e in events)]))
+        progress, mark = self._progress, self._memory.mark
+        events = self._client.events(status.job_id, mark.event_id) if progress.has_new_events(status, mark) else []
+        self._memory.mark = progress.write(status, events, mark)
 
     def tell(self, status: JobStatus) -> None:
         """Log what is new if the service can be asked for it: a job that was submitted is worth more than a line."""
