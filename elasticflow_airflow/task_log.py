@@ -11,6 +11,9 @@ from elasticflow_airflow.clock import now_s
 from elasticflow_airflow.progress import ProgressMark, report
 from elasticflow_airflow.wire import Event, JobStatus
 
+WORKER_LINE_EVERY_S, TRIGGER_LINE_EVERY_S = 15.0, 60.0
+"""How often a line of progress is written: a triggerer waits for many jobs at once."""
+
 
 class Logger(Protocol):
     """The part of a task's logger that is used (Airflow's is no logging.Logger)."""

@@ -17,10 +17,8 @@ from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.progress import ProgressMark
 from elasticflow_airflow.retrying_client import RetryingClient
 from elasticflow_airflow.scheduler_rounds import held_back
-from elasticflow_airflow.task_log import ProgressLog
+from elasticflow_airflow.task_log import TRIGGER_LINE_EVERY_S, ProgressLog
 from elasticflow_airflow.wire import JobStatus
-
-_LINE_EVERY_S = 60.0
 
 
 class ElasticFlowJobTrigger(BaseTrigger):
@@ -147,7 +145,7 @@ class ElasticFlowJobTrigger(BaseTrigger):
 
     async def _look(self, client: AsyncElasticFlowClient) -> JobStatus:
         status = await client.renew(self.job_id, self.claim, "the Airflow task waits")
-        progress = ProgressLog(log=self.log, timezone=zone_from(self.timezone), every_s=_LINE_EVERY_S)
+        progress = ProgressLog(log=self.log, timezone=zone_from(self.timezone), every_s=TRIGGER_LINE_EVERY_S)
         new = progress.has_new_events(status, self._mark)
         events = await client.events(self.job_id, self._mark.event_id) if new else []
         self._mark = progress.write(status, events, self._mark)

@@ -12,11 +12,10 @@ from datetime import tzinfo
 from elasticflow_airflow.client import PASSING, ElasticFlowClient, ElasticFlowError
 from elasticflow_airflow.outages import Outage
 from elasticflow_airflow.settings import AirflowSettings
-from elasticflow_airflow.task_log import Logger, ProgressLog
+from elasticflow_airflow.task_log import WORKER_LINE_EVERY_S, Logger, ProgressLog
 from elasticflow_airflow.task_memory import TaskMemory
 from elasticflow_airflow.wire import JobStatus
 
-_LINE_EVERY_S = 15.0
 _SLICE_S = 0.5
 """A signal handler cannot end ``time.sleep``; short slices let the loop see that the task was killed."""
 
@@ -38,7 +37,7 @@ class JobWatch:
         self._client = client
         self._memory = memory
         self._log = log
-        self._progress = ProgressLog(log=log, timezone=timezone, every_s=_LINE_EVERY_S)
+        self._progress = ProgressLog(log=log, timezone=timezone, every_s=WORKER_LINE_EVERY_S)
         self._settings = settings
         self._outage = Outage(memory, settings.service_away_s, log)
 
