@@ -47,7 +47,7 @@ from elasticflow_airflow.exceptions import (
 )
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.killing import KILL_WITHIN_S, Kill, come_back
-from elasticflow_airflow.leases import OwnedJob, keeper
+from elasticflow_airflow.leases import OwnedJob, lease_renewer
 from elasticflow_airflow.lineage import ReportsLineage
 from elasticflow_airflow.links import ElasticFlowJobLink
 from elasticflow_airflow.mapping import checked
@@ -251,7 +251,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         """Submit or attach, then wait by the way that fits where this runs."""
         self._task_instance, self._context = context["ti"], context
         run_id = context["ti"].run_id
-        if keeper().was_interrupted(run_id):
+        if lease_renewer().was_interrupted(run_id):
             raise AirflowFailException("dag.test() was interrupted by Ctrl-C: nothing more is trained")
         try:
             return self._train(context)
@@ -262,7 +262,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         except KeyboardInterrupt:
             if self._in_flight is not None:
                 self._in_flight.job(KILL_WITHIN_S, self.log)
-            keeper().interrupt(run_id)
+            lease_renewer().interrupt(run_id)
             raise
 
     def execute_complete(self, context: Context, event: dict[str, Any]) -> dict[str, Any]:
@@ -373,7 +373,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
             memory.save(store)
             ended = status is not None and status.state.terminal
             if facts.is_dag_test and not ended:
-                keeper().keep(self._own(client, memory))
+                lease_renewer().keep(self._own(client, memory))
                 if self.deferrable:
                     self._reschedule(memory)
             if not ended:
@@ -541,7 +541,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
 
     def _finish(self, status: JobStatus, timezone: tzinfo, memory: TaskMemory) -> dict[str, Any]:
         """Return the result of a success; raise for every other end, and always once the task was killed."""
-        keeper().forget(status.job_id)
+        lease_renewer().forget(status.job_id)
         if self._kill.happened:
             self._stop_killed(f"when job {status.job_id} was {status.state.value}")
         remember(self._context, describe(status, timezone))
