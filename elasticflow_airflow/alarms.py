@@ -19,8 +19,8 @@ from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError
 from elasticflow_airflow.deadlines import show_at, show_duration
 from elasticflow_airflow.outcomes import result_of
 from elasticflow_airflow.progress import progress_line
+from elasticflow_airflow.task_log import Logger
 from elasticflow_airflow.task_memory import TaskMemory
-from elasticflow_airflow.waiting import Logger
 from elasticflow_airflow.wire import JobStatus, State
 
 CONTEXT_KEY = "elasticflow"

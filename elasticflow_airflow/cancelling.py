@@ -14,7 +14,7 @@ from typing import Any
 from elasticflow_airflow.client import ElasticFlowError, JobNotFound, StaleClaim
 from elasticflow_airflow.exceptions import ServiceAway
 from elasticflow_airflow.leases import ENDED_LATER
-from elasticflow_airflow.patience import PatientClient
+from elasticflow_airflow.retrying_client import RetryingClient
 from elasticflow_airflow.task_states import state_of
 from elasticflow_airflow.wire import State
 
@@ -45,7 +45,7 @@ def is_kill(cancelled: asyncio.CancelledError) -> bool:
     return _KILLED in cancelled.args
 
 
-async def cancel_job(service: PatientClient, job_id: str, claim: int, task_instance: Any, log: Any) -> None:
+async def cancel_job(service: RetryingClient, job_id: str, claim: int, task_instance: Any, log: Any) -> None:
     """Cancel a job, and try again while the service is away; close the client. Says in the log what came of it."""
     try:
         if await _waits_elsewhere(task_instance, log):

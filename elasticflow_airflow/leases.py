@@ -52,7 +52,7 @@ class OwnedJob:
         except ServiceUnavailable as error:
             return f"job {self.job_id} could not be cancelled now ({error}); {ENDED_LATER}"
         finally:
-            keeper().forget(self.job_id)  # renewing would keep alive what nobody wants
+            lease_renewer().forget(self.job_id)  # renewing would keep alive what nobody wants
         if status.state.terminal and status.state is not State.CANCELLED:
             return f"job {self.job_id} is {status.state.value} already: nothing to cancel"
         return f"job {self.job_id}: cancelled at step {status.step} ({reason})"
@@ -69,8 +69,8 @@ class OwnedJob:
         return f"job {self.job_id} acknowledged"
 
 
-class LeaseKeeper:
-    """The jobs of this process's ``dag.test()`` runs. One per process: ``keeper()``. Thread-safe."""
+class LeaseRenewer:
+    """The jobs of this process's ``dag.test()`` runs. One per process: ``lease_renewer()``. Thread-safe."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, OwnedJob] = {}
@@ -136,9 +136,9 @@ class LeaseKeeper:
                         self.forget(job.job_id)
 
 
-_keeper = LeaseKeeper()
+_lease_renewer = LeaseRenewer()
 
 
-def keeper() -> LeaseKeeper:
-    """Return this process's keeper."""
-    return _keeper
+def lease_renewer() -> LeaseRenewer:
+    """Return this process's lease renewer."""
+    return _lease_renewer

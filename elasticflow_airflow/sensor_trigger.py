@@ -11,7 +11,7 @@ from airflow.triggers.base import BaseTrigger, TriggerEvent
 from elasticflow_airflow.client import AsyncElasticFlowClient, ElasticFlowError, JobNotFound
 from elasticflow_airflow.exceptions import ServiceAway, ServiceRefused
 from elasticflow_airflow.hooks import ElasticFlowHook
-from elasticflow_airflow.patience import PatientClient
+from elasticflow_airflow.retrying_client import RetryingClient
 from elasticflow_airflow.scheduler_rounds import held_back
 from elasticflow_airflow.sensing import Seen, asks_for_events, judge
 from elasticflow_airflow.wire import JobStatus
@@ -72,7 +72,7 @@ class ElasticFlowSensorTrigger(BaseTrigger):
 
     async def _wait(self) -> dict[str, Any]:
         said = ""
-        async with PatientClient(self.elasticflow_conn_id, self.state_dir, self.service_away_s, self.log) as service:
+        async with RetryingClient(self.elasticflow_conn_id, self.state_dir, self.service_away_s, self.log) as service:
             while True:
                 try:
                     found = await service.ask(self._look)

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint, JobNotFound, StaleClaim
-from elasticflow_airflow.leases import OwnedJob, keeper
+from elasticflow_airflow.leases import OwnedJob, lease_renewer
 from elasticflow_airflow.task_memory import TaskMemory
 from elasticflow_airflow.wire import Attachment, JobSubmission, State
 
@@ -18,7 +18,7 @@ from elasticflow_airflow.wire import Attachment, JobSubmission, State
 class InFlight:
     """A submission under way, in a thread and by a client of its own: Ctrl-C and timeouts reach only who waits for it.
 
-    With ``keep``, the thread hands the job to the lease keeper, which cancels it when this process leaves, however
+    With ``keep``, the thread hands the job to the lease renewer, which cancels it when this process leaves, however
     often Ctrl-C was pressed.
     """
 
@@ -48,7 +48,7 @@ class InFlight:
             with ElasticFlowClient(self._endpoint, retry_for_s=self._retry_for_s) as client:
                 attachment = client.submit(self._submission)
             if self._keep and not attachment.job.state.terminal:
-                keeper().keep(self._own(attachment))
+                lease_renewer().keep(self._own(attachment))
             self._answer.set_result(attachment)
         except BaseException as error:  # noqa: BLE001 - raised by result(), in the thread that waits
             self._answer.set_exception(error)

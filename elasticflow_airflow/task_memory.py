@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 from airflow.sdk.exceptions import AirflowRuntimeError
 
-from elasticflow_airflow.clock import now_s
 from elasticflow_airflow.progress import ProgressMark
 
 log = logging.getLogger(__name__)
@@ -53,6 +52,7 @@ class TaskMemory:
     since: float = 0.0
     """When this attempt submitted or attached (UTC seconds)."""
     away_since: float | None = None
+    """Since when the service does not answer (UTC seconds): see ``outages``."""
     answered: bool = False
     """Whether the service has answered a sensor in this attempt."""
     breakdowns: int = 0
@@ -74,12 +74,6 @@ class TaskMemory:
             return cls(**known, mark=ProgressMark(**mark))
         except TypeError:
             return cls()
-
-    def away_for_longer_than(self, limit_s: float) -> bool:
-        """Note that the service is away now; whether it has been for too long (seconds)."""
-        now = now_s()
-        self.away_since = self.away_since or now
-        return now - self.away_since > limit_s
 
     def save(self, store: StateStore) -> None:
         """Write it down if Airflow takes it: without it a retry still finds its job, whose id is the task's."""

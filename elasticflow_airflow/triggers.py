@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,12 +14,11 @@ from elasticflow_airflow.client import AsyncElasticFlowClient, JobNotFound, Stal
 from elasticflow_airflow.deadlines import zone_from
 from elasticflow_airflow.exceptions import ServiceAway, ServiceRefused
 from elasticflow_airflow.hooks import ElasticFlowHook
-from elasticflow_airflow.patience import PatientClient
-from elasticflow_airflow.progress import ProgressMark, report
+from elasticflow_airflow.progress import ProgressMark
+from elasticflow_airflow.retrying_client import RetryingClient
 from elasticflow_airflow.scheduler_rounds import held_back
+from elasticflow_airflow.task_log import TRIGGER_LINE_EVERY_S, ProgressLog
 from elasticflow_airflow.wire import JobStatus
-
-_LINE_EVERY_S = 60.0
 
 
 class ElasticFlowJobTrigger(BaseTrigger):
@@ -63,7 +60,7 @@ class ElasticFlowJobTrigger(BaseTrigger):
         self.told = told
         self._mark = ProgressMark(event_id=last_event_id)
         self._why = ""
-        self._service = PatientClient(elasticflow_conn_id, state_dir, service_away_s, self.log)
+        self._service = RetryingClient(elasticflow_conn_id, state_dir, service_away_s, self.log)
         self._cancelling: asyncio.Task[None] | None = None
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
@@ -148,15 +145,9 @@ class ElasticFlowJobTrigger(BaseTrigger):
 
     async def _look(self, client: AsyncElasticFlowClient) -> JobStatus:
         status = await client.renew(self.job_id, self.claim, "the Airflow task waits")
-        self._mark = await self._say(client, status, self._mark)
+        progress = ProgressLog(log=self.log, timezone=zone_from(self.timezone), every_s=TRIGGER_LINE_EVERY_S)
+        new = progress.has_new_events(status, self._mark)
+        events = await client.events(self.job_id, self._mark.event_id) if new else []
+        self._mark = progress.write(status, events, self._mark)
         self.last_event_id = self._mark.event_id
         return status
-
-    async def _say(self, client: AsyncElasticFlowClient, status: JobStatus, mark: ProgressMark) -> ProgressMark:
-        events = await client.events(self.job_id, mark.event_id) if status.last_event_id > mark.event_id else []
-        lines, mark = report(
-            status, events, mark, timezone=zone_from(self.timezone), now=time.time(), every_s=_LINE_EVERY_S
-        )
-        for line in lines:
-            self.log.info("%s", line)
-        return replace(mark, event_id=max(mark.event_id, status.last_event_id)) if events else mark

@@ -7,53 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import tzinfo
-from typing import Any, Protocol
 
-from elasticflow_airflow.client import (
-    PASSING,
-    ElasticFlowClient,
-    ElasticFlowError,
-    EmbeddedStartError,
-    ServiceUnavailable,
-)
-from elasticflow_airflow.clock import now_s
-from elasticflow_airflow.progress import report
+from elasticflow_airflow.client import PASSING, ElasticFlowClient, ElasticFlowError
+from elasticflow_airflow.outages import Outage
 from elasticflow_airflow.settings import AirflowSettings
+from elasticflow_airflow.task_log import WORKER_LINE_EVERY_S, Logger, ProgressLog
 from elasticflow_airflow.task_memory import TaskMemory
 from elasticflow_airflow.wire import JobStatus
 
-_LINE_EVERY_S = 15.0
 _SLICE_S = 0.5
 """A signal handler cannot end ``time.sleep``; short slices let the loop see that the task was killed."""
-
-
-class Logger(Protocol):
-    """The part of a task's logger that is used (Airflow's is no logging.Logger)."""
-
-    def info(self, event: Any, *args: Any, **kw: Any) -> Any:
-        """Say what happens."""
-        ...
-
-    def warning(self, event: Any, *args: Any, **kw: Any) -> Any:
-        """Say what somebody should look at."""
-        ...
-
-    def exception(self, event: Any, *args: Any, **kw: Any) -> Any:
-        """Say what went wrong, with its traceback."""
-        ...
-
-
-def may_come_back(
-    error: ServiceUnavailable, memory: TaskMemory, settings: AirflowSettings, *, is_dag_test: bool
-) -> bool:
-    """Whether to wait for a service that this attempt has not heard of yet; ``memory`` learns since when it is away.
-
-    Not for one that cannot be started on this machine, nor under ``dag.test()``, whose user looks on.
-    """
-    for_too_long = memory.away_for_longer_than(settings.service_away_s)
-    return not (is_dag_test or for_too_long or isinstance(error, EmbeddedStartError))
 
 
 class JobWatch:
@@ -72,18 +36,16 @@ class JobWatch:
         self._on_status = on_status
         self._client = client
         self._memory = memory
-        self._timezone = timezone
         self._log = log
+        self._progress = ProgressLog(log=log, timezone=timezone, every_s=WORKER_LINE_EVERY_S)
         self._settings = settings
+        self._outage = Outage(memory, settings.service_away_s, log)
 
     def say(self, status: JobStatus) -> None:
         """Log what is new: each event with its reason, and now and then a line of progress."""
-        mark = self._memory.mark
-        events = self._client.events(status.job_id, mark.event_id) if status.last_event_id > mark.event_id else []
-        lines, mark = report(status, events, mark, timezone=self._timezone, now=now_s(), every_s=_LINE_EVERY_S)
-        for line in lines:
-            self._log.info("%s", line)
-        self._memory.mark = replace(mark, event_id=max([mark.event_id, *(e.event_id for e in events)]))
+        progress, mark = self._progress, self._memory.mark
+        events = self._client.events(status.job_id, mark.event_id) if progress.has_new_events(status, mark) else []
+        self._memory.mark = progress.write(status, events, mark)
 
     def tell(self, status: JobStatus) -> None:
         """Log what is new if the service can be asked for it: a job that was submitted is worth more than a line."""
@@ -102,11 +64,10 @@ class JobWatch:
             status = self._client.renew(str(memory.job_id), memory.claim, "the Airflow task waits")
             self.say(status)
         except PASSING as error:
-            if memory.away_for_longer_than(self._settings.service_away_s):
+            if not self._outage.is_waited_out(error):
                 raise
-            self._log.warning("%s; waiting for it to come back", error)
             return None
-        memory.away_since = None
+        self._outage.ended()
         if self._on_status is not None:
             self._on_status(status)
         return status

@@ -47,10 +47,11 @@ from elasticflow_airflow.exceptions import (
 )
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.killing import KILL_WITHIN_S, Kill, come_back
-from elasticflow_airflow.leases import OwnedJob, keeper
+from elasticflow_airflow.leases import OwnedJob, lease_renewer
 from elasticflow_airflow.lineage import ReportsLineage
 from elasticflow_airflow.links import ElasticFlowJobLink
 from elasticflow_airflow.mapping import checked
+from elasticflow_airflow.outages import Outage
 from elasticflow_airflow.outcomes import (
     cancel_message,
     failure_message,
@@ -66,7 +67,7 @@ from elasticflow_airflow.submitting import InFlight, acknowledge_for_clear, atta
 from elasticflow_airflow.task_memory import TaskMemory
 from elasticflow_airflow.telemetry import count_ended, count_submitted
 from elasticflow_airflow.triggers import ElasticFlowJobTrigger
-from elasticflow_airflow.waiting import JobWatch, may_come_back
+from elasticflow_airflow.waiting import JobWatch
 from elasticflow_airflow.wire import Attachment, JobStatus, State
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         """Submit or attach, then wait by the way that fits where this runs."""
         self._task_instance, self._context = context["ti"], context
         run_id = context["ti"].run_id
-        if keeper().was_interrupted(run_id):
+        if lease_renewer().was_interrupted(run_id):
             raise AirflowFailException("dag.test() was interrupted by Ctrl-C: nothing more is trained")
         try:
             return self._train(context)
@@ -261,7 +262,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         except KeyboardInterrupt:
             if self._in_flight is not None:
                 self._in_flight.job(KILL_WITHIN_S, self.log)
-            keeper().interrupt(run_id)
+            lease_renewer().interrupt(run_id)
             raise
 
     def execute_complete(self, context: Context, event: dict[str, Any]) -> dict[str, Any]:
@@ -372,7 +373,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
             memory.save(store)
             ended = status is not None and status.state.terminal
             if facts.is_dag_test and not ended:
-                keeper().keep(self._own(client, memory))
+                lease_renewer().keep(self._own(client, memory))
                 if self.deferrable:
                     self._reschedule(memory)
             if not ended:
@@ -398,10 +399,10 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         self, error: ServiceUnavailable, facts: RunFacts, memory: TaskMemory, settings: AirflowSettings, store: Any
     ) -> NoReturn:
         """Give the worker slot back while the service is away, and look again: no retry is spent on it."""
-        if not may_come_back(error, memory, settings, is_dag_test=facts.is_dag_test):
+        outage, then = Outage(memory, settings.service_away_s, self.log), f"looking again in {_AWAY_PAUSE_S:g} s"
+        if not outage.is_waited_out_at_start(error, is_dag_test=facts.is_dag_test, then=then):
             raise error
         memory.save(store)
-        self.log.warning("%s; looking again in %g s", error, _AWAY_PAUSE_S)
         come_back(_AWAY_PAUSE_S)
 
     def _check(self) -> None:
@@ -540,7 +541,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
 
     def _finish(self, status: JobStatus, timezone: tzinfo, memory: TaskMemory) -> dict[str, Any]:
         """Return the result of a success; raise for every other end, and always once the task was killed."""
-        keeper().forget(status.job_id)
+        lease_renewer().forget(status.job_id)
         if self._kill.happened:
             self._stop_killed(f"when job {status.job_id} was {status.state.value}")
         remember(self._context, describe(status, timezone))

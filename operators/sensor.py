@@ -11,17 +11,17 @@ from airflow.sdk.exceptions import AirflowException, AirflowFailException, Airfl
 
 from elasticflow_airflow.alarms import describe
 from elasticflow_airflow.arguments import ArgumentError, is_late, present
-from elasticflow_airflow.client import PASSING, ElasticFlowClient, ElasticFlowError, JobNotFound, ServiceUnavailable
+from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, JobNotFound
 from elasticflow_airflow.exceptions import ServiceAway, ServiceRefused, as_task_error
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.links import job_url
 from elasticflow_airflow.mapping import names_checked
+from elasticflow_airflow.outages import Outage
 from elasticflow_airflow.sensing import LATEST, SUCCEEDED, UNTIL, Seen, asks_for_events, judge
 from elasticflow_airflow.sensor_trigger import ElasticFlowSensorTrigger
 from elasticflow_airflow.settings import AirflowSettings, deferrable_by_default
 from elasticflow_airflow.submission import is_dag_test
 from elasticflow_airflow.task_memory import TaskMemory
-from elasticflow_airflow.waiting import may_come_back
 from elasticflow_airflow.wire import JobIdentity, JobStatus
 
 if TYPE_CHECKING:
@@ -146,20 +146,25 @@ class ElasticTrainSensor(BaseSensorOperator):
         store, attempt, settings = context["task_state_store"], context["ti"].try_number, AirflowSettings.read()
         known = TaskMemory.load(store)
         memory = known if known.attempt == attempt else TaskMemory(attempt=attempt)
+        outage = Outage(memory, settings.service_away_s, self.log)
         try:
             hook = ElasticFlowHook(self.elasticflow_conn_id)
             with hook.client(retry_for_s=min(_ANSWER_WITHIN_S, settings.service_away_s)) as client:
                 status, seen = self._look(client, self._target(context, hook))
-        except (ElasticFlowError, AirflowException) as error:  # Airflow's own: the connection cannot be read now
-            if not self._may_pass(error, memory, settings, is_dag_test=is_dag_test(context)):
+        except (ElasticFlowError, AirflowException) as error:
+            if memory.answered:
+                is_waited_out = outage.is_waited_out(error)
+            else:  # What is wrong from the first look on is said at once.
+                is_waited_out = outage.is_waited_out_at_start(error, is_dag_test=is_dag_test(context))
+            if not is_waited_out:
                 if isinstance(error, ElasticFlowError):
                     raise as_task_error(error) from error
                 raise
             memory.save(store)
-            self.log.warning("%s; waiting for it to come back", error)
             return PokeReturnValue(is_done=False)
         if memory.away_since is not None or not memory.answered:
-            memory.away_since, memory.answered = None, True
+            outage.ended()
+            memory.answered = True
             memory.save(store)
         if seen.outcome == "waiting":
             self.log.info("%s; waiting until it is %s", seen.why, self.until)
@@ -176,14 +181,6 @@ class ElasticTrainSensor(BaseSensorOperator):
             raise ServiceRefused(str(event["why"]))
         seen = Seen(outcome=str(event["outcome"]), why=str(event["why"]), checkpoint=event["checkpoint"])
         return self._conclude(context, seen, JobStatus.model_validate(event["status"]))
-
-    @staticmethod
-    def _may_pass(error: Exception, memory: TaskMemory, settings: AirflowSettings, *, is_dag_test: bool) -> bool:
-        """Whether a look that failed counts as not yet. What is wrong from the first look on is said at once."""
-        if memory.answered:
-            passing = isinstance(error, (*PASSING, AirflowException))
-            return passing and not memory.away_for_longer_than(settings.service_away_s)
-        return isinstance(error, ServiceUnavailable) and may_come_back(error, memory, settings, is_dag_test=is_dag_test)
 
     def _target(self, context: Context, hook: ElasticFlowHook) -> JobIdentity | str | None:
         """Whose job: an id, an identity without its run as None, or the whole identity."""

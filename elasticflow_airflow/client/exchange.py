@@ -16,7 +16,7 @@ from tenacity.stop import stop_base
 from tenacity.wait import wait_base
 
 from elasticflow_airflow import __version__
-from elasticflow_airflow.client.calls import Call
+from elasticflow_airflow.client.call import Call
 from elasticflow_airflow.client.endpoint import Endpoint
 from elasticflow_airflow.client.errors import (
     IncompatibleService,

@@ -23,8 +23,7 @@ from pydantic import BaseModel
 from sqlalchemy import select
 from starlette.types import Lifespan
 
-from elasticflow_airflow.client import ElasticFlowError, calls
-from elasticflow_airflow.client import insight_calls as questions
+from elasticflow_airflow.client import ElasticFlowError
 from elasticflow_airflow.client.errors import (
     InvalidSubmission,
     JobNotFound,
@@ -33,6 +32,7 @@ from elasticflow_airflow.client.errors import (
     StaleClaim,
     Unauthorized,
 )
+from elasticflow_airflow.client.service_calls import calls
 from elasticflow_airflow.exceptions import UnusableConnection
 from elasticflow_airflow.insight import StackDump, WhatIf, WhatIfRequest
 from elasticflow_airflow.ui.assets import CHART_LIBRARY, asset, chart_library_version
@@ -111,7 +111,7 @@ def _sight(source: Source, user: Any) -> Sight:
     readable = _readable(user)
     sight = Sight(namespace=source.namespace, readable=readable, hidden_dags=_known_dags() - readable)
     recent = source.share(calls.list_jobs(None, None, None, _RECENT), _HISTORY_S)
-    return sight.knowing(recent).knowing(source.share(questions.cluster(), _NOW_S).jobs)
+    return sight.knowing(recent).knowing(source.share(calls.cluster(), _NOW_S).jobs)
 
 
 def _status(source: Source, dag_id: str, job_id: str) -> JobStatus:
@@ -205,7 +205,7 @@ def _add_cluster(app: FastAPI, source: Source) -> None:
 
     @app.get("/api/cluster")
     def cluster(user: GetUserDep) -> dict[str, Any]:
-        now = source.share(questions.cluster(), _NOW_S)
+        now = source.share(calls.cluster(), _NOW_S)
         health = source.share(calls.health(), _FORECAST_S)
         sight = _sight(source, user)
         seen = sight.cluster(now)
@@ -229,7 +229,7 @@ def _add_cluster(app: FastAPI, source: Source) -> None:
             raise HTTPException(422, "until_at must be after from_at, by 31 days at most")
         sight = _sight(source, user)
         for_s = _HISTORY_S if until_at - from_at <= _LONG_S else _LONG_HISTORY_S
-        found = source.share(questions.history(from_at, until_at, parts), for_s)
+        found = source.share(calls.history(from_at, until_at, parts), for_s)
         plain: dict[str, Any] = sight.plain(sight.history(found).model_dump(mode="json"))
         return plain
 
@@ -250,7 +250,7 @@ def _add_cluster(app: FastAPI, source: Source) -> None:
         live: bool | None = None,
         limit: Annotated[int, Query(ge=1, le=1000)] = 300,
     ) -> JobList:
-        now = source.share(questions.cluster(), _NOW_S)
+        now = source.share(calls.cluster(), _NOW_S)
         sight = _sight(source, user)
 
         def newest(dag_ids: Sequence[str] | None) -> list[JobStatus]:
@@ -315,7 +315,7 @@ def _latest(source: Source, jobs: list[JobStatus]) -> dict[str, float]:
     found: dict[str, float] = {}
     for job in running[:_LOOKED_INTO]:
         try:
-            story = source.share(questions.story(job.job_id), _LATEST_S)
+            story = source.share(calls.story(job.job_id), _LATEST_S)
         except JobNotFound:
             continue  # it went while we looked
         if (at := latest_finish_at(story, time.time())) is not None:
@@ -329,7 +329,7 @@ def _add_job(app: FastAPI, source: Source) -> None:
     @app.get(f"{job}/story", dependencies=[_reads])
     def story(dag_id: DagId, job_id: JobId, user: GetUserDep, incarnation: Incarnation = None) -> dict[str, Any]:
         _status(source, dag_id, job_id)
-        found = source.ask(questions.story(job_id, incarnation))
+        found = source.ask(calls.story(job_id, incarnation))
         sight = _sight(source, user).knowing([found.status])
         plain: dict[str, Any] = sight.plain(sight.story(found).model_dump(mode="json"))
         return {**plain, "latest_at": latest_finish_at(found, time.time()), "may_edit": _may_edit(user, dag_id)}
@@ -344,7 +344,7 @@ def _add_job(app: FastAPI, source: Source) -> None:
     @app.get(f"{job}/runs", dependencies=[_reads])
     def runs(dag_id: DagId, job_id: JobId, limit: Annotated[int, Query(ge=1, le=50)] = 10) -> list[dict[str, Any]]:
         _status(source, dag_id, job_id)
-        return [run.model_dump(mode="json") for run in source.share(questions.runs(job_id, limit), _HISTORY_S)]
+        return [run.model_dump(mode="json") for run in source.share(calls.runs(job_id, limit), _HISTORY_S)]
 
     @app.get(f"{job}/logs/{{log_name}}", dependencies=[_reads_logs])
     def log(
@@ -366,7 +366,7 @@ def _add_job(app: FastAPI, source: Source) -> None:
     @app.get(f"{job}/trace.json", dependencies=[_reads])
     def trace(dag_id: DagId, job_id: JobId, user: GetUserDep, incarnation: Incarnation = None) -> Response:
         _status(source, dag_id, job_id)
-        found = source.ask(questions.story(job_id, incarnation))
+        found = source.ask(calls.story(job_id, incarnation))
         of_it = [e for e in _events(source, job_id) if e.incarnation in (None, found.status.incarnation)]
         made = _sight(source, user).knowing([found.status]).plain(chrome_trace(found, of_it, time.time()))
         name = f'attachment; filename="{job_id}-{found.status.incarnation}.trace.json"'
@@ -387,7 +387,7 @@ def _add_changes(app: FastAPI, source: Source) -> None:
     def cancel(dag_id: DagId, job_id: JobId, user: GetUserDep, request: CancelRequest) -> JobStatus:
         _status(source, dag_id, job_id)
         reason = f"cancelled by {user.get_name()} on the ElasticFlow page"
-        answer = source.ask(calls.claimed("cancel", job_id, request.claim, reason))
+        answer = source.ask(calls.cancel(job_id, request.claim, reason))
         source.forget()
         return JobStatus.model_validate(_sight(source, user).plain(answer.model_dump(mode="json")))
 
@@ -401,7 +401,7 @@ def _add_changes(app: FastAPI, source: Source) -> None:
     @app.post(f"{job}/stacks", dependencies=[_ours, _reads_logs])
     def stacks(dag_id: DagId, job_id: JobId) -> StackDump:
         _status(source, dag_id, job_id)
-        return source.ask(questions.stacks(job_id))
+        return source.ask(calls.stacks(job_id))
 
     @app.post("/api/what-if", dependencies=[_ours])
     def what_if(user: GetUserDep, request: Annotated[WhatIfRequest, Body()]) -> WhatIf:
@@ -410,5 +410,5 @@ def _add_changes(app: FastAPI, source: Source) -> None:
             status = source.ask(calls.status(change.job_id))
             if not sight.sees(status.identity):
                 raise JobNotFound(f"there is no job {change.job_id!r}", "look at the list of jobs", "job_not_found")
-        answer = sight.what_if(source.ask(questions.what_if(request)))
+        answer = sight.what_if(source.ask(calls.what_if(request)))
         return WhatIf.model_validate(sight.plain(answer.model_dump(mode="json")))

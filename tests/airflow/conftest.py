@@ -105,8 +105,9 @@ class ScriptedService:
         if verb == "snapshot":
             return httpx.Response(404 if request.method == "GET" else 204)
         if verb == "events":
-            after = int(request.url.params["after"])
-            return httpx.Response(200, content=json.dumps([e.model_dump() for e in self.events if e.event_id > after]))
+            after, limit = int(request.url.params["after"]), int(request.url.params["limit"])
+            page = [e.model_dump() for e in self.events if e.event_id > after][:limit]
+            return httpx.Response(200, content=json.dumps(page))
         if verb in ("submit", "attach"):
             self.claim += 1
             job = self.statuses[0]

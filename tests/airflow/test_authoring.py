@@ -10,7 +10,7 @@ import pytest
 from airflow.sdk import DAG, Asset, setup, task, task_group, teardown
 
 from elasticflow_airflow.client import ElasticFlowClient
-from elasticflow_airflow.leases import keeper
+from elasticflow_airflow.leases import lease_renewer
 from elasticflow_airflow.operators import ElasticTrainOperator, ElasticTrainSensor
 from elasticflow_airflow.retry_policies import ElasticFlowRetryPolicy
 from elasticflow_airflow.wire import State
@@ -314,4 +314,4 @@ def test_a_teardown_runs_whatever_becomes_of_the_training(run_dag, new_dag, tmp_
         ("make_room", -1): "success", ("train", -1): "failed", ("clear_away", -1): "success",
     }  # fmt: skip
     assert not scratch.exists()
-    assert keeper().kept() == []
+    assert lease_renewer().kept() == []

@@ -16,7 +16,7 @@ from airflow.sdk.exceptions import AirflowException, AirflowFailException, TaskD
 from support.elastic_tasks import Store, context_of, success
 
 from elasticflow_airflow.exceptions import JobCancelled, JobFailed, JobRejected, ServiceAway
-from elasticflow_airflow.leases import keeper
+from elasticflow_airflow.leases import lease_renewer
 from elasticflow_airflow.links import ElasticFlowJobLink
 from elasticflow_airflow.notifications import ElasticFlowNotifier
 from elasticflow_airflow.operators import ElasticTrainOperator
@@ -30,8 +30,8 @@ def quick(monkeypatch):
     monkeypatch.setenv("AIRFLOW__ELASTICFLOW__POLL_INTERVAL_S", "0.01")
     monkeypatch.setenv("AIRFLOW__ELASTICFLOW__INLINE_WAIT_S", "0")
     yield
-    for job in keeper().kept():
-        keeper().forget(job.job_id)
+    for job in lease_renewer().kept():
+        lease_renewer().forget(job.job_id)
 
 
 @pytest.fixture

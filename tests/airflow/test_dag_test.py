@@ -20,7 +20,7 @@ from airflow.sdk import DAG, AsyncCallback, DeadlineAlert, DeadlineReference, ta
 from airflow.sdk.definitions.deadline import VariableInterval
 
 from elasticflow_airflow.client import ElasticFlowClient
-from elasticflow_airflow.leases import keeper
+from elasticflow_airflow.leases import lease_renewer
 from elasticflow_airflow.operators import ElasticTrainOperator
 from elasticflow_airflow.wire import State
 
@@ -70,7 +70,7 @@ def test_two_trainings_are_in_flight_at_once_and_return_their_results(run_dag, n
     admitted = [line for line in said.splitlines() if "· admitted" in line]
     assert len(admitted) == len(set(admitted)) >= 2
     assert "acknowledged" in said
-    assert keeper().kept() == []
+    assert lease_renewer().kept() == []
 
 
 def test_a_hopeless_deadline_fails_at_once_and_says_what_would_do(run_dag, new_dag, client, capsys):
@@ -181,7 +181,7 @@ def test_a_task_that_fails_for_good_leaves_no_job_running(run_dag, new_dag, clie
         train(steps=100_000, deadline=None, best_effort=True)
     assert run_dag(dag).state == "failed"
     assert wait_until_ended(client, dag).state is State.CANCELLED
-    assert keeper().kept() == []
+    assert lease_renewer().kept() == []
 
 
 WHEN_INTERRUPTED = {

@@ -21,7 +21,7 @@ from support.elastic_tasks import Store, context_of, success
 
 from elasticflow_airflow import listeners
 from elasticflow_airflow.exceptions import JobRejected
-from elasticflow_airflow.leases import keeper
+from elasticflow_airflow.leases import lease_renewer
 from elasticflow_airflow.wire import Event, State, Verdict
 
 
@@ -31,9 +31,9 @@ def quick(monkeypatch):
     monkeypatch.setenv("AIRFLOW__ELASTICFLOW__POLL_INTERVAL_S", "0.01")
     monkeypatch.setenv("AIRFLOW__ELASTICFLOW__INLINE_WAIT_S", "0")
     yield
-    for job in keeper().kept():
-        keeper().forget(job.job_id)
-    keeper()._interrupted.clear()
+    for job in lease_renewer().kept():
+        lease_renewer().forget(job.job_id)
+    lease_renewer()._interrupted.clear()
 
 
 def test_submits_what_was_asked_and_returns_a_small_result(service, make_status, make_task):
@@ -122,9 +122,9 @@ def test_dag_test_pokes_with_one_claim_and_a_short_lease(service, make_status, m
     for _ in range(2):
         with pytest.raises(AirflowRescheduleException):
             task.execute(context_of(task, store, dag_test=True))
-    assert len(keeper().kept()) == 1
+    assert len(lease_renewer().kept()) == 1
     assert task.execute(context_of(task, store, dag_test=True))["steps"] == 10
-    assert keeper().kept() == []
+    assert lease_renewer().kept() == []
     assert len(service.did("submit")) == 1
     assert (service.did("submit")[0]["lease_s"], service.did("submit")[0]["orphan_s"]) == (60.0, 300.0)
     assert capsys.readouterr().out.count("event 3 · admitted: fits") == 1

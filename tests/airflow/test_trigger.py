@@ -45,6 +45,19 @@ async def test_fires_when_the_job_has_ended(service, make_status, capsys):
     assert not service.did("cancel")
 
 
+async def test_logs_every_event_of_a_job_with_more_than_a_page_of_them(service, make_status, capsys):
+    service.claim = 1
+    service.events = [Event(event_id=i, job_id="j", at=1.0, kind="resized", reason="why") for i in range(1, 602)]
+    service.statuses = [
+        make_status(),
+        make_status(last_event_id=601),
+        make_status(last_event_id=601),
+        make_status(State.SUCCEEDED, last_event_id=601),
+    ]
+    assert (await fired(trigger()))["event_id"] == 601
+    assert capsys.readouterr().out.count("· resized: why") == 601
+
+
 async def test_waits_for_a_service_that_is_away(service, make_status, monkeypatch):
     service.claim, service.away = 1, 3
     service.statuses = [make_status(State.SUCCEEDED)]

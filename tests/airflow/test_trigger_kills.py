@@ -98,7 +98,7 @@ async def test_the_cancel_goes_by_the_client_that_waited(service, slow, monkeypa
 async def test_a_cancel_that_does_not_get_through_is_logged_and_tried_again(service, monkeypatch, capsys):
     """The trigger has ended by then, as Airflow waits for no service."""
     service.claim = 1
-    monkeypatch.setattr("elasticflow_airflow.patience._RETRY_FOR_S", 0.0)
+    monkeypatch.setattr("elasticflow_airflow.retrying_client._RETRY_FOR_S", 0.0)
     monkeypatch.setattr(cancelling, "_PAUSE_S", 0.05)
     runner = Runner(trigger())
     await until(lambda: service.did("lease"))

@@ -294,6 +294,14 @@ def test_both_clients_have_the_same_calls():
     assert sync == other
 
 
+def test_help_and_editors_see_plain_methods():
+    for cls, is_async in ((ElasticFlowClient, False), (AsyncElasticFlowClient, True)):
+        assert str(inspect.signature(cls.status)) == "(self, job_id: 'str') -> 'JobStatus'"
+        assert cls.status.__doc__ == "Everything about one job. Raises JobNotFound."
+        assert inspect.iscoroutinefunction(cls.status) == is_async
+        assert list(inspect.signature(cls(ENDPOINT).status).parameters) == ["job_id"]
+
+
 @pytest.mark.parametrize(
     ("url", "text"),
     [

@@ -14,7 +14,8 @@ import pytest
 import sqlalchemy as sa
 from support.service_parts import insight_of, parts_of
 
-from elasticflow_airflow.client import ElasticFlowClient, Unauthorized, calls, snapshot_folder
+from elasticflow_airflow.client import ElasticFlowClient, Unauthorized, snapshot_folder
+from elasticflow_airflow.client.service_calls import calls
 from elasticflow_airflow.insight import ClusterHistory, ClusterNow, JobStory, StackDump, WhatIf
 from elasticflow_airflow.service.api import build_app
 from elasticflow_airflow.service.autoscaling import CapacityDesk

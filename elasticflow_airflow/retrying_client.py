@@ -7,22 +7,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
 
-from airflow.sdk.exceptions import AirflowException
-
-from elasticflow_airflow.client import PASSING, AsyncElasticFlowClient
+from elasticflow_airflow.client import AsyncElasticFlowClient
 from elasticflow_airflow.exceptions import after_waiting
 from elasticflow_airflow.hooks import ElasticFlowHook
-from elasticflow_airflow.waiting import Logger
+from elasticflow_airflow.outages import MAY_PASS, Outage
+from elasticflow_airflow.task_log import Logger
 
 T = TypeVar("T")
 
 _RETRY_FOR_S = 30.0
 
 
-class PatientClient:
+@dataclass(slots=True)
+class _LastAnswer:
+    """The triggerer asks every few seconds: an outage counts from the last answer."""
+
+    away_since: float | None
+
+
+class RetryingClient:
     """A client that outlasts what may pass: a restart, a token that changes, a connection that cannot be read now.
 
     ``state_dir`` as of ``ElasticFlowHook.triggerer_client``; ``service_away_s``: for how long, in seconds.
@@ -30,11 +37,12 @@ class PatientClient:
 
     def __init__(self, elasticflow_conn_id: str, state_dir: str | None, service_away_s: float, log: Logger) -> None:
         self._conn_id, self._state_dir = elasticflow_conn_id, state_dir
-        self._service_away_s, self._log = service_away_s, log
+        self._service_away_s = service_away_s
         self._client: AsyncElasticFlowClient | None = None
-        self._last_answer = time.monotonic()
+        self._last_answer = _LastAnswer(time.monotonic())
+        self._outage = Outage(self._last_answer, service_away_s, log, clock=time.monotonic)
 
-    async def __aenter__(self) -> PatientClient:
+    async def __aenter__(self) -> RetryingClient:
         return self
 
     async def __aexit__(
@@ -57,14 +65,12 @@ class PatientClient:
                 retry_for_s = min(_RETRY_FOR_S, self._service_away_s)
                 self._client = await hook.triggerer_client(self._state_dir, retry_for_s=retry_for_s)
             answer = await question(self._client)
-        except (*PASSING, AirflowException) as error:  # Airflow's own: the connection cannot be read now
+        except MAY_PASS as error:
             await self._drop()  # its address or its token may have changed
-            away_s = time.monotonic() - self._last_answer
-            if away_s > self._service_away_s:
-                raise after_waiting(error, away_s) from error
-            self._log.warning("%s; waiting for it to come back", error)
+            if not self._outage.is_waited_out(error):
+                raise after_waiting(error, self._outage.length_s) from error
             return None
-        self._last_answer = time.monotonic()
+        self._last_answer.away_since = time.monotonic()
         return answer
 
     async def _drop(self) -> None:
