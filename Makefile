@@ -63,7 +63,7 @@ docs: $(STAMP) ## build the documentation into build/docs; a warning is an error
 	@echo "Open build/docs/index.html"
 
 .PHONY: reference
-reference: $(STAMP) ## write the generated parts of docs/reference anew
+reference: $(STAMP) ## write the generated parts of docs/reference anew, and what Airflow's parser knows of the commands
 	$(BIN)/python docs/generate.py
 
 # Each as benchmarks/results/ names it, so that its tables come out again.

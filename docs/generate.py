@@ -1,5 +1,6 @@
-"""Writes the parts of the reference that the code knows best: ``make reference``, or ``--check`` to compare only.
+"""Writes what the code knows best: ``make reference``, or ``--check`` to compare only.
 
+That is parts of the reference, and what Airflow's parser has to know of the commands of ``airflow elasticflow``.
 A page has such a part between ``<!-- generated: NAME -->`` and ``<!-- end -->``; all else on it is written by hand.
 """
 
@@ -17,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.models import OptionInfo
+from typer.models import OptionInfo, ParamMeta
+from typer.utils import get_params_from_function
 
 REFERENCE = Path(__file__).resolve().parent / "reference"
+PACKAGE = REFERENCE.parents[1] / "elasticflow_airflow"
 _PART = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -68,6 +71,14 @@ def commands() -> str:
     return "\n\n".join(_described(app, "elasticflow"))
 
 
+def commands_for_airflow() -> str:
+    """Return what Airflow's parser has to know of the commands of ``airflow elasticflow``."""
+    from elasticflow_airflow.airflow_commands import SUMMARY, commands
+    from elasticflow_airflow.argparse_bridge import description_of
+
+    return description_of("elasticflow", SUMMARY, commands())
+
+
 def _described(app: typer.Typer, path: str) -> Iterator[str]:
     found = {c.name or c.callback.__name__.replace("_", "-"): c.callback for c in app.registered_commands if c.callback}
     for name in sorted(found):
@@ -78,12 +89,12 @@ def _described(app: typer.Typer, path: str) -> Iterator[str]:
 
 
 def _command(callback: Callable[..., Any], path: str) -> Iterator[str]:
-    parameters = list(inspect.signature(callback, eval_str=True).parameters.values())
-    arguments = [p.name.upper() for p in parameters if not isinstance(_information(p), OptionInfo)]
+    parameters = get_params_from_function(callback).values()
+    arguments = [p.name.upper() for p in parameters if not isinstance(p.default, OptionInfo)]
     yield f"### `{' '.join([path, *arguments])}`"
     paragraphs = re.split(r"\n\s*\n", inspect.getdoc(callback) or "")
     yield _cell("\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))
-    options = [p for p in parameters if isinstance(_information(p), OptionInfo)]
+    options = [p for p in parameters if isinstance(p.default, OptionInfo)]
     asks = {"url", "state_dir"} <= {p.name for p in options}
     rows = [_option_row(p) for p in options if not (asks and p.name in ("url", "state_dir"))]
     if asks:
@@ -92,22 +103,15 @@ def _command(callback: Callable[..., Any], path: str) -> Iterator[str]:
         yield "\n".join(["| option | default | meaning |", "|---|---|---|", *rows])
 
 
-def _information(parameter: inspect.Parameter) -> object:
-    """Return what Typer was told of a parameter: by its default, or by its annotation."""
-    noted = [note for note in getattr(parameter.annotation, "__metadata__", ()) if isinstance(note, OptionInfo)]
-    return noted[0] if noted else parameter.default
-
-
-def _option_row(parameter: inspect.Parameter) -> str:
-    information = _information(parameter)
+def _option_row(parameter: ParamMeta) -> str:
+    information = parameter.default
     assert isinstance(information, OptionInfo)
     kind = _kind(parameter.annotation)
     long = "--" + parameter.name.replace("_", "-")
     if kind == "flag":
         long = f"{long}/--no-{long[2:]}"
     names = ", ".join(f"`{name}`" for name in information.param_decls or (long,))
-    default = information.default if parameter.default is information else parameter.default
-    default = getattr(default, "value", default)
+    default = getattr(information.default, "value", information.default)
     shown = {id(...): "required", id(None): "", id(False): "", id(True): "yes"}.get(id(default), f"`{default}`")
     variable = f" Environment: `{information.envvar}`." if information.envvar else ""
     given = "" if kind == "flag" else f" {kind}"
@@ -117,8 +121,6 @@ def _option_row(parameter: inspect.Parameter) -> str:
 def _kind(annotation: Any) -> str:
     """Say what an option takes."""
     origin = typing.get_origin(annotation)
-    if origin is typing.Annotated:
-        return _kind(typing.get_args(annotation)[0])
     if origin is tuple:
         return " ".join(_kind(one) for one in typing.get_args(annotation))
     if origin is not None:
@@ -210,10 +212,13 @@ PARTS: dict[str, Callable[[], str]] = {"routes": routes, "options": options_of_a
 
 
 def files() -> dict[Path, str]:
-    """What each page of the reference with a generated part, and ``openapi.json``, should be."""
+    """What each page of the reference with a generated part, ``openapi.json`` and ``airflow_cli.json`` should be."""
     from elasticflow_airflow.service.openapi import document
 
-    made = {REFERENCE / "openapi.json": json.dumps(document(), indent=1) + "\n"}
+    made = {
+        REFERENCE / "openapi.json": json.dumps(document(), indent=1) + "\n",
+        PACKAGE / "airflow_cli.json": commands_for_airflow(),
+    }
     for page in sorted(REFERENCE.glob("*.md")):
         text = page.read_text()
         if _PART.search(text):

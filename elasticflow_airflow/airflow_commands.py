@@ -1,6 +1,7 @@
-"""Runs the commands of ``airflow elasticflow``: those of ``elasticflow``, with the service of an Airflow connection.
+"""The commands of ``airflow elasticflow``: those of ``elasticflow``, with the service of an Airflow connection.
 
-Imported only when such a command runs.
+Imported only when such a command runs; Airflow itself is imported by what needs it, so that the commands can be
+described without it.
 """
 
 from __future__ import annotations
@@ -12,55 +13,112 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from enum import EnumType
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 import typer
-from airflow import __version__ as airflow_version
-from airflow.sdk.exceptions import AirflowException
 from rich.console import Console
 from typer.models import OptionInfo
+from typer.utils import get_params_from_function
 
 from elasticflow_airflow.cli.connection import BAD_INPUT, Choice, choose
 from elasticflow_airflow.cli.main import app
+from elasticflow_airflow.cli.signatures import described_as
 from elasticflow_airflow.client import ElasticFlowError, Endpoint
 from elasticflow_airflow.diagnosis import Finding, ok, warning
-from elasticflow_airflow.hooks import ElasticFlowHook
+from elasticflow_airflow.feed_command import feed
+from elasticflow_airflow.forecast_command import forecast
 from elasticflow_airflow.process_context import reading_the_database
-from elasticflow_airflow.settings import deferrable_by_default, embedded_state_dir
 
+if TYPE_CHECKING:
+    from elasticflow_airflow.hooks import ElasticFlowHook
+
+SUMMARY = "Training jobs with deadlines: see what the scheduler does and why, and look for what is wrong"
 _PROGRAM = "airflow elasticflow"
+_ConnId = typer.Option(
+    "elasticflow_default",
+    "--conn-id",
+    help="Airflow connection that names the service. Where the default one is not defined: the embedded service.",
+)
+_StateDir = typer.Option(
+    None, "--state-dir", help="Where everything lives; default: state_dir of Airflow's section elasticflow."
+)
 
 
 def run_command(name: str, given: Namespace) -> None:
     """Run a command with what Airflow's parser made of its arguments; leaves by SystemExit unless all went well."""
     command = commands()[name]
-    check_values(name, given)
-    if name == "serve":
-        given.state_dir = Path(given.state_dir or embedded_state_dir())
-        _end(lambda: command(**_arguments(command, given)))
-        return
-    with reading_the_database(), choose(_choice(given.conn_id)):
-        _end(lambda: command(**_arguments(command, given)))
+    check_values(command, given)
+    _end(lambda: command(**_arguments(command, given)))
 
 
-def check_values(name: str, given: Namespace) -> None:
+def commands() -> dict[str, Callable[..., None]]:
+    """Return every command by name: those of ``elasticflow`` that concern a service, and those that ask Airflow."""
+    found: dict[str, Callable[..., None]] = {}
+    for registered in app.registered_commands:
+        command = registered.callback
+        assert command is not None  # Typer registers functions
+        parameters = inspect.signature(command).parameters
+        if "url" in parameters:
+            found[registered.name or command.__name__] = _with_connection(command)
+        elif "state_dir" in parameters:
+            found[registered.name or command.__name__] = _with_state_dir(command)
+    return found | {"forecast": forecast, "feed": feed}
+
+
+def _with_connection(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with a connection as an argument, in place of the address of a service."""
+
+    def run(*, conn_id: str, **given: Any) -> None:
+        with reading_the_database(), choose(_choice(conn_id)):
+            command(url=None, state_dir=None, **given)
+
+    return _with_options(command, run, url=None, state_dir=None, conn_id=_ConnId)
+
+
+def _with_state_dir(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with the state directory that Airflow's configuration names as its default."""
+
+    def run(*, state_dir: Path | None, **given: Any) -> None:
+        from elasticflow_airflow.settings import embedded_state_dir
+
+        command(state_dir=state_dir or embedded_state_dir(), **given)
+
+    return _with_options(command, run, state_dir=_StateDir)
+
+
+def _with_options(
+    command: Callable[..., None], run: Callable[..., None], **options: OptionInfo | None
+) -> Callable[..., None]:
+    """Describe ``run`` as the command with other ``options``, and without those that are None."""
+    parameters = dict(inspect.signature(command, eval_str=True).parameters)
+    for name, option in options.items():
+        before = parameters.pop(name, None)
+        if option is not None:
+            kind = str if before is None else before.annotation
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            parameters[name] = inspect.Parameter(name, keyword, default=option, annotation=kind)
+    return described_as(command, run, parameters.values())
+
+
+def check_values(command: Callable[..., None], given: Namespace) -> None:
     """Refuse what ``elasticflow`` would: its options say what they take. Leaves by SystemExit with status 2."""
-    for argument, parameter in inspect.signature(commands()[name], eval_str=True).parameters.items():
-        option, value = parameter.default, getattr(given, argument, None)
+    for parameter in get_params_from_function(command).values():
+        option, value = parameter.default, getattr(given, parameter.name, None)
         if not isinstance(option, OptionInfo) or value is None:
             continue
-        called = f"{next(iter(option.param_decls or ()), f'--{argument}')}={value}"
+        called = f"{next(iter(option.param_decls or ()), f'--{parameter.name}')}={value}"
         for kind in get_args(parameter.annotation):
             if isinstance(kind, EnumType) and value not in (names := list(map(str, kind))):
                 refuse(f"{called} is none of {', '.join(names)}")
         if not isinstance(value, int | float):
             continue
         least, most = -math.inf if option.min is None else option.min, math.inf if option.max is None else option.max
-        if not math.isfinite(value):
-            refuse(f"{called}: it must be a finite number")
-        if not least <= value <= most:
+        if not (math.isfinite(value) and least <= value <= most):
+            wanted = [] if math.isfinite(value) else ["a finite number"]
             limits = [f"{word} {limit:g}" for word, limit in (("from", least), ("to", most)) if math.isfinite(limit)]
-            refuse(f"{called} is not in the range {' '.join(limits)}")
+            if limits:
+                wanted.append(f"in the range {' '.join(limits)}")
+            refuse(f"{called} is not {' '.join(wanted)}")
 
 
 def refuse(message: str) -> NoReturn:
@@ -69,25 +127,12 @@ def refuse(message: str) -> NoReturn:
     sys.exit(BAD_INPUT)
 
 
-def commands() -> dict[str, Callable[..., None]]:
-    """Every command of ``elasticflow``, by name."""
-    found = {}
-    for command in app.registered_commands:
-        assert command.callback is not None  # Typer registers functions
-        found[command.name or command.callback.__name__] = command.callback
-    return found
-
-
 def _arguments(command: Callable[..., None], given: Namespace) -> dict[str, Any]:
     """What the function takes; where the parser has nothing, nothing was given."""
     known: dict[str, Any] = {}
     for name, parameter in inspect.signature(command).parameters.items():
         value = getattr(given, name, None)
-        if value is None and str(parameter.annotation).startswith("list["):
-            value = []
-        elif value is not None and name == "script":
-            value = Path(value)
-        known[name] = value
+        known[name] = [] if value is None and str(parameter.annotation).startswith("list[") else value
     return known
 
 
@@ -105,6 +150,10 @@ def _end(run: Callable[[], None]) -> None:
 
 
 def _choice(conn_id: str) -> Choice:
+    from airflow.sdk.exceptions import AirflowException
+
+    from elasticflow_airflow.hooks import ElasticFlowHook
+
     hook = ElasticFlowHook(conn_id)
 
     def locate(start: bool) -> Endpoint:
@@ -118,6 +167,10 @@ def _choice(conn_id: str) -> Choice:
 
 def _look_at_airflow(hook: ElasticFlowHook, conn_id: str) -> Iterator[Finding]:
     """What only Airflow's side knows."""
+    from airflow import __version__ as airflow_version
+
+    from elasticflow_airflow.settings import deferrable_by_default
+
     embedded = hook.endpoint(start=False).embedded_state_dir
     if embedded is None:
         yield ok("Airflow", f"Airflow {airflow_version}, connection {conn_id!r}")

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
-from typing import Any
 
 import pendulum
+import typer
 
 from elasticflow_airflow.calendar_feed import TaskDue, feed_services, find_due_runs, post_to_service
 from elasticflow_airflow.process_context import reading_the_database
 
 AWAY = 1
-_LEAST_H, _MOST_H = 0.01, 336.0
 
 
-def feed(args: Any) -> None:
-    """Run the command. ``args``: hours, dag_id (or None: all), dry_run.
+def feed(
+    hours: float = typer.Option(48.0, "--hours", min=0.01, max=336.0, help="How far ahead."),
+    dag_id: str | None = typer.Option(None, "--dag", help="Only this DAG."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print what would be told; tell nobody."),
+) -> None:
+    """Tell the services when the elastic tasks of all DAGs are due; for a cron task.
 
-    Ends with status 1 when a service is away, once the others have been told; with 2 for hours that cannot be.
+    Ends with status 1 when a service is away, once the others have been told.
     """
-    if not _LEAST_H <= args.hours <= _MOST_H:
-        from elasticflow_airflow.airflow_commands import refuse
-
-        refuse(f"--hours={args.hours} is not in the range from {_LEAST_H:g} to {_MOST_H:g}")
     with reading_the_database():
-        _feed(args)
+        _feed(hours, dag_id, dry_run=dry_run)
 
 
-def _feed(args: Any) -> None:
+def _feed(hours: float, dag_id: str | None, *, dry_run: bool) -> None:
     from airflow.utils.session import create_session
     from rich.console import Console
 
@@ -39,8 +38,8 @@ def _feed(args: Any) -> None:
         found = find_due_runs(
             session,
             now=pendulum.now("UTC"),
-            window=timedelta(hours=args.hours),
-            dag_ids=[args.dag_id] if args.dag_id else None,
+            window=timedelta(hours=hours),
+            dag_ids=[dag_id] if dag_id else None,
         )
     for problem in found.problems:
         console.print(f"warning: {problem}", style="yellow", markup=False)
@@ -50,10 +49,10 @@ def _feed(args: Any) -> None:
     if found.tasks:
         columns = [Column("task", key=True), *(Column(name) for name in ("due runs", "next", "last", "connection"))]
         print_table(columns, [_row(task) for task in found.tasks])
-    if args.dry_run:
+    if dry_run:
         console.print("told to nobody (--dry-run)")
         return
-    told = feed_services(found, post_to_service, whole=not args.dag_id)
+    told = feed_services(found, post_to_service, whole=not dag_id)
     for problem in told.warnings():
         console.print(f"warning: {problem}", style="yellow", markup=False)
     due = {name for task in found.tasks if task.due for name in task.names()}

@@ -1,8 +1,4 @@
-"""``airflow elasticflow forecast [DAG_FILE ...]``: whether everything due will make it, asked before a DAG is merged.
-
-Ends with status 0; on a miss with 1 where ``--fail-on-miss`` is given, with 3 for ``--check``; with 2 when the question
-could not be asked: a DAG file that cannot be read, a task that could not be submitted, a service that is away.
-"""
+"""``airflow elasticflow forecast [DAG_FILE ...]``: whether everything due will make it, before a DAG is merged."""
 
 from __future__ import annotations
 
@@ -11,27 +7,43 @@ from datetime import timedelta
 from typing import Any
 
 import pendulum
+import typer
 from pydantic import ValidationError
 
 from elasticflow_airflow.cli.connection import BAD_INPUT, what_is_wrong
-from elasticflow_airflow.cli.forecasting import MISSED, NOT_KEPT
+from elasticflow_airflow.cli.forecasting import MISSED, NOT_KEPT, Check, FailOnMiss, Hours
 from elasticflow_airflow.process_context import reading_the_database
 
 _AWAY_S = 10.0
 
 
-def forecast(args: Any) -> None:
-    """Run the command. ``args``: dag_files, hours, fail_on_miss, only_new, check, conn_id (None: as the tasks say)."""
+def forecast(
+    dag_files: list[str] = typer.Argument(  # noqa: B008
+        [], metavar="DAG_FILE", help="Their runs are taken as if they were due."
+    ),
+    hours: float = Hours,
+    fail_on_miss: bool = FailOnMiss,
+    only_new: bool = typer.Option(
+        False, "--only-new", help="Only what would be kept without the DAG files counts as a miss."
+    ),
+    check: bool = Check,
+    conn_id: str | None = typer.Option(
+        None, "--conn-id", help="Airflow connection that names the service. Default: as the tasks say."
+    ),
+) -> None:
+    """Say which deadlines of the next hours will be kept, those of DAG files to be merged too.
+
+    Ends with status 2 when the question could not be asked: a DAG file that cannot be read, a task that could not be
+    submitted, a service that is away.
+    """
     from airflow.sdk.exceptions import AirflowException
 
-    from elasticflow_airflow.airflow_commands import check_values
     from elasticflow_airflow.client import ElasticFlowError
     from elasticflow_airflow.planning import BadDagFileError
 
-    check_values("forecast", args)
     try:
         with reading_the_database():
-            missed = _forecast(args)
+            missed = _forecast(dag_files, hours, conn_id, only_new=only_new)
     except BadDagFileError as error:
         _say(f"{error}", "red")
         sys.exit(BAD_INPUT)
@@ -41,11 +53,11 @@ def forecast(args: Any) -> None:
     except (ElasticFlowError, AirflowException) as error:
         _say(f"the service could not be asked: {error}", "red")
         sys.exit(BAD_INPUT)
-    if missed and (args.fail_on_miss or args.check):
-        sys.exit(MISSED if args.fail_on_miss else NOT_KEPT)
+    if missed and (fail_on_miss or check):
+        sys.exit(MISSED if fail_on_miss else NOT_KEPT)
 
 
-def _forecast(args: Any) -> int:
+def _forecast(dag_files: list[str], hours: float, chosen_conn_id: str | None, *, only_new: bool) -> int:
     """Ask and print; how many deadlines will not be kept."""
     from elasticflow_airflow.cli.forecasting import print_outlook
     from elasticflow_airflow.client import ElasticFlowClient, for_looking
@@ -53,37 +65,37 @@ def _forecast(args: Any) -> int:
     from elasticflow_airflow.planning import Plan, connections_of, plan, read_dags, trimmed
 
     made, hooks = Plan(), {}
-    if args.dag_files:
-        dags = read_dags(args.dag_files)
-        conn_ids = {args.conn_id} if args.conn_id else connections_of(dags)
+    if dag_files:
+        dags = read_dags(dag_files)
+        conn_ids = {chosen_conn_id} if chosen_conn_id else connections_of(dags)
         hooks = {conn_id: ElasticFlowHook(conn_id) for conn_id in sorted(conn_ids)}
         names = {conn_id: hook.namespace for conn_id, hook in hooks.items()}
-        if args.conn_id:
-            names[""] = names[args.conn_id]
-        window = timedelta(hours=args.hours)
+        if chosen_conn_id:
+            names[""] = names[chosen_conn_id]
+        window = timedelta(hours=hours)
         made, left_out = trimmed(plan(dags, namespaces=names, now=pendulum.now("UTC"), window=window))
         if left_out:
             _say(f"{left_out} of the latest runs are left out: so many cannot be asked about at once", "yellow")
         if not made.tasks:
             _say("no elastic task in these files")
             return 0
-    if not made.runs and args.dag_files:
+    if not made.runs and dag_files:
         _say("no run of these files is due by a timetable: asking about everything else")
     by_conn = made.runs
-    if args.conn_id or not by_conn:
-        conn_id = args.conn_id or ElasticFlowHook.default_conn_name
+    if chosen_conn_id or not by_conn:
+        conn_id = chosen_conn_id or ElasticFlowHook.default_conn_name
         by_conn = {conn_id: [run for runs in made.runs.values() for run in runs]}
     missed = 0
     for conn_id, runs in by_conn.items():
         hook = hooks.get(conn_id) or ElasticFlowHook(conn_id)
         with ElasticFlowClient(for_looking(hook.endpoint(start=False)), retry_for_s=_AWAY_S) as service:
-            answer = service.forecast(args.hours, runs)
-            before = service.forecast(args.hours) if runs and answer.not_kept else answer
+            answer = service.forecast(hours, runs)
+            before = service.forecast(hours) if runs and answer.not_kept else answer
         print_outlook(answer)
         already = {_key(item) for item in before.items if item.outcome in ("missed", "at_risk")} if runs else set()
         bad = [item for item in answer.items if item.outcome in ("missed", "at_risk")]
         new = [item for item in bad if item.planned or _key(item) not in already]
-        missed += len(new) if args.only_new else len(bad)
+        missed += len(new) if only_new else len(bad)
         _say(f"{conn_id}: {answer.summary}" if len(by_conn) > 1 else answer.summary)
         if runs and len(new) < len(bad):
             _say(f"{len(bad) - len(new)} of them would not be kept without these files either")

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from elasticflow_airflow.cli.connection import StateDir, Url, client
 from elasticflow_airflow.cli.display import moment
+from elasticflow_airflow.cli.forecasting import Hours
 from elasticflow_airflow.cli.tables import Column, print_table
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ _WANTS = (Column("deadline"), Column("task", key=True), Column("wants more"), Co
 def capacity(
     url: str | None = Url,
     state_dir: Path | None = StateDir,
-    hours: float = typer.Option(24.0, "--hours", min=0.01, max=336.0, help="How far to look."),
+    hours: float = Hours,
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of text."),
 ) -> None:
     """Say which nodes nobody needs in the next hours, or how many more are wanted, and by whom."""

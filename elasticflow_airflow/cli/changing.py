@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from elasticflow_airflow.cli.connection import StateDir, Url, check_name, client, fail
+from elasticflow_airflow.cli.connection import JobId, StateDir, Url, check_name, client, fail
 from elasticflow_airflow.cli.display import moment
 from elasticflow_airflow.cli.moments import FORMS, moment_of
 from elasticflow_airflow.cli.unowned import SILENT, cancel_unowned
@@ -19,7 +19,7 @@ _NOT_PROMISED = 3
 
 
 def amend(
-    job_id: str,
+    job_id: str = JobId,
     url: str | None = Url,
     state_dir: Path | None = StateDir,
     deadline: str | None = typer.Option(None, "--deadline", help=f"The new deadline: {FORMS}."),
@@ -49,7 +49,7 @@ def amend(
 
 
 def cancel(
-    job_id: str | None = typer.Argument(None),
+    job_id: str | None = typer.Argument(None, help=JobId.help),
     url: str | None = Url,
     state_dir: Path | None = StateDir,
     reason: str = typer.Option("cancelled on the command line", help="What the event log says."),
@@ -57,7 +57,7 @@ def cancel(
     unowned: bool = typer.Option(False, "--unowned", help="All jobs that `jobs --unowned` lists, instead of one."),
     silent_s: float = typer.Option(60.0, "--silent", min=1, help=SILENT),
 ) -> None:
-    """Cancel a job, or all that nobody wants. Its Airflow task, if one is waiting, fails and says so."""
+    """Cancel a job, or all that nobody wants; its Airflow task, if one is waiting, fails and says so."""
     if (job_id is None) is not unowned:
         raise typer.BadParameter("give the id of a job, or --unowned for all that nobody wants")
     if job_id is None:

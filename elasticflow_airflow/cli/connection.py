@@ -39,6 +39,7 @@ Url = typer.Option(
 StateDir = typer.Option(
     None, "--state-dir", envvar="ELASTICFLOW_STATE_DIR", help="State directory of the embedded service."
 )
+JobId = typer.Argument(..., help="Id of the job, as `jobs` lists it.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from elasticflow_airflow.cli.connection import StateDir, Url, check_name, client
+from elasticflow_airflow.cli.connection import JobId, StateDir, Url, check_name, client
 from elasticflow_airflow.client import ElasticFlowClient, JobNotFound
 from elasticflow_airflow.wire import JobStatus
 
@@ -21,7 +21,7 @@ _END = (1 << 62) - 1
 
 
 def logs(
-    job_id: str,
+    job_id: str = JobId,
     url: str | None = Url,
     state_dir: Path | None = StateDir,
     worker: str | None = typer.Option(None, help="Name of the log, as `show` lists them; default: the newest rank 0."),

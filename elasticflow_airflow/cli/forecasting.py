@@ -15,6 +15,11 @@ from elasticflow_airflow.wire import ForecastAnswer, ForecastItem
 
 MISSED, NOT_KEPT = 1, 3
 """Statuses for ``--fail-on-miss`` and ``--check``; 2 when the question could not be asked."""
+Hours = typer.Option(24.0, "--hours", min=0.01, max=336.0, help="How far to look.")
+FailOnMiss = typer.Option(
+    False, "--fail-on-miss", help=f"End with status {MISSED} if a deadline will not be kept; for CI."
+)
+Check = typer.Option(False, "--check", help=f"End with status {NOT_KEPT} if a deadline will not be kept.")
 _OUTLOOK = (
     Column("deadline"),
     Column("task", key=True),
@@ -26,11 +31,9 @@ _STYLES = {"kept": "green", "at_risk": "red", "missed": "red", "undecided": "yel
 def forecast(
     url: str | None = Url,
     state_dir: Path | None = StateDir,
-    hours: float = typer.Option(24.0, "--hours", min=0.01, max=336.0, help="How far to look."),
-    fail_on_miss: bool = typer.Option(
-        False, "--fail-on-miss", help=f"End with status {MISSED} if a deadline will not be kept; for CI."
-    ),
-    check: bool = typer.Option(False, "--check", help=f"End with status {NOT_KEPT} if a deadline will not be kept."),
+    hours: float = Hours,
+    fail_on_miss: bool = FailOnMiss,
+    check: bool = Check,
 ) -> None:
     """Say which deadlines of the next hours will be kept, and what is missing for the others.
 

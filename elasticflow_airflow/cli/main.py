@@ -21,7 +21,7 @@ from elasticflow_airflow.cli import (
     submitting,
     synthesis,
 )
-from elasticflow_airflow.cli.connection import StateDir, Url, check_name, client
+from elasticflow_airflow.cli.connection import JobId, StateDir, Url, check_name, client
 from elasticflow_airflow.cli.unowned import SILENT
 from elasticflow_airflow.wire import State
 
@@ -133,7 +133,7 @@ def jobs(
 
 
 @app.command()
-def show(job_id: str, url: str | None = Url, state_dir: Path | None = StateDir) -> None:
+def show(job_id: str = JobId, url: str | None = Url, state_dir: Path | None = StateDir) -> None:
     """Show one job and its events: what was decided, and why."""
     from elasticflow_airflow.cli.display import event_line, job_lines
 
@@ -145,7 +145,7 @@ def show(job_id: str, url: str | None = Url, state_dir: Path | None = StateDir) 
 
 @app.command()
 def events(
-    job_id: str,
+    job_id: str = JobId,
     url: str | None = Url,
     state_dir: Path | None = StateDir,
     follow: bool = typer.Option(False, "--follow", "-f", help="Go on until the job has ended."),
@@ -169,7 +169,7 @@ def events(
 
 @app.command()
 def drain(
-    node_id: str,
+    node_id: str = typer.Argument(..., help="The node, as `health` names it."),
     url: str | None = Url,
     state_dir: Path | None = StateDir,
     after_s: float = typer.Option(60.0, "--in", min=0, help="The node goes away in so many seconds."),

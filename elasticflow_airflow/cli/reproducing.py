@@ -11,14 +11,14 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from elasticflow_airflow.cli.connection import StateDir, Url, check_name, client, fail
+from elasticflow_airflow.cli.connection import JobId, StateDir, Url, check_name, client, fail
 from elasticflow_airflow.insight import REDACTED, JobStory, TrainedWith
 from elasticflow_airflow.runtime.context import CHECKPOINT_DIR_ENV
 from elasticflow_airflow.runtime.protocol import SUBMITTED_ENV
 
 
 def reproduce(
-    job_id: str,
+    job_id: str = JobId,
     url: str | None = Url,
     state_dir: Path | None = StateDir,
     incarnation: int | None = typer.Option(None, "--incarnation", min=1, help="Which of its trainings; the last."),

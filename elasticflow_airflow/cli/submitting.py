@@ -32,7 +32,9 @@ _TAKE_LATER = ("renegotiate", "late")
 
 def submit(
     script: Path = typer.Argument(..., help="The script to train; its folder is taken along."),  # noqa: B008
-    args: list[str] | None = typer.Argument(None, help="Its arguments; put -- before those that begin with -."),  # noqa: B008
+    args: list[str] | None = typer.Argument(  # noqa: B008
+        None, help="Its arguments, last of all; put -- before the first that begins with -."
+    ),
     url: str | None = Url,
     state_dir: Path | None = StateDir,
     steps: int | None = typer.Option(None, "--steps", min=1, help="How many optimizer steps to train; or --epochs."),
@@ -86,7 +88,7 @@ def submit(
         help="Print its log and wait for its end; or do not even wait for the verdict. Default: wait for the verdict.",
     ),
 ) -> None:
-    """Submit a training script with a deadline, without Airflow. Ends with status 3 if it cannot be promised.
+    """Submit a training script with a deadline, without a DAG. Ends with status 3 if it cannot be promised.
 
     Returns when it is promised or rejected: a training whose speed is not known yet is measured first, while it trains.
     With --no-wait, or interrupted, it may still be rejected later. It trains on when the terminal is closed.

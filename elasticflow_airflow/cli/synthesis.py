@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from elasticflow_airflow.cli.answering import answering, require_writable
+from elasticflow_airflow.cli.simulation_options import CurvesFolder
 
 
 class Kind(StrEnum):
@@ -26,13 +27,12 @@ OfKind = typer.Argument(
     help="poisson: independent arrivals; diurnal: more by day; short: 1 to 10 minutes; recurring: DAGs, and ad-hoc jobs"
     " in between.",
 )
-Curves = typer.Option(..., "--curves", help="Folder of measured scaling curves, one CSV table for each model.")
 Out = typer.Option(..., "--out", help="The trace to write, a CSV file.")
 
 
 def synthesize(
+    curves: CurvesFolder,
     kind: Kind = OfKind,
-    curves: Path = Curves,
     out: Path = Out,
     seed: int = typer.Option(0, "--seed", help="The same seed makes the same trace."),
     jobs: int = typer.Option(200, "--jobs", min=1, help="How many (poisson, short)."),

@@ -8,11 +8,15 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
+from typing import Annotated
 
 import pytest
+import typer
 from typer.main import get_command
 
 from elasticflow_airflow.airflow_cli import get_commands
+from elasticflow_airflow.argparse_bridge import description_of
 
 WITHOUT_A_SERVICE = {"simulate", "compare", "synthesize", "version"}
 """Commands that need neither a service nor Airflow: there is nothing that a connection could change."""
@@ -77,6 +81,59 @@ def test_help_prints_every_word_of_it(monkeypatch):
         shown = " ".join(parser.format_help().split())
         for action in parser._actions:
             assert " ".join(action.help.split()) in shown, (command.name, action.dest)
+
+
+def test_help_says_all_that_the_command_itself_says():
+    """Status and further paragraphs, too; a summary of one line stands in the list of commands."""
+    from elasticflow_airflow.airflow_commands import commands
+
+    (group,) = get_commands()
+    known = commands()
+    assert {command.name for command in group.subcommands} == set(known)
+    for command in group.subcommands:
+        assert command.description.split() == known[command.name].__doc__.split()
+        assert command.description.startswith(command.help)
+        assert "\n" not in command.help
+
+
+def test_every_form_of_a_parameter_is_described():
+    def command(
+        job: str = typer.Argument(..., help="Which job."),
+        node: str | None = typer.Argument(None, help="Which node, 50% of them."),
+        limit: int = typer.Option(5, help="At most."),
+        name: list[str] = typer.Option([], "--name", "-n", help="May be repeated."),  # noqa: B008
+        size: float = typer.Option(..., "--size", help="Is required."),
+        wait: bool | None = typer.Option(None, "--wait/--leave", help="Or not."),
+        plain: bool = typer.Option(False, help="On or off."),
+        into: Annotated[Path | None, typer.Option("--into", "-i", help="Where to.")] = None,
+    ) -> None:
+        """Do one thing. Then another.
+
+        Ends with status 3
+        sometimes.
+        """
+
+    described = json.loads(description_of("group", "All of them", {"one": command}))
+    (one,) = described["commands"]
+    assert (one["name"], one["help"]) == ("one", "Do one thing")
+    assert one["description"] == "Do one thing. Then another.\n\nEnds with status 3 sometimes."
+    assert {arg["flags"][0]: {k: v for k, v in arg.items() if k not in ("flags", "help")} for arg in one["args"]} == {
+        "job": {},
+        "node": {"nargs": "?"},
+        "--limit": {"dest": "limit", "default": 5, "type": "int"},
+        "--name": {"dest": "name", "default": None, "action": "append"},
+        "--size": {"dest": "size", "required": True, "type": "float"},
+        "--wait": {"dest": "wait", "default": None, "action": "on_or_off"},
+        "--plain": {"dest": "plain", "default": False, "action": "on_or_off"},
+        "--into": {"dest": "into", "default": None, "type": "path"},
+    }
+    assert one["args"][-1]["flags"] == ["--into", "-i"]
+    assert one["args"][1]["help"] == "Which node, 50%% of them."
+
+    def nameless(job: str) -> None: ...
+
+    with pytest.raises(TypeError, match="job has no help"):
+        description_of("group", "All of them", {"one": nameless})
 
 
 def test_defaults_reach_the_function(monkeypatch, parse):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pendulum
 import pytest
@@ -286,10 +285,10 @@ def test_the_command_tells_and_prints(store, monkeypatch, capsys):
         return CalendarAnswer(taken=1, unknown=["feed_command.train"])
 
     monkeypatch.setattr("elasticflow_airflow.feed_command.post_to_service", post)
-    feed(SimpleNamespace(hours=1.0, dag_id="feed_command", dry_run=True))
+    feed(hours=1.0, dag_id="feed_command", dry_run=True)
     assert told == []
     assert "told to nobody" in capsys.readouterr().out
-    feed(SimpleNamespace(hours=1.0, dag_id="feed_command", dry_run=False))
+    feed(hours=1.0, dag_id="feed_command", dry_run=False)
     (request,) = told
     assert (request.tasks[0].dag_id, request.tasks[0].task_id, request.tasks[0].namespace) == (
         "feed_command",
@@ -310,7 +309,7 @@ def test_a_service_that_is_away_ends_the_command_with_a_status(store, monkeypatc
     monkeypatch.setenv("_AIRFLOW_PROCESS_CONTEXT", "server")
     monkeypatch.setenv("AIRFLOW_CONN_ELASTICFLOW_DEFAULT", "elasticflow://127.0.0.1:1")
     with pytest.raises(SystemExit) as ended:
-        feed(SimpleNamespace(hours=48.0, dag_id="feed_away", dry_run=False))
+        feed(hours=48.0, dag_id="feed_away", dry_run=False)
     assert ended.value.code == 1
     assert "elasticflow_default: the service was not told:" in capsys.readouterr().out
 
@@ -328,7 +327,7 @@ def test_the_command_tells_the_others_when_a_service_is_away(store, monkeypatch,
 
     monkeypatch.setattr("elasticflow_airflow.feed_command.post_to_service", post)
     with pytest.raises(SystemExit) as ended:
-        feed(SimpleNamespace(hours=48.0, dag_id="feed_both", dry_run=False))
+        feed(hours=48.0, dag_id="feed_both", dry_run=False)
     assert ended.value.code == 1
     said = capsys.readouterr().out
     assert "a_is_away: the service was not told: nobody answers (start it)" in said
@@ -356,7 +355,7 @@ def test_the_real_service_forgets_what_is_no_more(store, embedded_service, monke
         store(dag, **changes)
 
     def tell(dag_id=None):
-        feed(SimpleNamespace(hours=48.0, dag_id=dag_id, dry_run=False))
+        feed(hours=48.0, dag_id=dag_id, dry_run=False)
         return capsys.readouterr().out
 
     put("feed_deleted", "train")
@@ -394,7 +393,7 @@ def test_a_service_that_only_deleted_dags_name_is_told_if_it_is_there(store, mon
         return CalendarAnswer(taken=len(make("default").tasks), unknown=[])
 
     monkeypatch.setattr("elasticflow_airflow.feed_command.post_to_service", post)
-    feed(SimpleNamespace(hours=48.0, dag_id=None, dry_run=False))
+    feed(hours=48.0, dag_id=None, dry_run=False)
     assert "former" in told
     said = capsys.readouterr().out
     assert "former: only DAGs that are no more name it, and it was not told: no such connection" in said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -45,7 +44,7 @@ def ask(tmp_path, embedded_service, monkeypatch, capsys):
         given = {"fail_on_miss": True, "only_new": False, "check": False, "conn_id": None, **options}
         status = 0
         try:
-            forecast(SimpleNamespace(dag_files=files, hours=hours, **given))
+            forecast(dag_files=files, hours=hours, **given)
         except SystemExit as ended:
             status = ended.code
         return status, capsys.readouterr().out
