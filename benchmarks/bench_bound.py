@@ -14,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from elasticflow_airflow.scheduler_core.bound import clairvoyant_bound
+from elasticflow_airflow.scheduler_core.simulator.bound.clairvoyant import clairvoyant_bound
 from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
 from elasticflow_airflow.scheduler_core.simulator.trace import read_trace

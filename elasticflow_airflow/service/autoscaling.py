@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from elasticflow_airflow.insight import CapacityAnswer, CapacityWant, ReleasableNode
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.capacity import CapacityOutlook, Want, capacity
-from elasticflow_airflow.scheduler_core.policies.registry import DEFAULT_POLICY
+from elasticflow_airflow.scheduler_core.simulator.registry import DEFAULT_POLICY
 from elasticflow_airflow.scheduler_core.values import Job
 from elasticflow_airflow.service import history
 from elasticflow_airflow.service.books import costs_from

@@ -17,7 +17,7 @@ from elasticflow_airflow.engines.port import STANDING, GangState, WorkerObservat
 from elasticflow_airflow.runtime.protocol import RescaleMode, checkpoint_dir
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.events import CalendarEvent, Event, GangStarted, JobProgressed
-from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
+from elasticflow_airflow.scheduler_core.simulator.policy import RestorablePolicy
 from elasticflow_airflow.scheduler_core.values import JobState, RescaleCosts, Slot
 from elasticflow_airflow.service.faults import Faults, SchedulerFaultError
 from elasticflow_airflow.service.measuring import Enough
@@ -45,7 +45,7 @@ class Books:
     tx: UnitOfWork
     now: float
     settings: ServiceSettings
-    scheduler: ServicePolicy
+    scheduler: RestorablePolicy
     faults: Faults
     """What went wrong with single jobs in this pass."""
     jobs: dict[str, JobRow] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Books:
         tx: UnitOfWork,
         now: float,
         settings: ServiceSettings,
-        scheduler: ServicePolicy,
+        scheduler: RestorablePolicy,
         wake_at: float | None,
         faults: Faults | None = None,
     ) -> Books:

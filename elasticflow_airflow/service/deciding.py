@@ -27,7 +27,7 @@ from elasticflow_airflow.scheduler_core.decisions import (
     WakeMeAt,
 )
 from elasticflow_airflow.scheduler_core.events import CalendarEvent, Event
-from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
+from elasticflow_airflow.scheduler_core.simulator.policy import RestorablePolicy
 from elasticflow_airflow.scheduler_core.values import Job
 from elasticflow_airflow.service import history, instruments
 from elasticflow_airflow.service.books import Books
@@ -97,7 +97,7 @@ def _write_down(books: Books, first: Event | CalendarEvent, decide: Callable[[],
     record_all(books, decisions)
 
 
-def handle(scheduler: ServicePolicy, event: Event | CalendarEvent, now: float) -> list[Decision]:
+def handle(scheduler: RestorablePolicy, event: Event | CalendarEvent, now: float) -> list[Decision]:
     """Tell a scheduler of an event; one that knows no calendar does not hear of what is in it."""
     if isinstance(event, CalendarEvent):
         return scheduler.handle(event, now) if isinstance(scheduler, Scheduler) else []

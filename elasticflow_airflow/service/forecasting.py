@@ -13,8 +13,8 @@ from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.calendar import ExpectedRun, Spread
 from elasticflow_airflow.scheduler_core.calendar_forecast import Forecast, Outcome, Outlook, forecast
 from elasticflow_airflow.scheduler_core.decisions import Admit, Reject, Terms, Wait
-from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
-from elasticflow_airflow.scheduler_core.policies.registry import DEFAULT_POLICY
+from elasticflow_airflow.scheduler_core.simulator.policy import RestorablePolicy
+from elasticflow_airflow.scheduler_core.simulator.registry import DEFAULT_POLICY
 from elasticflow_airflow.scheduler_core.values import Job, OnReject
 from elasticflow_airflow.service import history, recurring
 from elasticflow_airflow.service.books import costs_from
@@ -50,7 +50,7 @@ class ForecastDesk:
 
     store: Store
     settings: ServiceSettings
-    scheduler: Callable[[], ServicePolicy | None]
+    scheduler: Callable[[], RestorablePolicy | None]
     device_type: Callable[[], str]
     clock: Callable[[], float]
 
@@ -165,7 +165,7 @@ class ForecastDesk:
             scheduler.handle(ev.RunExpected(run), now)
         return ids, items
 
-    def present(self) -> ServicePolicy:
+    def present(self) -> RestorablePolicy:
         """A copy of the scheduler as it is. Raises Refusal 503."""
         scheduler = self.scheduler()
         if scheduler is None:
@@ -242,7 +242,7 @@ def _refused_at_once(job_id: str, reason: str) -> DryRun:
     return DryRun(job_id=job_id, verdict=Verdict(decision="rejected", reason=reason))
 
 
-def _verdict(scheduler: ServicePolicy, job: Job, now: float) -> Verdict:
+def _verdict(scheduler: RestorablePolicy, job: Job, now: float) -> Verdict:
     for decision in scheduler.handle(ev.JobSubmitted(job), now):
         match decision:
             case Admit(job_id=job.job_id):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.calendar import ExpectedRun
-from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
+from elasticflow_airflow.scheduler_core.simulator.policy import RestorablePolicy
 from elasticflow_airflow.scheduler_core.values import JobState, Placement, Reservation
 
 
@@ -40,7 +40,7 @@ def overlaps(one: Reservation, from_s: float, until_s: float) -> bool:
     return one.start_s < until_s and one.end_s > from_s
 
 
-def foresight_of(scheduler: ServicePolicy, states: Mapping[str, JobState]) -> Foresight:
+def foresight_of(scheduler: RestorablePolicy, states: Mapping[str, JobState]) -> Foresight:
     """Look at a scheduler; ``states`` are those of its jobs, by id."""
     return Foresight(
         states=dict(states),
@@ -50,7 +50,7 @@ def foresight_of(scheduler: ServicePolicy, states: Mapping[str, JobState]) -> Fo
     )
 
 
-def _planned(scheduler: ServicePolicy, state: JobState) -> tuple[Reservation, ...]:
+def _planned(scheduler: RestorablePolicy, state: JobState) -> tuple[Reservation, ...]:
     if state.reserved or isinstance(scheduler, Scheduler):
         return state.reserved
     plan = scheduler.plan_of(state.job.job_id)

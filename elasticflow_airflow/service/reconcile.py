@@ -22,8 +22,8 @@ from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.scheduler_core.learning import sigma_of_margin
-from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
-from elasticflow_airflow.scheduler_core.policies.registry import DEFAULT_POLICY, make_policy
+from elasticflow_airflow.scheduler_core.simulator.policy import RestorablePolicy
+from elasticflow_airflow.scheduler_core.simulator.registry import DEFAULT_POLICY, make_policy
 from elasticflow_airflow.scheduler_core.values import JobState, Node, Slot
 from elasticflow_airflow.service import (
     crashpoints,
@@ -105,7 +105,7 @@ class Reconciler:
         self._almanac = recurring.Almanac()
         self._retention = retention.Retention()
         self._thinking = threading.Lock()
-        self._scheduler: ServicePolicy | None = None
+        self._scheduler: RestorablePolicy | None = None
         self._wake_at: float | None = None
         self._nodes: tuple[EngineNode, ...] = ()
         self._looked_at_nodes_s = -math.inf
@@ -156,7 +156,7 @@ class Reconciler:
         """The kind of device of the slots; empty before the first pass."""
         return self._device_type()
 
-    def copy_scheduler(self) -> ServicePolicy | None:
+    def copy_scheduler(self) -> RestorablePolicy | None:
         """The scheduler as it is between two passes, to try things on; None while it is not there. Thread-safe."""
         with self._thinking:
             return copy.deepcopy(self._scheduler)
@@ -336,7 +336,7 @@ class Reconciler:
         """Find the jobs for which the scheduler failed. Raises the fault itself when it is none's."""
         states = [state for row in books.rows if (state := self._state_of(books, row)) is not None]
 
-        def fresh() -> ServicePolicy:
+        def fresh() -> RestorablePolicy:
             return _policy(self._settings, nodes_now(books, self._nodes))
 
         found = setting_aside.culprits(books, states, fresh)
@@ -370,7 +370,7 @@ class Reconciler:
 
     # -- think --------------------------------------------------------------------------------------------------
 
-    def _restore(self, books: Books) -> ServicePolicy:
+    def _restore(self, books: Books) -> RestorablePolicy:
         scheduler = _policy(self._settings, nodes_now(books, self._nodes))
         self._almanac.begin()
         self._written = {}
@@ -527,7 +527,7 @@ class Reconciler:
         return nearly_done or any(g.state != GangState.RUNNING or (g is not desired and alive(g)) for g in generations)
 
 
-def _policy(settings: ServiceSettings, nodes: Iterable[Node]) -> ServicePolicy:
+def _policy(settings: ServiceSettings, nodes: Iterable[Node]) -> RestorablePolicy:
     config = settings.scheduler_config()
     if settings.policy == DEFAULT_POLICY:
         return Scheduler(config, nodes, recurring.POLICY)

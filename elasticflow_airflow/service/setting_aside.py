@@ -12,7 +12,7 @@ from typing import Any
 
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState
 from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
+from elasticflow_airflow.scheduler_core.simulator.policy import RestorablePolicy
 from elasticflow_airflow.scheduler_core.values import JobState, Slot
 from elasticflow_airflow.service.books import Books, alive, can_be_stopped
 from elasticflow_airflow.service.codec import placement_from_json, slots_to_json
@@ -205,7 +205,7 @@ def slots_of(generation: GenerationRow) -> tuple[Slot, ...]:
         return ()
 
 
-def culprits(books: Books, states: Sequence[JobState], fresh: Callable[[], ServicePolicy]) -> list[str]:
+def culprits(books: Books, states: Sequence[JobState], fresh: Callable[[], RestorablePolicy]) -> list[str]:
     """The jobs (or recurring tasks) without which the scheduler would not have failed in this pass.
 
     ``states`` are those that the last scheduler was restored from, or would be; ``fresh`` makes one without jobs. What

@@ -158,7 +158,7 @@ class ServiceSettings(BaseSettings):
     @field_validator("policy")
     @classmethod
     def _known_policy(cls, value: str) -> str:
-        from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES
+        from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES
 
         if value not in POLICY_NAMES:
             raise ValueError(f"there is no policy {value!r}; choose one of {', '.join(POLICY_NAMES)}")

@@ -18,7 +18,7 @@ from elasticflow_airflow.runtime.protocol import Report
 from elasticflow_airflow.scheduler_core import decisions as de
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
-from elasticflow_airflow.scheduler_core.policies.registry import make_policy
+from elasticflow_airflow.scheduler_core.simulator.registry import make_policy
 from elasticflow_airflow.scheduler_core.stragglers import StragglerRule, add_window, find_stragglers
 from elasticflow_airflow.scheduler_core.values import JobState
 from elasticflow_airflow.service.books import Books

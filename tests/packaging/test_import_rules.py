@@ -41,12 +41,12 @@ OPTIONAL = {
     "transformers": {"transformers"},
     "trainer": {"transformers", "accelerate"},
     "plots": {"matplotlib"},
-    **{name: {"scipy"} for name in ("bound", "gavel", "leases")},
+    **{name: {"scipy"} for name in ("clairvoyant", "fluid", "gavel", "leases")},
     "lightning": {"lightning", "pytorch_lightning"},
 }
 """What modules of that name, or that begin with it, import besides: they are for those alone who use that."""
 
-MEASURES = {ROOT / "scheduler_core/bound.py", ROOT / "scheduler_core/simulator/run.py"}
+MEASURES = {ROOT / "scheduler_core/simulator/bound/clairvoyant.py", ROOT / "scheduler_core/simulator/run.py"}
 """They say how long they took, and decide nothing by it but when to give up: they may import ``time``."""
 
 

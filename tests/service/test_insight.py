@@ -9,7 +9,7 @@ import pytest
 from support.service_parts import insight_of
 
 from elasticflow_airflow.insight import CalendarRequest, DueRuns
-from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES
+from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES
 from elasticflow_airflow.service.feeding import CalendarDesk
 from elasticflow_airflow.service.refusal import Refusal
 from elasticflow_airflow.service.secrets import secrets_in_args, shown_args

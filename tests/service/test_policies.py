@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from elasticflow_airflow.scheduler_core.policies.gandiva import Gandiva
-from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES, make_policy
+from elasticflow_airflow.scheduler_core.simulator.baselines.gandiva import Gandiva
+from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES, make_policy
 from elasticflow_airflow.service.settings import ServiceSettings
 
 CURVE = {1: 8.0, 2: 14.0, 4: 22.0}

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from elasticflow_airflow.client import ElasticFlowError, Endpoint, snapshot_folder
-from elasticflow_airflow.scheduler_core.policies.registry import DEFAULT_POLICY, POLICY_NAMES, make_policy
+from elasticflow_airflow.scheduler_core.simulator.registry import DEFAULT_POLICY, POLICY_NAMES, make_policy
 from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length, State
 
 COMMAND = "import sys; from elasticflow_airflow.cli.main import main; sys.argv[0] = 'elasticflow'; main()"
