@@ -49,7 +49,9 @@ def get_commands() -> list[GroupCommand]:
                     "Run the scheduler service in the foreground",
                     _option("--host", help="Listen on TCP at this address; needs ELASTICFLOW_TOKEN(_FILE)."),
                     _option("--port", type=int, help="TCP port."),
-                    _option("--policy", help="Who gets which slots when, such as edf; a wrong name lists all."),
+                    _option(
+                        "--policy", help="Only elasticflow, the service's one scheduler; others: elasticflow simulate."
+                    ),
                     _option("--objective", help="Whom to promise when not everybody can be: first-come, or value."),
                     _option(
                         "--state-dir",

@@ -39,9 +39,8 @@ _POLICIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "aonline": ("simulator.baselines.aonline", "AOnline", {}),
 }
 """By name: module below ``scheduler_core``, class, and what it is made with beside configuration and nodes."""
-DEFAULT_POLICY = "elasticflow"
 POLICY_NAMES: tuple[str, ...] = tuple(_POLICIES)
-"""All names that :func:`make_policy` knows, the default first."""
+"""All names that :func:`make_policy` knows, ours first."""
 
 
 def make_policy(name: str, nodes: Iterable[Node], config: SchedulerConfig | None = None) -> RestorablePolicy:
