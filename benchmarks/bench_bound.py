@@ -16,7 +16,7 @@ from pathlib import Path
 
 from results import add_write, show, table
 
-from elasticflow_airflow.scheduler_core.bound import clairvoyant_bound
+from elasticflow_airflow.scheduler_core.simulator.bound.clairvoyant import clairvoyant_bound
 from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
 from elasticflow_airflow.scheduler_core.simulator.trace import read_trace

@@ -28,11 +28,11 @@ from typing import NamedTuple
 
 from results import DOCS, add_write, file_of_command, table, write
 
-from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES
 from elasticflow_airflow.scheduler_core.simulator.compare import Comparison, bound_of
 from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
 from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, Played, Setting, parse_contenders, play
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster
+from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES
 from elasticflow_airflow.scheduler_core.simulator.trace import read_trace
 
 ROOT = Path(__file__).resolve().parents[1]

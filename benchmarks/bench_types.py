@@ -6,7 +6,7 @@
 policy beside the bound of that cluster. *Generations*: jobs drawn from Gavel's measurements on three types. *Sharing*:
 jobs drawn from the models of its table of pairs on V100s, half of them guaranteed. *Noise*: what the noise scale that
 is assumed for Pollux changes. What is assumed stands in ``simulator/mixed.py``, ``simulator/colocation.py`` and
-``policies/pollux.py``. *Lengths*: what it costs ``optimus``, which fits loss curves in its paper, that it is told wrong
+``baselines/pollux.py``. *Lengths*: what it costs ``optimus``, which fits loss curves in its paper, to be told wrong
 lengths. Data: ../shared/data beside the checkout.
 """
 
@@ -22,18 +22,18 @@ from bench_policies import DATA
 from results import add_write, show, table
 
 from elasticflow_airflow.scheduler_core import SchedulerConfig
-from elasticflow_airflow.scheduler_core.bound import clairvoyant_bound
 from elasticflow_airflow.scheduler_core.decisions import Decision
 from elasticflow_airflow.scheduler_core.events import Event, JobProgressed, JobSubmitted
-from elasticflow_airflow.scheduler_core.policies.antman import AntMan, Leftover
-from elasticflow_airflow.scheduler_core.policies.by_type import ByType
-from elasticflow_airflow.scheduler_core.policies.port import Policy, ServicePolicy
-from elasticflow_airflow.scheduler_core.policies.registry import make_policy
+from elasticflow_airflow.scheduler_core.simulator.baselines.antman import AntMan, Leftover
+from elasticflow_airflow.scheduler_core.simulator.baselines.by_type import ByType
+from elasticflow_airflow.scheduler_core.simulator.bound.clairvoyant import clairvoyant_bound
 from elasticflow_airflow.scheduler_core.simulator.colocation import read_colocation
 from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
 from elasticflow_airflow.scheduler_core.simulator.mixed import common_jobs, mixed_cluster, read_typed_curves
 from elasticflow_airflow.scheduler_core.simulator.outcome import Result
+from elasticflow_airflow.scheduler_core.simulator.policy import Policy, RestorablePolicy
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
+from elasticflow_airflow.scheduler_core.simulator.registry import make_policy
 from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob, Simulation
 from elasticflow_airflow.scheduler_core.simulator.trace import Trace, TraceJob, read_trace
 from elasticflow_airflow.scheduler_core.values import Node
@@ -70,7 +70,7 @@ def mixed_policy(name: str, nodes: tuple[Node, ...]) -> Policy:
     if not name.endswith(TYPES):
         return make_policy(name, nodes)
 
-    def one(config: SchedulerConfig, of_a_type: Iterable[Node]) -> ServicePolicy:
+    def one(config: SchedulerConfig, of_a_type: Iterable[Node]) -> RestorablePolicy:
         return make_policy(name.removesuffix(TYPES), of_a_type, config)
 
     return ByType(one, SchedulerConfig(), nodes)

@@ -20,7 +20,6 @@ from elasticflow_airflow.scheduler_core.config import Objective
 from elasticflow_airflow.scheduler_core.explain import duration, moment
 from elasticflow_airflow.scheduler_core.jobs import LiveJob
 from elasticflow_airflow.scheduler_core.planner import Planner
-from elasticflow_airflow.scheduler_core.policies.port import Policy
 from elasticflow_airflow.scheduler_core.proof import deadline_order, prove
 from elasticflow_airflow.scheduler_core.scheduler import Scheduler
 from elasticflow_airflow.scheduler_core.values import Node, Phase
@@ -114,7 +113,7 @@ def commonest(nodes: Iterable[Node]) -> Node | None:
     return Node(node_id="~more", slots=slots, gpu_type=gpu_type)
 
 
-def join(scheduler: Policy, shape: Node, numbers: Iterable[int], now: float) -> None:
+def join(scheduler: Scheduler, shape: Node, numbers: Iterable[int], now: float) -> None:
     """Let further nodes like ``shape`` come; each number makes one."""
     for event in joining(shape, numbers):
         scheduler.handle(event, now)

@@ -310,4 +310,4 @@ class JobState:
     told: ScalingCurve | None = None
     """The curve before anything was measured; ``job.curve`` is what is believed now. None: the same."""
     memory: Mapping[str, float] = field(default_factory=dict)
-    """What a policy of :mod:`~elasticflow_airflow.scheduler_core.policies` remembers of it besides."""
+    """What a policy of the literature remembers of it besides, in the simulator. Our scheduler leaves it empty."""

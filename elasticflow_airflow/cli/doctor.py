@@ -151,14 +151,13 @@ def _embedded_is_away(socket: Path, error: ElasticFlowError) -> Iterator[Finding
     from pydantic import ValidationError
 
     from elasticflow_airflow.service.doctoring import look_at_machine, look_at_slots
-    from elasticflow_airflow.service.settings import ServiceSettings
+    from elasticflow_airflow.service.settings import ServiceSettings, problems_of
 
     try:
         settings = ServiceSettings(state_dir=state_dir)
     except ValidationError as invalid:
-        for item in invalid.errors():
-            name = f"ELASTICFLOW_{'_'.join(str(part) for part in item['loc']).upper()}"
-            yield problem("settings", f"{name}: {item['msg']}", "the service would not start: correct it")
+        for message in problems_of(invalid):
+            yield problem("settings", message, "the service would not start: correct it")
         return
     yield ok("service", "its last pass and its database were not looked at: only a service that runs can tell of them")
     yield ok("clock", "nothing to compare: an embedded service runs on this machine, by its clock")

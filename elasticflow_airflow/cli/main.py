@@ -67,7 +67,7 @@ def serve(
     ),
     port: int | None = typer.Option(None, min=0, max=65535, help="TCP port."),
     policy: str | None = typer.Option(
-        None, help="Who gets which slots when, such as edf; a wrong name lists all. Only elasticflow forecasts."
+        None, help="Only elasticflow, the service's one scheduler; others are played by elasticflow simulate."
     ),
     objective: str | None = typer.Option(
         None, help="Whom to promise when not everybody can be: first-come (default), or value."

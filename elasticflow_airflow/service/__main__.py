@@ -18,7 +18,7 @@ from elasticflow_airflow.service.lifecycle import (
 )
 from elasticflow_airflow.service.logs import set_up_logging
 from elasticflow_airflow.service.ownership import describe
-from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.settings import ServiceSettings, problems_of
 from elasticflow_airflow.wire import ServiceCard
 
 CANNOT_SERVE = "elasticflow: "
@@ -36,9 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = ServiceSettings()
     except ValidationError as error:
-        for item in error.errors():
-            name = "_".join(str(part) for part in item["loc"]).upper()
-            sys.stderr.write(f"elasticflow: ELASTICFLOW_{name}: {item['msg']}\n")
+        for problem in problems_of(error):
+            sys.stderr.write(f"{CANNOT_SERVE}{problem}\n")
         return 2
     os.umask(0o077)
     written = set_up_logging(settings.log_level)

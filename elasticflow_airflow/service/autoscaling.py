@@ -17,9 +17,7 @@ import structlog
 from fastapi import FastAPI
 
 from elasticflow_airflow.insight import CapacityAnswer, CapacityWant, ReleasableNode
-from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.capacity import CapacityOutlook, Want, capacity
-from elasticflow_airflow.scheduler_core.policies.registry import DEFAULT_POLICY
 from elasticflow_airflow.scheduler_core.values import Job
 from elasticflow_airflow.service import history
 from elasticflow_airflow.service.books import costs_from
@@ -63,15 +61,8 @@ class CapacityDesk:
     forecasts: ForecastDesk
 
     def capacity(self, hours: float = GAUGES_HOURS) -> CapacityAnswer:
-        """What nobody needs in the next ``hours``, or what is missing. Raises Refusal 409, 503."""
+        """What nobody needs in the next ``hours``, or what is missing. Raises Refusal 503."""
         scheduler, now = self.forecasts.present(), self.forecasts.clock()
-        if not isinstance(scheduler, Scheduler):
-            raise Refusal(
-                409,
-                "no_forecast",
-                f"the policy {self.forecasts.settings.policy!r} plans nothing ahead: nobody can say who needs what",
-                f"run the service with --policy {DEFAULT_POLICY}",
-            )
         with self.forecasts.store.read() as reader:
             rejected = self._rejected(reader, now - hours * _HOUR_S, now)
         found = capacity(scheduler, now, now + hours * _HOUR_S, rejected)
@@ -185,8 +176,8 @@ class CapacityWatch:
         began, answer, rest_s = self._monotonic(), None, _REST_S
         try:
             answer = self._desk.capacity(GAUGES_HOURS)
-        except Refusal as refusal:
-            rest_s = 0.0 if refusal.status == 503 else _REST_S  # it is busy, or not there yet
+        except Refusal:  # the scheduler is not there yet
+            rest_s = 0.0
         except Exception:
             log.exception("what capacity is needed could not be worked out")
         now = self._monotonic()
@@ -197,7 +188,7 @@ class CapacityWatch:
 def add_capacity(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     """Add the route."""
 
-    @app.get("/v1/capacity", responses=declared(409, 501))
+    @app.get("/v1/capacity", responses=declared(501))
     @lanes.planning
     def report(
         hours: Hours = GAUGES_HOURS,

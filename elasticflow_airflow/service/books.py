@@ -17,7 +17,6 @@ from elasticflow_airflow.engines.port import STANDING, GangState, WorkerObservat
 from elasticflow_airflow.runtime.protocol import RescaleMode, checkpoint_dir
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.events import CalendarEvent, Event, GangStarted, JobProgressed
-from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
 from elasticflow_airflow.scheduler_core.values import JobState, RescaleCosts, Slot
 from elasticflow_airflow.service.faults import Faults, SchedulerFaultError
 from elasticflow_airflow.service.measuring import Enough
@@ -45,7 +44,7 @@ class Books:
     tx: UnitOfWork
     now: float
     settings: ServiceSettings
-    scheduler: ServicePolicy
+    scheduler: Scheduler
     faults: Faults
     """What went wrong with single jobs in this pass."""
     jobs: dict[str, JobRow] = field(default_factory=dict)
@@ -87,7 +86,7 @@ class Books:
         tx: UnitOfWork,
         now: float,
         settings: ServiceSettings,
-        scheduler: ServicePolicy,
+        scheduler: Scheduler,
         wake_at: float | None,
         faults: Faults | None = None,
     ) -> Books:
@@ -212,10 +211,9 @@ class Books:
 
     def knows_curve(self, row: IncarnationRow) -> bool:
         """Whether the speed of a job was measured wherever that is worth it; else only a part of its curve is known."""
-        scheduler = self.scheduler
-        if not row.speeds or row.submission["scaling_curve"] or not isinstance(scheduler, Scheduler):
+        if not row.speeds or row.submission["scaling_curve"]:
             return False
-        return scheduler.knows_curve(row.job_id)
+        return self.scheduler.knows_curve(row.job_id)
 
     def event(self, kind: str, reason: str, row: IncarnationRow, **data: Any) -> NewEvent:
         """Write an event of an incarnation; in a verdict it stands for its id."""

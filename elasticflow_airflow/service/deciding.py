@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from elasticflow_airflow.bounds import utc
 from elasticflow_airflow.engines.port import GangState
-from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import (
     Admit,
@@ -27,7 +26,6 @@ from elasticflow_airflow.scheduler_core.decisions import (
     WakeMeAt,
 )
 from elasticflow_airflow.scheduler_core.events import CalendarEvent, Event
-from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
 from elasticflow_airflow.scheduler_core.values import Job
 from elasticflow_airflow.service import history, instruments
 from elasticflow_airflow.service.books import Books
@@ -41,22 +39,18 @@ from elasticflow_airflow.wire import State
 
 def feed(books: Books, event: Event | CalendarEvent) -> None:
     """Tell the scheduler what happened and write down everything that it decides. Raises SchedulerFaultError."""
-    scheduler = books.scheduler
-    if isinstance(event, CalendarEvent) and not isinstance(scheduler, Scheduler):
-        return  # No other policy knows a calendar.
     books.fed.append(event)
-    _write_down(books, event, lambda: handle(scheduler, event, books.now))
+    _write_down(books, event, lambda: books.scheduler.handle(event, books.now))
 
 
 def feed_reports(books: Books, reports: Sequence[ev.JobProgressed | ev.GangStarted]) -> None:
     """Tell the scheduler what several jobs report, so that it plans once for all of them. Raises as :func:`feed`."""
-    scheduler = books.scheduler
-    if books.singly or not isinstance(scheduler, Scheduler):
+    if books.singly:
         for report in reports:
             feed(books, report)
     elif reports:
         books.fed += reports
-        _write_down(books, reports[0], lambda: scheduler.reported(reports, books.now))
+        _write_down(books, reports[0], lambda: books.scheduler.reported(reports, books.now))
 
 
 def feed_submitted(books: Books, jobs: Iterable[Job]) -> None:
@@ -64,17 +58,15 @@ def feed_submitted(books: Books, jobs: Iterable[Job]) -> None:
 
     ``jobs`` may take its time, and end when that is over: the next is asked for when the one before is decided on.
     """
-    scheduler = books.scheduler
-    if books.singly or not isinstance(scheduler, Scheduler):
+    if books.singly:
         for job in jobs:
             feed(books, ev.JobSubmitted(job))
         return
     noted = _noted(books, jobs)
     first = next(noted, None)
     if first is not None:
-        _write_down(
-            books, ev.JobSubmitted(first), lambda: scheduler.submitted(itertools.chain([first], noted), books.now)
-        )
+        coming = itertools.chain([first], noted)
+        _write_down(books, ev.JobSubmitted(first), lambda: books.scheduler.submitted(coming, books.now))
 
 
 def _noted(books: Books, jobs: Iterable[Job]) -> Iterator[Job]:
@@ -95,13 +87,6 @@ def _write_down(books: Books, first: Event | CalendarEvent, decide: Callable[[],
         raise SchedulerFaultError(first) from error
     books.wake_at = None  # The scheduler asks anew after each event.
     record_all(books, decisions)
-
-
-def handle(scheduler: ServicePolicy, event: Event | CalendarEvent, now: float) -> list[Decision]:
-    """Tell a scheduler of an event; one that knows no calendar does not hear of what is in it."""
-    if isinstance(event, CalendarEvent):
-        return scheduler.handle(event, now) if isinstance(scheduler, Scheduler) else []
-    return scheduler.handle(event, now)
 
 
 def record_all(books: Books, decisions: Sequence[Decision]) -> None:

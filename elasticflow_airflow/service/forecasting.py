@@ -13,8 +13,6 @@ from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.calendar import ExpectedRun, Spread
 from elasticflow_airflow.scheduler_core.calendar_forecast import Forecast, Outcome, Outlook, forecast
 from elasticflow_airflow.scheduler_core.decisions import Admit, Reject, Terms, Wait
-from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
-from elasticflow_airflow.scheduler_core.policies.registry import DEFAULT_POLICY
 from elasticflow_airflow.scheduler_core.values import Job, OnReject
 from elasticflow_airflow.service import history, recurring
 from elasticflow_airflow.service.books import costs_from
@@ -50,23 +48,16 @@ class ForecastDesk:
 
     store: Store
     settings: ServiceSettings
-    scheduler: Callable[[], ServicePolicy | None]
+    scheduler: Callable[[], Scheduler | None]
     device_type: Callable[[], str]
     clock: Callable[[], float]
 
     def forecast(self, hours: float, planned: Sequence[PlannedRun] = ()) -> ForecastAnswer:
         """What will become of everything that is due in the next ``hours``, and of what is planned.
 
-        Raises Refusal 409, 503.
+        Raises Refusal 503.
         """
         scheduler, now = self.present(), self.clock()
-        if not isinstance(scheduler, Scheduler):
-            raise Refusal(
-                409,
-                "no_forecast",
-                f"the policy {self.settings.policy!r} plans nothing ahead, so nothing can be foretold",
-                f"run the service with --policy {DEFAULT_POLICY}",
-            )
         until_s = now + hours * _HOUR_S
         with self.store.read() as reader:
             planned_ids, told_at_once = self._take_planned(scheduler, reader, planned, now)
@@ -115,7 +106,7 @@ class ForecastDesk:
             return _refused_at_once(job_id, never_fits(submission.min_workers, slots))
         with self.store.read() as reader:
             job = self._job(reader, job_id, submission, now)
-        asked = as_asked(job, submission.on_past_deadline, now, makes_offers=isinstance(scheduler, Scheduler))
+        asked = as_asked(job, submission.on_past_deadline, now)
         if asked is None:
             return _refused_at_once(job_id, passed_already(job.deadline_s or now))
         verdict = _verdict(scheduler, asked, now)
@@ -165,7 +156,7 @@ class ForecastDesk:
             scheduler.handle(ev.RunExpected(run), now)
         return ids, items
 
-    def present(self) -> ServicePolicy:
+    def present(self) -> Scheduler:
         """A copy of the scheduler as it is. Raises Refusal 503."""
         scheduler = self.scheduler()
         if scheduler is None:
@@ -242,7 +233,7 @@ def _refused_at_once(job_id: str, reason: str) -> DryRun:
     return DryRun(job_id=job_id, verdict=Verdict(decision="rejected", reason=reason))
 
 
-def _verdict(scheduler: ServicePolicy, job: Job, now: float) -> Verdict:
+def _verdict(scheduler: Scheduler, job: Job, now: float) -> Verdict:
     for decision in scheduler.handle(ev.JobSubmitted(job), now):
         match decision:
             case Admit(job_id=job.job_id):

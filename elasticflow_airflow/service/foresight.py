@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.calendar import ExpectedRun
-from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
-from elasticflow_airflow.scheduler_core.values import JobState, Placement, Reservation
+from elasticflow_airflow.scheduler_core.values import JobState, Reservation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +19,7 @@ class Foresight:
 
     states: Mapping[str, JobState]
     planned: Mapping[str, tuple[Reservation, ...]]
-    """By job id, in order of time. With a policy that plans nothing ahead: what it holds, until its projected end."""
+    """By job id, in order of time."""
     expected: tuple[tuple[ExpectedRun, tuple[Reservation, ...]], ...]
     slots: int
 
@@ -40,21 +39,11 @@ def overlaps(one: Reservation, from_s: float, until_s: float) -> bool:
     return one.start_s < until_s and one.end_s > from_s
 
 
-def foresight_of(scheduler: ServicePolicy, states: Mapping[str, JobState]) -> Foresight:
+def foresight_of(scheduler: Scheduler, states: Mapping[str, JobState]) -> Foresight:
     """Look at a scheduler; ``states`` are those of its jobs, by id."""
     return Foresight(
         states=dict(states),
-        planned={job_id: _planned(scheduler, state) for job_id, state in states.items()},
-        expected=scheduler.kept_free() if isinstance(scheduler, Scheduler) else (),
+        planned={job_id: state.reserved for job_id, state in states.items()},
+        expected=scheduler.kept_free(),
         slots=sum(node.slots - len(node.busy) for node in scheduler.nodes()),
     )
-
-
-def _planned(scheduler: ServicePolicy, state: JobState) -> tuple[Reservation, ...]:
-    if state.reserved or isinstance(scheduler, Scheduler):
-        return state.reserved
-    plan = scheduler.plan_of(state.job.job_id)
-    if plan is None or not state.placement.workers:
-        return ()
-    now = [s for s in plan.segments if s.workers == state.placement.workers]
-    return tuple(Reservation(s.start_s, s.end_s, Placement(state.placement.slots)) for s in now)

@@ -140,7 +140,7 @@ def add_jobs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
         """Renew a job's lease, and look at it. Needs its claim."""
         return _json(await renewals.ask((job_id, request.claim)))
 
-    @app.post("/v1/forecast", responses=declared(409, 501))
+    @app.post("/v1/forecast", responses=declared(501))
     @lanes.planning
     def forecast(request: ForecastRequest) -> ForecastAnswer:
         """What will become of everything that is due in the next hours, planned runs included."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.values import Job, OnReject
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.deciding import when
@@ -44,7 +43,7 @@ def settle(books: Books, row: IncarnationRow, job: Job) -> Job | None:
             books.end(row, State.SUCCEEDED, f"{why}; its last checkpoint is used", use_checkpoint=True)
             return None
         policy = "best_effort"
-    asked = as_asked(job, policy, books.now, makes_offers=isinstance(books.scheduler, Scheduler))
+    asked = as_asked(job, policy, books.now)
     if asked is None:
         _reject_at_once(books, row, passed_already(deadline_s))
     elif asked.deadline_s is None:
@@ -52,20 +51,17 @@ def settle(books: Books, row: IncarnationRow, job: Job) -> Job | None:
     return asked
 
 
-def as_asked(job: Job, policy: str, now: float, *, makes_offers: bool) -> Job | None:
+def as_asked(job: Job, policy: str, now: float) -> Job | None:
     """A job that goes on from nothing, as the scheduler is asked about it; None: it is refused without being asked.
 
-    ``policy``: ``on_past_deadline`` of the submission. ``makes_offers``: whether the scheduler names a later deadline
-    in place of one that has passed.
+    ``policy``: ``on_past_deadline`` of the submission.
     """
     last_s = job.last_deadline_s
-    if job.deadline_s is None or last_s is None or job.deadline_s > now:
+    if job.deadline_s is None or last_s is None or max(job.deadline_s, last_s) > now:
         return job
-    if last_s > now:
-        return job if makes_offers else None
     if policy == "best_effort":
         return replace(job, deadline_s=None, on_reject=OnReject.FAIL, latest_deadline_s=None)
-    can_offer = makes_offers and job.curve is not None and job.total_steps is not None
+    can_offer = job.curve is not None and job.total_steps is not None
     return replace(job, on_reject=OnReject.FAIL) if can_offer else None
 
 

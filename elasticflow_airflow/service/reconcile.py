@@ -22,8 +22,6 @@ from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.scheduler_core.learning import sigma_of_margin
-from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
-from elasticflow_airflow.scheduler_core.policies.registry import DEFAULT_POLICY, make_policy
 from elasticflow_airflow.scheduler_core.values import JobState, Node, Slot
 from elasticflow_airflow.service import (
     crashpoints,
@@ -105,7 +103,7 @@ class Reconciler:
         self._almanac = recurring.Almanac()
         self._retention = retention.Retention()
         self._thinking = threading.Lock()
-        self._scheduler: ServicePolicy | None = None
+        self._scheduler: Scheduler | None = None
         self._wake_at: float | None = None
         self._nodes: tuple[EngineNode, ...] = ()
         self._looked_at_nodes_s = -math.inf
@@ -156,7 +154,7 @@ class Reconciler:
         """The kind of device of the slots; empty before the first pass."""
         return self._device_type()
 
-    def copy_scheduler(self) -> ServicePolicy | None:
+    def copy_scheduler(self) -> Scheduler | None:
         """The scheduler as it is between two passes, to try things on; None while it is not there. Thread-safe."""
         with self._thinking:
             return copy.deepcopy(self._scheduler)
@@ -336,8 +334,8 @@ class Reconciler:
         """Find the jobs for which the scheduler failed. Raises the fault itself when it is none's."""
         states = [state for row in books.rows if (state := self._state_of(books, row)) is not None]
 
-        def fresh() -> ServicePolicy:
-            return _policy(self._settings, nodes_now(books, self._nodes))
+        def fresh() -> Scheduler:
+            return _new_scheduler(self._settings, nodes_now(books, self._nodes))
 
         found = setting_aside.culprits(books, states, fresh)
         if not found:
@@ -370,14 +368,13 @@ class Reconciler:
 
     # -- think --------------------------------------------------------------------------------------------------
 
-    def _restore(self, books: Books) -> ServicePolicy:
-        scheduler = _policy(self._settings, nodes_now(books, self._nodes))
+    def _restore(self, books: Books) -> Scheduler:
+        scheduler = _new_scheduler(self._settings, nodes_now(books, self._nodes))
         self._almanac.begin()
         self._written = {}
         states = [state for row in books.rows if (state := self._state_of(books, row)) is not None]
         books.scheduler, books.decided = scheduler, True
-        if isinstance(scheduler, Scheduler):
-            introducing.recall(books, scheduler)
+        introducing.recall(books, scheduler)
         try:
             decisions = scheduler.restore(states, books.now)
         except Exception as error:
@@ -527,8 +524,5 @@ class Reconciler:
         return nearly_done or any(g.state != GangState.RUNNING or (g is not desired and alive(g)) for g in generations)
 
 
-def _policy(settings: ServiceSettings, nodes: Iterable[Node]) -> ServicePolicy:
-    config = settings.scheduler_config()
-    if settings.policy == DEFAULT_POLICY:
-        return Scheduler(config, nodes, recurring.POLICY)
-    return make_policy(settings.policy, nodes, config)
+def _new_scheduler(settings: ServiceSettings, nodes: Iterable[Node]) -> Scheduler:
+    return Scheduler(settings.scheduler_config(), nodes, recurring.POLICY)

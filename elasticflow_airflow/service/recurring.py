@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, PastRun, expect
 from elasticflow_airflow.service import history
@@ -62,8 +61,7 @@ class Almanac:
                 if self._next_release_at is None or release_at < self._next_release_at:
                     self._next_release_at = release_at
                 expected |= {run.run_id: run for run in runs}
-        scheduler = books.scheduler
-        known = {run.run_id: run for run in scheduler.expected_runs()} if isinstance(scheduler, Scheduler) else {}
+        known = {run.run_id: run for run in books.scheduler.expected_runs()}
         for run_id in known.keys() - expected.keys():
             feed(books, ev.RunForgotten(run_id))
         for run_id, run in expected.items():

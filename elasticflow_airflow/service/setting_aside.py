@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState
+from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
 from elasticflow_airflow.scheduler_core.values import JobState, Slot
 from elasticflow_airflow.service.books import Books, alive, can_be_stopped
 from elasticflow_airflow.service.codec import placement_from_json, slots_to_json
-from elasticflow_airflow.service.deciding import handle
 from elasticflow_airflow.service.faults import Fault, find_culprits
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.secrets import redact
@@ -205,7 +204,7 @@ def slots_of(generation: GenerationRow) -> tuple[Slot, ...]:
         return ()
 
 
-def culprits(books: Books, states: Sequence[JobState], fresh: Callable[[], ServicePolicy]) -> list[str]:
+def culprits(books: Books, states: Sequence[JobState], fresh: Callable[[], Scheduler]) -> list[str]:
     """The jobs (or recurring tasks) without which the scheduler would not have failed in this pass.
 
     ``states`` are those that the last scheduler was restored from, or would be; ``fresh`` makes one without jobs. What
@@ -222,7 +221,7 @@ def culprits(books: Books, states: Sequence[JobState], fresh: Callable[[], Servi
             for event in books.fed:
                 owner = owner_of(event)
                 if owner is None or owner in chosen:
-                    handle(scheduler, event, books.now)
+                    scheduler.handle(event, books.now)
         except Exception:  # noqa: BLE001  (that, and nothing else, is the question)
             return False
         return True

@@ -10,12 +10,14 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 if TYPE_CHECKING:
     from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 
+SCHEDULER_NAME = "elasticflow"
+"""The one scheduler of the service, by the name that it has among the policies of the simulator."""
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -48,8 +50,8 @@ class ServiceSettings(BaseSettings):
     warm_imports: str | None = None
     """``"torch,transformers"``: keep a process that has imported these, from which jobs start without waiting."""
 
-    policy: str = "elasticflow"
-    """Who gets which slots when; the others are there to compare with, and promise less or nothing."""
+    policy: str = SCHEDULER_NAME
+    """Nothing else can be served. Kept so that a deployment that names our scheduler goes on working."""
     objective: Literal["first-come", "value"] = "first-come"
     """Whom to promise when not everybody can be: who comes first, or who is worth more than what it takes."""
 
@@ -157,11 +159,12 @@ class ServiceSettings(BaseSettings):
 
     @field_validator("policy")
     @classmethod
-    def _known_policy(cls, value: str) -> str:
-        from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES
-
-        if value not in POLICY_NAMES:
-            raise ValueError(f"there is no policy {value!r}; choose one of {', '.join(POLICY_NAMES)}")
+    def _served_policy(cls, value: str) -> str:
+        if value != SCHEDULER_NAME:
+            raise ValueError(
+                f"{value!r} cannot be served: the service has one scheduler, {SCHEDULER_NAME!r}; leave the setting out,"
+                " and play other policies with `elasticflow simulate --policy NAME`"
+            )
         return value
 
     @field_validator("warm_imports")
@@ -216,6 +219,15 @@ class ServiceSettings(BaseSettings):
         if url.startswith(("postgres://", "postgresql://")):
             return "postgresql+psycopg://" + url.split("://", 1)[1]
         return url
+
+
+def problems_of(error: ValidationError) -> list[str]:
+    """What is wrong with settings, one sentence for each, with the name of its environment variable."""
+    sentences = []
+    for item in error.errors():
+        name = "_".join(str(part) for part in item["loc"]).upper()
+        sentences.append(f"ELASTICFLOW_{name}: {item['msg'].removeprefix('Value error, ')}")
+    return sentences
 
 
 def _token(given: SecretStr | None, file: Path | None) -> str | None:

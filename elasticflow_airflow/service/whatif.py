@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from elasticflow_airflow.insight import DeadlineChange, WhatIf, WhatIfRequest, WhatIfVerdict
+from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.calendar_forecast import joining
 from elasticflow_airflow.scheduler_core.decisions import Admit, Amended, AmendRejected, Decision, Reject
-from elasticflow_airflow.scheduler_core.policies.port import ServicePolicy
 from elasticflow_airflow.scheduler_core.values import Node, Phase
 from elasticflow_airflow.service.codec import plan_to_json
 from elasticflow_airflow.service.forecasting import ForecastDesk
@@ -70,10 +70,10 @@ class WhatIfDesk:
             verdicts.append(_amend(would_be, change, now))
         return WhatIf(verdicts=verdicts, before=before, after=self._outlook(would_be, request.hours, now))
 
-    def _outlook(self, scheduler: ServicePolicy, hours: float, now: float) -> ForecastAnswer:
+    def _outlook(self, scheduler: Scheduler, hours: float, now: float) -> ForecastAnswer:
         return replace(self.forecasts, scheduler=lambda: scheduler, clock=lambda: now).forecast(hours)
 
-    def _check(self, request: WhatIfRequest, scheduler: ServicePolicy) -> None:
+    def _check(self, request: WhatIfRequest, scheduler: Scheduler) -> None:
         known = {node.node_id for node in scheduler.nodes()}
         for node_id in request.without_nodes:
             if node_id not in known:
@@ -99,7 +99,7 @@ class WhatIfDesk:
                 )
 
 
-def _node_events(scheduler: ServicePolicy, request: WhatIfRequest) -> list[ev.NodeLost | ev.NodeJoined]:
+def _node_events(scheduler: Scheduler, request: WhatIfRequest) -> list[ev.NodeLost | ev.NodeJoined]:
     largest = max(scheduler.nodes(), key=lambda node: node.slots, default=None)
     lost = [ev.NodeLost(node_id) for node_id in dict.fromkeys(request.without_nodes)]
     if largest is None:
@@ -108,7 +108,7 @@ def _node_events(scheduler: ServicePolicy, request: WhatIfRequest) -> list[ev.No
     return [*lost, *joining(more, range(request.extra_nodes))]
 
 
-def _amend(scheduler: ServicePolicy, change: DeadlineChange, now: float) -> WhatIfVerdict:
+def _amend(scheduler: Scheduler, change: DeadlineChange, now: float) -> WhatIfVerdict:
     job_id, deadline_at = change.job_id, change.deadline_at
     if all(state.job.job_id != job_id for state in scheduler.states()):
         verdict = Verdict(decision="rejected", reason="it would be rejected with these nodes", deadline_at=deadline_at)
@@ -117,7 +117,7 @@ def _amend(scheduler: ServicePolicy, change: DeadlineChange, now: float) -> What
     return WhatIfVerdict(job_id=job_id, verdict=_verdict(scheduler, scheduler.handle(event, now), change))
 
 
-def _verdict(scheduler: ServicePolicy, decisions: Sequence[Decision], change: DeadlineChange) -> Verdict:
+def _verdict(scheduler: Scheduler, decisions: Sequence[Decision], change: DeadlineChange) -> Verdict:
     state = next((one for one in scheduler.states() if one.job.job_id == change.job_id), None)
     for decision in decisions:
         if getattr(decision, "job_id", None) != change.job_id:

@@ -26,7 +26,7 @@ from elasticflow_airflow.scheduler_core.simulator.problems import InputError
 from elasticflow_airflow.scheduler_core.values import ScalingCurve
 
 if TYPE_CHECKING:
-    from elasticflow_airflow.scheduler_core.bound import Bound
+    from elasticflow_airflow.scheduler_core.simulator.bound.clairvoyant import Bound
 
 Row = dict[str, float | int | str | None]
 
@@ -144,7 +144,7 @@ def bound_of(setting: Setting, time_limit_s: float = 120.0) -> Bound:
         InputError: scipy is not installed, or the setting cannot be simulated.
     """
     require_solver()
-    from elasticflow_airflow.scheduler_core.bound import clairvoyant_bound
+    from elasticflow_airflow.scheduler_core.simulator.bound.clairvoyant import clairvoyant_bound
 
     jobs = setting.jobs(Contender(policy=OURS))
     real = [replace(simulated.job, curve=ScalingCurve(simulated.truth)) for simulated in jobs]

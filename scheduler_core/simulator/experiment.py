@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 
 from elasticflow_airflow.scheduler_core.config import Objective, SchedulerConfig
 from elasticflow_airflow.scheduler_core.learning import sigma_of_errors
-from elasticflow_airflow.scheduler_core.policies.port import Policy
-from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES, make_policy
 from elasticflow_airflow.scheduler_core.scheduler import Scheduler
 from elasticflow_airflow.scheduler_core.simulator.calendar_feed import CalendarFeed, timetables
 from elasticflow_airflow.scheduler_core.simulator.curves import Curves
 from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles, disturbances
 from elasticflow_airflow.scheduler_core.simulator.outcome import Result
+from elasticflow_airflow.scheduler_core.simulator.policy import Policy
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
 from elasticflow_airflow.scheduler_core.simulator.problems import InputError
+from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES, make_policy
 from elasticflow_airflow.scheduler_core.simulator.run import Change, SimulatedJob, Simulation
 from elasticflow_airflow.scheduler_core.simulator.trace import Trace
 from elasticflow_airflow.scheduler_core.values import Node, OnReject

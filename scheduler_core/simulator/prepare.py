@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elasticflow_airflow.scheduler_core.placement import Layout
-from elasticflow_airflow.scheduler_core.policies.goodput import goodput
+from elasticflow_airflow.scheduler_core.simulator.baselines.goodput import goodput
 from elasticflow_airflow.scheduler_core.simulator.curves import Curves, curve_for
 from elasticflow_airflow.scheduler_core.simulator.problems import InputError
 from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob

@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 
 from elasticflow_airflow.scheduler_core import decisions as de
 from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.policies.port import Policy
 from elasticflow_airflow.scheduler_core.simulator.outcome import JobRecord, Result
+from elasticflow_airflow.scheduler_core.simulator.policy import Policy
 from elasticflow_airflow.scheduler_core.values import Job, Node, Placement, Slot
 
 _TINY_S = 1e-5

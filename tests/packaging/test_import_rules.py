@@ -41,13 +41,20 @@ OPTIONAL = {
     "transformers": {"transformers"},
     "trainer": {"transformers", "accelerate"},
     "plots": {"matplotlib"},
-    **{name: {"scipy"} for name in ("bound", "gavel", "leases")},
+    **{name: {"scipy"} for name in ("clairvoyant", "fluid", "gavel", "leases")},
     "lightning": {"lightning", "pytorch_lightning"},
 }
 """What modules of that name, or that begin with it, import besides: they are for those alone who use that."""
 
-MEASURES = {ROOT / "scheduler_core/bound.py", ROOT / "scheduler_core/simulator/run.py"}
+MEASURES = {ROOT / "scheduler_core/simulator/bound/clairvoyant.py", ROOT / "scheduler_core/simulator/run.py"}
 """They say how long they took, and decide nothing by it but when to give up: they may import ``time``."""
+
+SIMULATOR = f"{PACKAGE}.scheduler_core.simulator"
+COMPARED = (f"{SIMULATOR}.baselines", f"{SIMULATOR}.bound")
+"""What our scheduler is compared with: the literature's policies, and the bound that no schedule can beat."""
+SIMULATOR_FOLDER = ROOT / "scheduler_core" / "simulator"
+COMPARING_COMMANDS = {ROOT / PACKAGE / "cli" / name for name in ("simulation.py", "simulation_display.py")}
+"""The commands ``simulate`` and ``compare``."""
 
 
 def imports_of(file: Path) -> set[str]:
@@ -80,6 +87,44 @@ def test_a_folder_needs_little(folder: str) -> None:
         outside = {name.split(".")[0] for name in imports_of(file)} - set(sys.stdlib_module_names)
         more = outside - STANDARD_AND[folder] - OPTIONAL.get(file.stem.split("_")[0], set())
         assert not more, f"{file} imports {more}"
+
+
+def test_what_our_scheduler_is_compared_with_is_known_to_the_simulator_alone() -> None:
+    product = [*files_of("scheduler_core"), *files_of("operators"), *(ROOT / PACKAGE).rglob("*.py")]
+    for file in {file.resolve() for file in [*product, *(ROOT / "dags").rglob("*.py")]}:
+        if file.is_relative_to(SIMULATOR_FOLDER) or file in COMPARING_COMMANDS:
+            continue
+        for name in imports_of(file):
+            assert not name.startswith(COMPARED), f"{file} imports {name}"
+
+
+@pytest.mark.parametrize("folder", sorted({*FOLDERS} - {"scheduler_core", "cli"}))
+def test_only_commands_play_the_simulator(folder: str) -> None:
+    for file in files_of(folder):
+        for name in imports_of(file):
+            assert not (name + ".").startswith(SIMULATOR + "."), f"{file} imports {name}"
+
+
+def test_the_scheduler_does_not_know_its_simulator() -> None:
+    for file in files_of("scheduler_core"):
+        if not file.is_relative_to(SIMULATOR_FOLDER):
+            for name in imports_of(file):
+                assert not (name + ".").startswith(SIMULATOR + "."), f"{file} imports {name}"
+
+
+def test_the_service_loads_one_scheduler() -> None:
+    """Whatever of it is imported: no policy of the literature, no bound, no simulator comes with it."""
+    modules = [f"{PACKAGE}.service.{file.stem}" for file in sorted(FOLDERS["service"].glob("[!_]*.py"))]
+    assert f"{PACKAGE}.service.reconcile" in modules
+    program = f"""
+import importlib, sys
+for name in {modules!r}:
+    importlib.import_module(name)
+import {PACKAGE}.service.__main__
+print([name for name in sys.modules if name.startswith({SIMULATOR!r})])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_imports_between_folders_make_no_circle() -> None:

@@ -67,14 +67,6 @@ def test_a_rejected_job_that_cannot_be_read_hides_nobody(world, wrong):
     assert {want.task for want in desk_of(world).capacity().wanted_by} == wants - {"daily.e"}
 
 
-def test_a_policy_that_plans_nothing_cannot_say(make_world):
-    world = make_world(policy="edf")
-    world.step()
-    with pytest.raises(Refusal, match="nobody can say who needs what") as refused:
-        desk_of(world).capacity()
-    assert (refused.value.status, refused.value.error) == (409, "no_forecast")
-
-
 def test_nobody_needs_an_idle_cluster(world):
     world.step()
     answer = desk_of(world).capacity(2.0)

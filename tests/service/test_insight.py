@@ -9,7 +9,6 @@ import pytest
 from support.service_parts import insight_of
 
 from elasticflow_airflow.insight import CalendarRequest, DueRuns
-from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES
 from elasticflow_airflow.service.feeding import CalendarDesk
 from elasticflow_airflow.service.refusal import Refusal
 from elasticflow_airflow.service.secrets import secrets_in_args, shown_args
@@ -423,22 +422,6 @@ def test_sums_are_of_all_that_was_also_where_not_all_is_told(make_world, databas
         assert dag.slot_s == pytest.approx(same.slot_s)
     assert cut.held_slot_s == pytest.approx(full.held_slot_s)
     assert cut.computing_slot_s == pytest.approx(full.computing_slot_s)
-
-
-# -- other policies ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", [name for name in POLICY_NAMES if name != "elasticflow"])
-def test_with_any_policy_the_pages_have_something_to_show(make_world, policy):
-    world = make_world(policy=policy)
-    jobs = [world.submit(task=f"t{number}", within=3600.0, **LONG) for number in range(3)]
-    world.run(10.0, every=1.0)
-    desk = insight_of(world)
-    assert all(desk.cluster().why.values())
-    history = desk.history(None, None, 4)
-    assert all(span.until_at is None or span.until_at > world.now_s for span in history.planned)
-    for job in jobs:
-        assert desk.story(job.job.job_id, None).why
 
 
 def test_secrets_among_arguments_are_found_in_no_time_whatever_their_submitter_shows():

@@ -125,10 +125,9 @@ def test_shares_that_do_not_come_out_even_are_refused(world, given, words):
 
 
 @pytest.mark.parametrize("said", [2, 16])
-@pytest.mark.parametrize("policy", ["elasticflow", "gandiva"])
-def test_what_the_script_says_counts_where_nothing_was_submitted(make_world, said, policy):
+def test_what_the_script_says_counts_where_nothing_was_submitted(make_world, said):
     """Also where more workers were started than it has shares; and it stays so when they change."""
-    world = make_world(nodes=2, slots=8, policy=policy)
+    world = make_world(nodes=2, slots=8)
     job = world.submit(steps=3000, scaling_curve={**CURVE, 16: 90.0}, fake={"logical_workers": said})
     world.until(lambda: world.row(job).step > 0, "it trains")
     assert world.row(job).logical_workers == world.status(job).logical_workers == said

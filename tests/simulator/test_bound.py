@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("scipy", reason="the bound needs scipy")
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
-from elasticflow_airflow.scheduler_core.bound import _candidates, clairvoyant_bound
-from elasticflow_airflow.scheduler_core.bound_costs import Prices, least_costs
+from elasticflow_airflow.scheduler_core.simulator.bound.clairvoyant import _candidates, clairvoyant_bound
+from elasticflow_airflow.scheduler_core.simulator.bound.costs import Prices, least_costs
 from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
 from elasticflow_airflow.scheduler_core.simulator.run import Simulation
@@ -130,7 +130,7 @@ def test_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="0 slots"):
         clairvoyant_bound([], 0)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr("elasticflow_airflow.scheduler_core.bound_fluid.find_spec", lambda name: None)
+    monkeypatch.setattr("elasticflow_airflow.scheduler_core.simulator.bound.fluid.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"elasticflow-airflow\[simulate\]"):
         clairvoyant_bound([], 1)
 

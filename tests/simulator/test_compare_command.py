@@ -13,7 +13,6 @@ from typer.testing import CliRunner, Result
 
 from elasticflow_airflow.cli.main import app
 from elasticflow_airflow.scheduler_core.config import Objective
-from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES
 from elasticflow_airflow.scheduler_core.simulator import capacity, plots, series
 from elasticflow_airflow.scheduler_core.simulator import compare as comparing
 from elasticflow_airflow.scheduler_core.simulator import run as loop
@@ -21,6 +20,7 @@ from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
 from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, Setting, parse_contenders, play
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster
 from elasticflow_airflow.scheduler_core.simulator.problems import InputError
+from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES
 from elasticflow_airflow.scheduler_core.simulator.run import Change
 from elasticflow_airflow.scheduler_core.simulator.trace import read_trace
 from elasticflow_airflow.scheduler_core.values import OnReject, Slot

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from elasticflow_airflow.scheduler_core.policies.registry import POLICY_NAMES
 from elasticflow_airflow.scheduler_core.simulator import synthetic
 from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, Setting, play
 from elasticflow_airflow.scheduler_core.simulator.export import one_by_one, write_schedule
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster
+from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES
 from elasticflow_airflow.scheduler_core.simulator.run import Change
 from elasticflow_airflow.scheduler_core.simulator.trace import Trace
 from elasticflow_airflow.scheduler_core.values import Node, ScalingCurve, Slot

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from elasticflow_airflow.scheduler_core.placement import Layout
-from elasticflow_airflow.scheduler_core.policies.registry import make_policy
 from elasticflow_airflow.scheduler_core.simulator.colocation import part_left, read_colocation
 from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
 from elasticflow_airflow.scheduler_core.simulator.mixed import at_batch, common_jobs, mixed_cluster, read_typed_curves
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, prepare
 from elasticflow_airflow.scheduler_core.simulator.problems import InputError
+from elasticflow_airflow.scheduler_core.simulator.registry import make_policy
 from elasticflow_airflow.scheduler_core.simulator.run import Change, Simulation
 from elasticflow_airflow.scheduler_core.simulator.trace import Trace, TraceJob, read_trace
 from elasticflow_airflow.scheduler_core.values import Placement, ScalingCurve, Slot

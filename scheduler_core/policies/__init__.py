@@ -1,1 +1,0 @@
-"""Every scheduling policy of the literature that is compared here, one file each, all behind :mod:`port`."""

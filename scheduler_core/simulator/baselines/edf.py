@@ -1,0 +1,301 @@
+"""Earliest deadline first, and with it one of ElasticFlow's two modules each: the ablations of its section 6.4.
+
+ElasticFlow (ASPLOS 2023) compares itself with EDF (jobs in order of their deadlines, each on as many GPUs as it scales
+to) and takes itself apart into *EDF + admission control* and *EDF + elastic scaling*.
+
+``edf`` gives the next deadline the size at which it ends soonest, the pause of a change counted, out of what is left.
+No job is refused and one that is late already keeps its place, as in the paper; best effort comes last. The paper's
+artifact lets a job grow past the peak of its curve, where more GPUs make it slower; ours stops at the knee, and
+``edf-plain`` is the artifact's way, for comparison.
+
+``edf+admission`` (:class:`AdmittingEdf`) promises. The paper puts its admission control, which reasons about minimum
+shares, in front of EDF, which hands out as much as helps: what the one admits the other may still make late. Ours asks
+the question of the policy that will run: a newcomer is admitted if EDF itself, rolled forward without further arrivals,
+ends it and everyone admitted before in time, with the margins for speeds and delays that our own promises have, too.
+That holds while nothing else moves those who are promised. So they are sized anew only at what concerns them, as in
+that trial; whoever waits, and best effort, takes what they leave and moves none of them.
+
+``edf+elastic`` (:class:`ElasticEdf`) refuses nobody: jobs in order of their deadlines get their minimum satisfactory
+share (Algorithm 1; pauses are part of it), and what is left goes by marginal return (Algorithm 2), to those who cannot
+make their deadline as well.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
+
+from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.decisions import Admit, Decision, Reject, Terms, Wait, WakeMeAt
+from elasticflow_airflow.scheduler_core.explain import duration
+from elasticflow_airflow.scheduler_core.filling import minimum_share
+from elasticflow_airflow.scheduler_core.simulator.baselines.gang import Claim, GangPolicy, Scene, Wanted
+from elasticflow_airflow.scheduler_core.simulator.baselines.live import GangJob, JobView
+from elasticflow_airflow.scheduler_core.simulator.baselines.seating import Room
+from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
+from elasticflow_airflow.scheduler_core.values import JobState, Node, Phase, Slot
+from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Work
+
+_LAST_STEP = "last_step_s"
+"""In a job's memory: when it makes, or made, its last step. Once that is past, the books know of its tail only now."""
+_SOONER_S = 1e-3
+"""An end that is not earlier by this much is not worth a change."""
+
+
+def by_deadline(job: JobView) -> tuple[float, int]:
+    """Order of EDF: deadline, then arrival; jobs without one at the end."""
+    deadline = job.job.job.deadline_s
+    return (INFINITY if deadline is None else deadline), job.job.number
+
+
+class Edf(GangPolicy):
+    """Earliest deadline first on as many slots as help."""
+
+    def __init__(
+        self, config: SchedulerConfig | None = None, nodes: Iterable[Node] = (), *, plain: bool = False
+    ) -> None:
+        super().__init__(config, nodes)
+        self._plain = plain
+
+    def wanted(self, scene: Scene) -> Wanted:
+        """Everyone in order of deadline, at the size that ends it soonest."""
+        ordered = sorted(scene.jobs, key=self.rank)
+        return Wanted([Claim(job.job_id, self._sizes(job), "its deadline is next") for job in ordered])
+
+    def rank(self, job: JobView) -> tuple[float, int]:
+        """Who comes first."""
+        return by_deadline(job)
+
+    def _sizes(self, job: JobView) -> tuple[int, ...]:
+        if self._plain:
+            return tuple(sorted(job.speeds, reverse=True))
+        if job.left == INFINITY:
+            return job.rising[::-1]
+        soonest = {size: job.end_s(size) - (_SOONER_S if size == job.size else 0.0) for size in job.rising}
+        return tuple(sorted(job.rising, key=lambda size: (soonest[size], size)))
+
+
+class AdmittingEdf(Edf):
+    """EDF that admits only what EDF will finish in time, beside everyone admitted before."""
+
+    promises = True
+
+    def __init__(self, config: SchedulerConfig | None = None, nodes: Iterable[Node] = ()) -> None:
+        super().__init__(config, nodes)
+        self._anew = True
+        """Whether something has happened that those who are promised are sized anew for."""
+        self._usable: frozenset[Slot] = frozenset()
+        """Slots that might be held when they were."""
+
+    def handle(self, event: ev.Event, now: float) -> list[Decision]:
+        """Take in one event and say what follows from it."""
+        match event:
+            case ev.JobSubmitted() | ev.WakeUp():
+                pass  # whoever is admitted says so
+            case ev.NodeJoined() | ev.NodeLost() | ev.NodeDraining() | ev.SlotSlow():
+                self._anew = True
+            case _:
+                job = self.jobs.get(event.job_id)
+                self._anew = self._anew or (job is not None and not job.best_effort)
+        return super().handle(event, now)
+
+    def restore(self, states: Iterable[JobState], now: float) -> list[Decision]:
+        """Take over live jobs after a crash. A restart concerns nobody, unless slots that were held are gone.
+
+        Raises:
+            ValueError: there are live jobs already.
+        """
+        known = tuple(states)
+        there = set(self.layout.slots)
+        self._anew = any(not there.issuperset(state.placement.slots) for state in known)
+        self._usable = self._usable_slots(now)
+        return super().restore(known, now)
+
+    def wanted(self, scene: Scene) -> Wanted:
+        """As EDF has it; between what concerns them, those who are promised stay as they are."""
+        usable = self._usable_slots(scene.now)
+        if self._anew or usable != self._usable:
+            self._anew, self._usable = False, usable
+            return super().wanted(scene)
+        stay = [Claim(job.job_id, (job.size,)) for job in scene.jobs if job.job.promised and job.size]
+        rest = replace(scene, jobs=[job for job in scene.jobs if not job.job.promised])
+        return Wanted([*stay, *super().wanted(rest).claims])
+
+    def seats(self, wanted: Wanted, free: int) -> tuple[dict[str, int], dict[str, str]]:
+        """The promised where they would be alone, the others around them."""
+        promised = [claim for claim in wanted.claims if self.jobs[claim.job_id].promised]
+        seats, reasons = super().seats(Wanted(promised), free)
+        for mask in seats.values():
+            free &= ~mask
+        others = [claim for claim in wanted.claims if not self.jobs[claim.job_id].promised]
+        more, why = super().seats(Wanted(others), free)
+        return {**seats, **more}, {**reasons, **why}
+
+    def keeps(self, job: GangJob) -> bool:
+        """Only promised jobs: nobody else stands in their way."""
+        return job.promised
+
+    def rank(self, job: JobView) -> tuple[float, int]:
+        """By deadline; those without a promise come after all promises, whatever they wish for."""
+        return by_deadline(job) if job.job.promised else (INFINITY, job.job.number)
+
+    def judge(self, newcomer: JobView) -> Admit | Reject | Wait:
+        """Roll a copy of everything forward, the newcomer in it."""
+        job = newcomer.job
+        deadline = job.job.deadline_s
+        if deadline is None:
+            return self.take(newcomer, "best effort: runs on slots that no deadline needs")
+        if not newcomer.known:
+            reason = "its speed or its length is not known: runs as best effort; no deadline is kept"
+            return self.take(newcomer, reason)
+        twin = self.twin()
+        trial = twin.jobs.setdefault(job.job_id, copy.copy(job))
+        trial.phase, trial.best_effort = Phase.ADMITTED, False
+        for other in [other for other in twin.jobs.values() if other.phase is not Phase.ADMITTED or other.best_effort]:
+            del twin.jobs[other.job_id]  # stands in nobody's way, and is admitted only if that keeps every promise
+        twin._anew = True
+        late = twin.first_late(newcomer.now)
+        if late is None:
+            self._anew = True
+            reason = "earliest deadline first ends it and all admitted before in time"
+            return Admit(job.job_id, Terms.DEADLINE, deadline, None, reason)
+        who, by_s = late
+        who = "it" if who == job.job_id else who
+        return self.refuse(newcomer, f"earliest deadline first would end {who} {duration(by_s)} late")
+
+    def first_late(self, now: float) -> tuple[str, float] | None:
+        """Roll forward without further arrivals; the first promise that would be broken, and by how much.
+
+        Uses this object up: roll a :meth:`twin`.
+        """
+        decided = self._replan(now, "a trial")
+        while any(job.promised for job in self.jobs.values()):
+            wake = min((d.at_s for d in decided if isinstance(d, WakeMeAt)), default=INFINITY)
+            ends = {
+                job_id: finish + job.job.costs.tail_s
+                for job_id, job in self.jobs.items()
+                if job.mask and (finish := self._last_step_s(job)) is not None
+            }
+            hopeless = self._hopeless(ends)
+            if hopeless is not None:
+                return hopeless
+            first = min(ends, key=ends.__getitem__, default=None)
+            if first is not None and ends[first] <= wake:
+                now = max(now, ends[first])
+                decided = self.handle(ev.JobFinished(first), now)
+            elif wake < INFINITY:
+                now = wake
+                decided = self.handle(ev.WakeUp(), now)
+            else:
+                starved = next(job_id for job_id, job in self.jobs.items() if job.promised)
+                return starved, INFINITY
+        return None
+
+    def _replan(self, now: float, why: str, *, retry: bool = False) -> list[Decision]:
+        self._note_last_steps(now)
+        out = super()._replan(now, why, retry=retry)
+        self._note_last_steps(now)
+        return out
+
+    def _note_last_steps(self, now: float) -> None:
+        for job_id, job in self.jobs.items():
+            finish = self.projected_finish_s(job_id) if job.mask else None
+            if finish is None:
+                job.memory.pop(_LAST_STEP, None)
+            elif finish > now + TOLERANCE_S or _LAST_STEP not in job.memory:
+                job.memory[_LAST_STEP] = finish
+
+    def _last_step_s(self, job: GangJob) -> float | None:
+        """When a job makes its last step, or made it; None when that is not known."""
+        finish, noted = self.projected_finish_s(job.job_id), job.memory.get(_LAST_STEP)
+        if finish is None or noted is None or noted >= finish:
+            return finish
+        return noted if self.view(job, job.as_of_s).has_trained else finish
+
+    def _usable_slots(self, now: float) -> frozenset[Slot]:
+        usable = self.usable(now)
+        return frozenset(slot for number, slot in enumerate(self.layout.slots) if usable >> number & 1)
+
+    def _hopeless(self, ends: dict[str, float]) -> tuple[str, float] | None:
+        """Someone whose end is beyond its deadline, and who already runs as fast as it can or would have ended next."""
+        for job_id, end in ends.items():
+            job = self.jobs[job_id]
+            deadline = job.job.deadline_s
+            by_s = INFINITY if deadline is None else deadline - self.config.deadline_margin_s
+            if not job.promised or end <= by_s + TOLERANCE_S:
+                continue
+            if end == min(ends.values()) or job.size >= self.view(job, job.as_of_s).rising[-1]:
+                return job_id, end - by_s
+        return None
+
+
+class ElasticEdf(GangPolicy):
+    """Minimum satisfactory shares in order of deadlines, the rest by marginal return; no admission control."""
+
+    def wanted(self, scene: Scene) -> Wanted:
+        """Shares first, then whatever else helps."""
+        free = FreeCapacity(self.layout, scene.now)
+        sizes: dict[str, int] = {}
+        times: list[float] = []
+        for job in sorted(scene.jobs, key=by_deadline):
+            sizes[job.job_id] = 0
+            work = self._work(job)
+            known = work.limit_s < INFINITY and job.known
+            shares = minimum_share(free, work, scene.now) if known else None
+            for start, end, size in shares or ():
+                free.reserve(start, end, size)
+                times += [start, end]
+                if start <= scene.now + TOLERANCE_S and scene.room.fits(size):
+                    sizes[job.job_id] = size
+                    scene.room.take(size)
+        self._grow(scene, sizes)
+        claims = [Claim(job_id, (size,)) for job_id, size in sizes.items() if size]
+        return Wanted(claims, min((t for t in times if t > scene.now + 1.0), default=None))
+
+    def _work(self, job: JobView) -> Work:
+        speeds = {size: job.speeds[size] for size in job.rising}
+        work = job.job.work(self.layout, self.config)
+        deadline = job.job.job.deadline_s
+        return replace(work, sizes=job.rising, speeds=speeds, limit_s=INFINITY if deadline is None else deadline)
+
+    def _grow(self, scene: Scene, sizes: dict[str, int]) -> None:
+        """Algorithm 2: the next step up goes to whoever saves most slot-seconds with each extra slot."""
+        jobs = {job.job_id: job for job in scene.jobs}
+        options = [option for job_id in sizes if (option := self._option(jobs[job_id], sizes[job_id], scene.room))]
+        heapify(options)
+        while options:
+            _, _, job_id, target = heappop(options)
+            scene.room.give_back(sizes[job_id]) if sizes[job_id] else None
+            if scene.room.fits(target):
+                sizes[job_id] = target
+            scene.room.take(sizes[job_id]) if sizes[job_id] else None
+            again = self._option(jobs[job_id], sizes[job_id], scene.room)
+            if again:
+                heappush(options, again)
+
+    def _option(self, job: JobView, size: int, room: Room) -> tuple[float, float, str, int] | None:
+        """The best larger size that fits: (minus the slot-seconds saved per extra slot, deadline, job, size)."""
+        larger = [s for s in job.rising if s > size]
+        candidates = {*larger[:1], *(s for s in larger if s == job.size)}
+        best: tuple[float, float, str, int] | None = None
+        if size:
+            room.give_back(size)
+        for target in candidates:
+            if not room.fits(target):
+                continue
+            rate = INFINITY
+            if size:
+                before, after = job.end_s(size) - job.now, job.end_s(target) - job.now
+                least = _SOONER_S if target == job.size else self.config.min_saving_pauses * job.pause_s + _SOONER_S
+                if not before - after >= least:
+                    continue
+                rate = (size * before - target * after) / (target - size)
+            option = (-rate, by_deadline(job)[0], job.job_id, target)
+            if best is None or option < best:
+                best = option
+        if size:
+            room.take(size)
+        return best

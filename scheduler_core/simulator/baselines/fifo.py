@@ -1,0 +1,43 @@
+"""``gang-fifo``: what Airflow users have today. Each job gets the workers that it asks for, in order of arrival.
+
+The head of the line blocks: while its gang does not fit, nobody behind it starts. What runs is never stopped or
+resized; it is moved only where the free slots suffice for the head of the line but lie apart. Deadlines, curves and
+elasticity play no part. A size that was never measured runs as the nearest smaller one that was. ``gang-fifo+knee`` is
+the same with gangs capped at the knee of their curve, so that nobody holds slots that make it slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.simulator.baselines.gang import Claim, GangPolicy, Scene, Wanted
+from elasticflow_airflow.scheduler_core.simulator.baselines.live import JobView
+from elasticflow_airflow.scheduler_core.values import Node
+
+
+class GangFifo(GangPolicy):
+    """First in, first out, at the requested size."""
+
+    def __init__(
+        self, config: SchedulerConfig | None = None, nodes: Iterable[Node] = (), *, at_knee: bool = False
+    ) -> None:
+        super().__init__(config, nodes)
+        self._at_knee = at_knee
+
+    def wanted(self, scene: Scene) -> Wanted:
+        """Whoever runs goes on; then the line, as far as it fits."""
+        claims = []
+        for job in sorted(scene.jobs, key=lambda job: job.size == 0):
+            size = self._size(job)
+            if scene.room.fits(size):
+                scene.room.take(size)
+                claims.append(Claim(job.job_id, (size,), "first in line"))
+            elif not job.size:
+                break  # the head of the line
+        return Wanted(claims)
+
+    def _size(self, job: JobView) -> int:
+        if not self._at_knee:
+            return job.requested
+        return max((size for size in job.rising if size <= job.requested), default=job.rising[0])

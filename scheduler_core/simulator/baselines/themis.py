@@ -1,0 +1,107 @@
+"""``themis``: finish-time fairness by auctions over leases (Themis, NSDI 2020).
+
+What the paper does: an app is treated fairly if it ends no later, with everybody else there, than it would have in a
+cluster of its own of one N-th the size. The ratio of the two is rho (section 3); the scheduler minimises the worst.
+GPUs are leased; whenever leases end, the apps with the worst rho, the fraction ``1 - f``, bid for them in an auction
+whose bids are rho for subsets of GPUs and which makes telling the truth pay; what is left over goes to the others, at
+random (section 4).
+
+What it decides here: at each arrival, end or end of leases, who gets free slots. Slots under lease are not taken away.
+Of all jobs without a lease, the fraction ``1 - f`` with the worst rho chooses first, worst first; what is left goes to
+those that run already, and then in order of arrival.
+
+Where ours differs: the auction is reduced to that order. Bids in the paper are truthful by its mechanism and a job here
+wants one gang of the size asked for or nothing, so the allocation that maximises the product of valuations gives the
+worst rho its gang first. Left-overs are not drawn by lot, to stay deterministic. rho of a job is what it will be if it
+runs from now on: with no slots it would be infinite for all who wait. Leases end together, on a common clock (after
+half of one to one and a half), because gangs need many slots at once and single leases that end one by one would starve
+them. Renewed leases cost nothing; every other change costs what it costs everybody (the ElasticFlow artifact runs
+Themis with zero overhead).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.simulator.baselines.gang import Claim, GangPolicy, Scene, Wanted
+from elasticflow_airflow.scheduler_core.simulator.baselines.live import JobView
+from elasticflow_airflow.scheduler_core.values import Node
+from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S
+
+_LEASED_UNTIL = "leased_until_s"
+
+
+class Themis(GangPolicy):
+    """Leases by finish-time fairness.
+
+    ``lease_s`` and ``filter_f`` are the paper's defaults (section 8); a lease lasts ``lease_starts`` start-ups or more.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig | None = None,
+        nodes: Iterable[Node] = (),
+        *,
+        lease_s: float = 1200.0,
+        lease_starts: float = 20.0,
+        filter_f: float = 0.8,
+    ) -> None:
+        super().__init__(config, nodes)
+        self._lease_s = lease_s
+        self._lease_starts = lease_starts
+        self._filter_f = filter_f
+
+    def wanted(self, scene: Scene) -> Wanted:
+        """Leases go on; the rest is given away."""
+        leased = [job for job in scene.jobs if job.size and _leased_until(job) > scene.now + TOLERANCE_S]
+        bound = {job.job_id for job in leased}
+        others = [job for job in scene.jobs if job.job_id not in bound]
+        slots = self.usable(scene.now).bit_count()
+        claims = []
+        waiting = False
+        for job in [*leased, *self._auction(others, slots, len(scene.jobs))]:
+            if not scene.room.fits(job.requested):
+                waiting = True
+                continue
+            scene.room.take(job.requested)
+            claims.append(Claim(job.job_id, (job.requested,), f"rho is {self._rho(job, slots, len(scene.jobs)):.2f}"))
+            if not job.size or _leased_until(job) <= scene.now + TOLERANCE_S:
+                job.job.memory[_LEASED_UNTIL] = self._lease_end(job)
+        views = {job.job_id: job for job in scene.jobs}
+        ends = [_leased_until(views[claim.job_id]) for claim in claims]
+        return Wanted(claims, min(ends, default=None) if waiting else None)
+
+    def _auction(self, jobs: Sequence[JobView], slots: int, contenders: int) -> list[JobView]:
+        """The bidders, worst rho first, and then those who take what is left."""
+        by_rho = sorted(jobs, key=lambda job: (-self._rho(job, slots, contenders), job.job.number))
+        count = math.ceil((1.0 - self._filter_f) * len(by_rho) - TOLERANCE_S)
+        return [*by_rho[:count], *sorted(by_rho[count:], key=lambda job: (job.size == 0, job.job.number))]
+
+    def _rho(self, job: JobView, slots: int, contenders: int) -> float:
+        spec = job.job.job
+        total = spec.total_steps if spec.total_steps is not None else job.left
+        alone = alone_s(job, total, slots, contenders)
+        if not 0.0 < alone < INFINITY:
+            return 1.0  # nobody knows how long it takes
+        return (job.end_s(job.requested) - spec.submitted_s) / alone
+
+    def _lease_end(self, job: JobView) -> float:
+        """The tick of the common clock that gives between half and one and a half of a lease."""
+        lease = max(self._lease_s, self._lease_starts * job.startup_s)
+        return (math.floor(job.now / lease + 0.5) + 1.0) * lease
+
+
+def alone_s(job: JobView, total_steps: float, slots: int, contenders: int) -> float:
+    """How long a job takes from start to end in a cluster of its own, one N-th of this one (Themis, section 3).
+
+    Where such a cluster is smaller than the gang, the gang has the time share of it that its part amounts to.
+    """
+    speed = job.speeds[job.requested]
+    part = min(1.0, slots / max(1, contenders) / job.requested)
+    return job.startup_s + total_steps / (speed * part) if speed > 0.0 and part > 0.0 else INFINITY
+
+
+def _leased_until(job: JobView) -> float:
+    return job.job.memory.get(_LEASED_UNTIL, -INFINITY)

@@ -1,0 +1,266 @@
+"""The clairvoyant bound: how many deadlines, and how much value, any schedule could meet.
+
+All arrivals are known to it in advance; it knows no policy and makes no schedule.
+
+*What is bounded.* Any schedule by the rules of the simulator: each slot belongs to one job at a time; a job of ``n``
+slots makes at most the steps/s of the fastest size up to ``n`` in its curve; each change of its slots to a non-empty
+set, the start included, stops it for ``startup_s`` (from nothing) or ``pause_s``; all steps are made, and the tail has
+passed, by the deadline. Placement, integral gangs at every moment and arrivals that nobody foresees are ignored: they
+only make it harder. Not bounded are policies that change what a job is (other batch sizes, fewer steps, two jobs on
+one slot).
+
+*Proof.* Take any price per slot-second that is never negative, ``p(t)`` (one a pool of slots), and let ``c_j`` be the
+least that job ``j`` can pay for slots and yet meet its deadline, were it alone. In a schedule that meets the jobs of a
+set ``S``, each of them pays at least ``c_j``, and all together pay no more than all slots cost at all times::
+
+    sum of c_j over S  <=  integral of p(t) * slots dt
+
+So every price gives one linear inequality that the met jobs of *every* schedule satisfy, and the largest sum of values
+under any number of such inequalities is a bound, whatever the prices are and however they were found. ``c_j`` is
+bounded from below by Lagrange's relaxation of "all steps are made": for every price ``m >= 0`` of a step::
+
+    c_j  >=  m * steps + min over all ways to hold slots of (what is paid - m * steps made)
+
+and the inner minimum is found exactly by a dynamic program over sizes (:func:`.costs.least_costs`), starts and
+pauses included. Costs are rounded down and capacity up by more than sums of floats can be wrong.
+
+*Which prices.* Those that the fluid relaxation names: jobs may mix sizes (the concave envelope of the usable curve) and
+split slots at will within each interval between submissions and deadlines; they only need their total of steps after
+one start. A linear program finds the least overload of a set of jobs; its dual are prices at which the set is too
+expensive. The set that maximises the value under all inequalities so far (HiGHS, first fractional, then integral) is
+tried next, until one fits the fluid relaxation (``exact``: the relaxation says no more) or time is up. This is Benders'
+decomposition, and as tight as the mixed-integer program over intervals and sizes; starts and pauses in ``c_j`` make it
+tighter. Of an unfinished integral program its dual bound is used, never its incumbent.
+
+Needs scipy, imported only here and only when called.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from elasticflow_airflow.scheduler_core.simulator.bound.costs import Candidates, Floats, Prices, least_costs
+from elasticflow_airflow.scheduler_core.simulator.bound.fluid import FluidRelaxation, require_scipy
+from elasticflow_airflow.scheduler_core.values import Job, ScalingCurve
+
+MET_TOLERANCE_S = 1e-3
+"""As in the simulator: ends this much after the deadline are in time."""
+_SAFETY = 1e-9
+_FRACTION = 1e-7
+_COLUMNS, _COLUMNS_OF_POOLS = 250_000, 50_000
+_COARSE = 20_000
+"""Columns of the smallest linear program worth having."""
+_SOLVER = 1e-5
+"""What HiGHS may be wrong by, at its tolerances, in a sum of some hundred values."""
+
+Curves = Callable[[Job, str], ScalingCurve | None]
+"""The curve of a job on a pool of slots (a GPU type); None: it does not run there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """No schedule meets more than ``met`` deadlines, nor deadlines of more than ``value`` together.
+
+    ``alone`` counts the jobs that could meet their deadline on the empty cluster: a weaker bound. ``chosen`` are the
+    jobs that the relaxation would meet: a best set, not the only one, and not always one that a schedule can meet.
+    ``exact``: the relaxation was solved to its end; else time ran out, and the bound holds but may be loose.
+    """
+
+    deadlines: int
+    alone: int
+    met: int
+    value: float
+    chosen: frozenset[str]
+    hopeless: frozenset[str]
+    """Jobs that miss their deadline even alone."""
+    inequalities: int
+    exact: bool
+    run_s: float
+
+
+def clairvoyant_bound(
+    jobs: Sequence[Job],
+    slots: int | Mapping[str, int],
+    *,
+    curves: Curves | None = None,
+    time_limit_s: float = 120.0,
+    max_columns: int | None = None,
+) -> Bound:
+    """Bound the number and the value of the deadlines of ``jobs`` that can be met on a cluster.
+
+    ``slots`` is the size of the cluster, or of each of its pools (GPU types) by name; a gang lies in one pool, and
+    moves between pools at the price of a change. ``curves`` says how fast a job is on each pool; by default its own
+    curve, everywhere. Best-effort jobs, and those whose length or curve is not known, are left out: they have no
+    deadline to meet, and leaving them out of the way only helps the others. ``max_columns`` limits the size of the
+    linear programs (default: 250,000, with several pools 50,000): where there would be more, neighbouring intervals are
+    joined, which loosens the bound.
+
+    Raises:
+        ModuleNotFoundError: scipy is not installed.
+        ValueError: the cluster has no slots.
+    """
+    begin = time.monotonic()
+    require_scipy()
+    pools = dict(slots) if isinstance(slots, Mapping) else {"": slots}
+    if not pools or min(pools.values()) < 1:
+        raise ValueError(f"the cluster has {slots!r} slots; a bound needs at least 1 in each pool")
+    promised = [job for job in jobs if job.deadline_s is not None and job.total_steps is not None]
+    candidates, hopeless = _candidates(promised, pools, curves)
+    if not candidates.ids:
+        return Bound(
+            deadlines=len(promised),
+            alone=0,
+            met=0,
+            value=0.0,
+            chosen=frozenset(),
+            hopeless=hopeless,
+            inequalities=0,
+            exact=True,
+            run_s=time.monotonic() - begin,
+        )
+    values = {job.job_id: job.value for job in promised}
+    worth = np.array([values[job_id] for job_id in candidates.ids])
+    if max_columns is None:
+        max_columns = _COLUMNS if len(pools) == 1 else _COLUMNS_OF_POOLS
+    one_each = np.ones(len(worth))
+    search = _Search(candidates, max_columns, begin + time_limit_s)
+    met, chosen, exact = search.best(one_each)
+    value = float(met * worth[0])
+    if (worth != worth[0]).any():
+        value, _, exact_value = search.best(worth)
+        exact = exact and exact_value
+    return Bound(
+        deadlines=len(promised),
+        alone=len(candidates.ids),
+        met=round(met),
+        value=value,
+        chosen=frozenset(job_id for job_id, taken in zip(candidates.ids, chosen, strict=True) if taken > 0.5),
+        hopeless=hopeless,
+        inequalities=len(search.rows),
+        exact=exact,
+        run_s=time.monotonic() - begin,
+    )
+
+
+def _candidates(
+    jobs: Sequence[Job], pools: Mapping[str, int], curves: Curves | None
+) -> tuple[Candidates, frozenset[str]]:
+    """The jobs that meet their deadlines alone, as arrays; and the ids of those that do not."""
+    names = list(pools)
+    found: list[tuple[Job, list[tuple[int, int, float]]]] = []
+    hopeless: set[str] = set()
+    for job in jobs:
+        assert job.deadline_s is not None
+        assert job.total_steps is not None
+        options: list[tuple[int, int, float]] = []
+        for number, name in enumerate(names):
+            curve = curves(job, name) if curves is not None else job.curve
+            if curve is not None:
+                most = min(pools[name], job.max_workers or pools[name])
+                options += [(number, size, speed) for size, speed in curve.usable(job.min_workers, most).items()]
+        fastest = max((speed for _, _, speed in options), default=0.0)
+        room_s = job.deadline_s + MET_TOLERANCE_S - job.costs.tail_s - job.submitted_s - job.costs.startup_s
+        if fastest * room_s >= job.total_steps * (1.0 - _SAFETY) and fastest > 0.0:
+            found.append((job, options))
+        else:
+            hopeless.add(job.job_id)
+    width = max((len(options) for _, options in found), default=1)
+    padded = [options + [options[-1]] * (width - len(options)) for _, options in found]
+    grid = np.array(padded, dtype=np.float64).reshape(len(found), width, 3)
+    return Candidates(
+        ids=tuple(job.job_id for job, _ in found),
+        pool_slots=np.array([float(pools[name]) for name in names]),
+        begin_s=np.array([job.submitted_s for job, _ in found]),
+        end_s=np.array([(job.deadline_s or 0.0) + MET_TOLERANCE_S - job.costs.tail_s for job, _ in found]),
+        steps=np.array([job.total_steps or 0.0 for job, _ in found]),
+        startup_s=np.array([job.costs.startup_s for job, _ in found]),
+        pause_s=np.array([job.costs.pause_s for job, _ in found]),
+        pool=grid[:, :, 0].astype(np.intp),
+        size=grid[:, :, 1],
+        speed=grid[:, :, 2],
+    ), frozenset(hopeless)
+
+
+class _Search:
+    """Inequalities found so far (each scaled to a right side of 1), and the hunt for more."""
+
+    def __init__(self, candidates: Candidates, max_columns: int, until: float) -> None:
+        self.candidates, self.until = candidates, until
+        self.fluids = [FluidRelaxation(candidates, max_columns)]
+        while self.fluids[0].columns > _COARSE:  # long intervals first: they name prices almost as good in less time
+            coarser = FluidRelaxation(candidates, self.fluids[0].columns // 4)
+            if coarser.columns > 0.6 * self.fluids[0].columns:
+                break
+            self.fluids.insert(0, coarser)
+        self.rows: list[Floats] = []
+
+    def best(self, values: Floats) -> tuple[float, Floats, bool]:
+        """An upper bound of the sum of values, the set it belongs to, and whether the relaxation was exhausted."""
+        whole = bool(np.all(values == np.round(values)))
+        bound, chosen, integral, exact = float(values.sum()), np.ones(len(values)), False, False
+        solved = self._fractional(values) if self.rows else None
+        if solved is not None:
+            bound, chosen = solved
+        while time.monotonic() < self.until:
+            more = self._more(chosen)
+            if more is None:
+                break
+            if not more:
+                if integral or _is_whole(chosen):
+                    exact = True
+                    break
+                integral = True  # the fractional program says no more; from now on, whole jobs
+            solved = self._integral(values) if integral else self._fractional(values)
+            if solved is None:
+                break
+            bound, chosen = min(bound, solved[0]), solved[1]
+        bound += _SOLVER * max(1.0, bound / 100.0)
+        return (float(math.floor(bound)) if whole else bound), chosen, exact
+
+    def _more(self, chosen: Floats) -> bool | None:
+        """Find an inequality that the chosen jobs break; False: there is none; None: time is up."""
+        for fluid in self.fluids:
+            prices = fluid.overload(chosen, self.until - time.monotonic())
+            if prices is None:
+                return None
+            if not prices.any():
+                continue
+            rows = [self._inequality(part) for part in (prices, *prices.runs())]
+            broken = [row for row in rows if float(row @ chosen) > 1.0 + _FRACTION]
+            self.rows += broken
+            if broken:
+                return True
+        return False
+
+    def _inequality(self, prices: Prices) -> Floats:
+        budget = prices.of_all_slots(self.candidates.pool_slots) * (1.0 + _SAFETY)
+        return least_costs(self.candidates, prices) / budget
+
+    def _fractional(self, values: Floats) -> tuple[float, Floats] | None:
+        from scipy.optimize import linprog
+
+        solved = linprog(-values, A_ub=np.array(self.rows), b_ub=np.ones(len(self.rows)), bounds=(0.0, 1.0))
+        return (-float(solved.fun), solved.x) if solved.status == 0 else None
+
+    def _integral(self, values: Floats) -> tuple[float, Floats] | None:
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        solved = milp(
+            -values,
+            constraints=LinearConstraint(np.array(self.rows), -np.inf, 1.0),
+            bounds=Bounds(0.0, 1.0),
+            integrality=np.ones(len(values)),
+            options={"mip_rel_gap": 0.0, "time_limit": max(1.0, self.until - time.monotonic())},
+        )
+        if solved.x is None or solved.mip_dual_bound is None:
+            return None
+        return -float(solved.mip_dual_bound), np.round(solved.x)
+
+
+def _is_whole(chosen: Floats) -> bool:
+    return bool(np.all(np.abs(chosen - np.round(chosen)) < _FRACTION))

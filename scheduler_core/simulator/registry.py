@@ -1,0 +1,56 @@
+"""The policies that the simulator plays, by name: our scheduler, and those of the literature.
+
+Each is imported only when it is asked for, so that optional dependencies stay optional.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from typing import Any
+
+from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.simulator.policy import RestorablePolicy
+from elasticflow_airflow.scheduler_core.values import Node
+
+_PACKAGE = "elasticflow_airflow.scheduler_core"
+
+_POLICIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
+    "elasticflow": ("scheduler", "Scheduler", {}),
+    "elasticflow+types": ("simulator.baselines.by_type", "schedulers_by_type", {}),
+    "edf": ("simulator.baselines.edf", "Edf", {}),
+    "edf-plain": ("simulator.baselines.edf", "Edf", {"plain": True}),
+    "edf+elastic": ("simulator.baselines.edf", "ElasticEdf", {}),
+    "edf+admission": ("simulator.baselines.edf", "AdmittingEdf", {}),
+    "gang-fifo": ("simulator.baselines.fifo", "GangFifo", {}),
+    "gang-fifo+knee": ("simulator.baselines.fifo", "GangFifo", {"at_knee": True}),
+    "gandiva": ("simulator.baselines.gandiva", "Gandiva", {}),
+    "tiresias": ("simulator.baselines.tiresias", "Tiresias", {}),
+    "themis": ("simulator.baselines.themis", "Themis", {}),
+    "chronus": ("simulator.baselines.chronus", "Chronus", {}),
+    "chronus+size": ("simulator.baselines.chronus", "Chronus", {"choose_size": True}),
+    "gavel": ("simulator.baselines.gavel", "Gavel", {}),
+    "gavel+plain": ("simulator.baselines.gavel", "Gavel", {"at_knee": False}),
+    "antman": ("simulator.baselines.antman", "AntMan", {}),
+    "antman+plain": ("simulator.baselines.antman", "AntMan", {"at_knee": False}),
+    "optimus": ("simulator.baselines.optimus", "Optimus", {}),
+    "pollux": ("simulator.baselines.pollux", "Pollux", {}),
+    "oasis": ("simulator.baselines.oasis", "Oasis", {}),
+    "aonline": ("simulator.baselines.aonline", "AOnline", {}),
+}
+"""By name: module below ``scheduler_core``, class, and what it is made with beside configuration and nodes."""
+POLICY_NAMES: tuple[str, ...] = tuple(_POLICIES)
+"""All names that :func:`make_policy` knows, ours first."""
+
+
+def make_policy(name: str, nodes: Iterable[Node], config: SchedulerConfig | None = None) -> RestorablePolicy:
+    """A fresh policy over ``nodes``.
+
+    Raises:
+        ValueError: there is no policy of this name.
+    """
+    if name not in _POLICIES:
+        raise ValueError(f"there is no policy {name!r}; choose one of {', '.join(POLICY_NAMES)}")
+    module, kind, options = _POLICIES[name]
+    make: Callable[..., RestorablePolicy] = getattr(import_module(f"{_PACKAGE}.{module}"), kind)
+    return make(config or SchedulerConfig(), nodes, **options)
