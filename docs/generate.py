@@ -1,6 +1,7 @@
 """Writes what the code knows best: ``make reference``, or ``--check`` to compare only.
 
-That is parts of the reference, and what Airflow's parser has to know of the commands of ``airflow elasticflow``.
+That is parts of the reference, what Airflow's parser has to know of the commands of ``airflow elasticflow``, and how
+the page shows each kind of event.
 A page has such a part between ``<!-- generated: NAME -->`` and ``<!-- end -->``; all else on it is written by hand.
 """
 
@@ -69,6 +70,22 @@ def commands() -> str:
     from elasticflow_airflow.cli.main import app
 
     return "\n\n".join(_described(app, "elasticflow"))
+
+
+def events() -> str:
+    """Return the table of all kinds of event."""
+    from elasticflow_airflow.wire import EventKind
+
+    rows = ["| kind | meaning |", "|---|---|"]
+    return "\n".join([*rows, *(f"| `{kind}` | {_cell(kind.meaning)} |" for kind in EventKind)])
+
+
+def tones_for_page() -> str:
+    """Return the page's module that says how each kind of event looks."""
+    from elasticflow_airflow.wire import EventKind
+
+    head = ["// How each kind of event looks. Made by `make reference` from EventKind.", "", "export const TONES = {"]
+    return "\n".join([*head, *(f"  {kind}: '{kind.tone}'," for kind in EventKind), "};", ""])
 
 
 def commands_for_airflow() -> str:
@@ -208,7 +225,12 @@ _DEFAULTS = {
     "ElasticFlowHook.default_conn_name": '`"elasticflow_default"`',
 }
 
-PARTS: dict[str, Callable[[], str]] = {"routes": routes, "options": options_of_airflow, "commands": commands}
+PARTS: dict[str, Callable[[], str]] = {
+    "routes": routes,
+    "options": options_of_airflow,
+    "commands": commands,
+    "events": events,
+}
 
 
 def files() -> dict[Path, str]:
@@ -218,6 +240,7 @@ def files() -> dict[Path, str]:
     made = {
         REFERENCE / "openapi.json": json.dumps(document(), indent=1) + "\n",
         PACKAGE / "airflow_cli.json": commands_for_airflow(),
+        PACKAGE / "ui" / "static" / "event_kinds.js": tones_for_page(),
     }
     for page in sorted(REFERENCE.glob("*.md")):
         text = page.read_text()

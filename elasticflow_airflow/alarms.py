@@ -21,7 +21,7 @@ from elasticflow_airflow.outcomes import result_of
 from elasticflow_airflow.progress import progress_line
 from elasticflow_airflow.task_log import Logger
 from elasticflow_airflow.task_memory import TaskMemory
-from elasticflow_airflow.wire import JobStatus, State
+from elasticflow_airflow.wire import EventKind, JobStatus, State
 
 CONTEXT_KEY = "elasticflow"
 
@@ -72,7 +72,7 @@ class RiskAlarm:
             events = self._client.events(status.job_id)
         except ElasticFlowError as error:
             return f"(the reason could not be read: {error})"
-        return next((event.reason for event in reversed(events) if event.kind == "at_risk"), "")
+        return next((event.reason for event in reversed(events) if event.kind == EventKind.AT_RISK), "")
 
 
 def describe(status: JobStatus, timezone: tzinfo, *, reason: str = "") -> dict[str, Any]:

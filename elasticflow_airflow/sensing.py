@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from elasticflow_airflow.wire import Event, JobStatus, State
+from elasticflow_airflow.wire import Event, EventKind, JobStatus, State
 
 SUCCEEDED: Final = "succeeded"
 ENDED: Final = "ended"
@@ -47,7 +47,7 @@ def judge(until: str, status: JobStatus | None, events: Sequence[Event] = ()) ->
     if until == AT_RISK and status.at_risk:
         return Seen(outcome="there", why=f"job {status.job_id} may miss its deadline")
     if until == CHECKPOINT:
-        last = next((event for event in reversed(events) if event.kind == "checkpoint"), None)
+        last = next((event for event in reversed(events) if event.kind == EventKind.CHECKPOINT), None)
         if last is not None:
             return Seen(outcome="there", why=last.reason, checkpoint=_checkpoint_of(last))
         if status.state is State.SUCCEEDED and status.result is not None and status.result.checkpoint_path is not None:

@@ -26,7 +26,7 @@ from elasticflow_airflow.service.sessions import python_of, session_of
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import Snapshots
 from elasticflow_airflow.service.stored_bounds import promotion_of
-from elasticflow_airflow.wire import State
+from elasticflow_airflow.wire import EventKind, State
 
 _OF_NOBODY = "this service has no such job"
 
@@ -268,7 +268,7 @@ def _record_refusals(books: Books, row: IncarnationRow, refusals: Refusals, actu
     if not refusals.told:
         refusals.told = True
         reason = f"the workers could not be started: {refusals.message}; it is tried again"
-        books.event("not_started", reason, row)
+        books.event(EventKind.NOT_STARTED, reason, row)
     refused_s = actuator.monotonic() - refusals.since_monotonic_s
     due = books.due(row)
     if due is None or due.state == GangState.ENDED:

@@ -24,7 +24,7 @@ from elasticflow_airflow.service.models import AmendmentRow, GenerationRow, Inca
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store import DATABASE_AWAY
 from elasticflow_airflow.service.unit_of_work import NewEvent, UnitOfWork
-from elasticflow_airflow.wire import State
+from elasticflow_airflow.wire import EventKind, State
 
 log = structlog.get_logger()
 
@@ -215,7 +215,7 @@ class Books:
             return False
         return self.scheduler.knows_curve(row.job_id)
 
-    def event(self, kind: str, reason: str, row: IncarnationRow, **data: Any) -> NewEvent:
+    def event(self, kind: EventKind, reason: str, row: IncarnationRow, **data: Any) -> NewEvent:
         """Write an event of an incarnation; in a verdict it stands for its id."""
         return self.tx.add_event(kind, reason, row, data)
 

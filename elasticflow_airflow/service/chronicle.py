@@ -13,22 +13,23 @@ import structlog
 from elasticflow_airflow.service.models import EventRow
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.store import Reader, Store
+from elasticflow_airflow.wire import EventKind
 
 Listener = Callable[[Reader, EventRow], None]
 
 _PIECE = 500
 _LOOK_S = 5.0
-_ROUTINE = ("checkpoint", "kept", "measured", "target_length")
+_ROUTINE = (EventKind.CHECKPOINT, EventKind.KEPT, EventKind.MEASURED, EventKind.TARGET_LENGTH)
 """Kinds of event that come often and matter little: ``ELASTICFLOW_LOG_LEVEL=debug`` shows them."""
 _ALARMING = (
-    "at_risk",
-    "checkpoint_damaged",
-    "deadline_missed",
-    "failed",
-    "hang",
-    "node_lost",
-    "warning",
-    "worker_lost",
+    EventKind.AT_RISK,
+    EventKind.CHECKPOINT_DAMAGED,
+    EventKind.DEADLINE_MISSED,
+    EventKind.FAILED,
+    EventKind.HANG,
+    EventKind.NODE_LOST,
+    EventKind.WARNING,
+    EventKind.WORKER_LOST,
 )
 
 log = structlog.get_logger()

@@ -11,6 +11,7 @@ from elasticflow_airflow.scheduler_core.values import Node
 from elasticflow_airflow.service import setting_aside, stragglers
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.deciding import feed, when
+from elasticflow_airflow.wire import EventKind
 
 
 def nodes_now(books: Books, seen: Iterable[EngineNode]) -> list[Node]:
@@ -38,7 +39,7 @@ def tell_nodes(books: Books, seen: tuple[EngineNode, ...]) -> None:
     known = {node.node_id: node for node in books.scheduler.nodes()}
     there = {node.node_id: node for node in nodes_now(books, seen)}
     for node_id in known.keys() - there.keys():
-        books.tx.add_event("node_lost", f"node {node_id} is gone")
+        books.tx.add_event(EventKind.NODE_LOST, f"node {node_id} is gone")
         feed(books, ev.NodeLost(node_id))
         books.tx.forget_drain(node_id)
     for node_id, node in there.items():
@@ -49,7 +50,7 @@ def tell_nodes(books: Books, seen: tuple[EngineNode, ...]) -> None:
             reason = f"node {node_id} stays after all"
             if until_s is not None:
                 reason = f"node {node_id} goes away: nothing is planned on it after {when(until_s)}"
-            books.tx.add_event("node_draining", reason)
+            books.tx.add_event(EventKind.NODE_DRAINING, reason)
         dated = before and replace(before, draining_until_s=node.draining_until_s, avoided=node.avoided)
         if dated == node:
             if before != node:
@@ -60,5 +61,5 @@ def tell_nodes(books: Books, seen: tuple[EngineNode, ...]) -> None:
                 **setting_aside.held_slots(books).get(node_id, {}),
             }
             busy = "".join(f"; slot {index} is held by {holder}" for index, holder in sorted(holders.items()))
-            books.tx.add_event("node_changed", f"node {node_id} has {node.slots} slots{busy}")
+            books.tx.add_event(EventKind.NODE_CHANGED, f"node {node_id} has {node.slots} slots{busy}")
             feed(books, ev.NodeJoined(node))

@@ -34,7 +34,7 @@ from elasticflow_airflow.service.faults import SchedulerFaultError
 from elasticflow_airflow.service.generations import can_continue, order, unbegun_restart_of
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.store import DATABASE_AWAY
-from elasticflow_airflow.wire import State
+from elasticflow_airflow.wire import EventKind, State
 
 
 def feed(books: Books, event: Event | CalendarEvent) -> None:
@@ -143,13 +143,17 @@ def record(books: Books, decision: JobDecision) -> None:
         row.at_risk = True
         row.projected_finish_at = decision.projected_s
         books.event(
-            "at_risk", decision.reason, row, deadline_at=decision.deadline_s, projected_at=_finite(decision.projected_s)
+            EventKind.AT_RISK,
+            decision.reason,
+            row,
+            deadline_at=decision.deadline_s,
+            projected_at=_finite(decision.projected_s),
         )
     elif isinstance(decision, OnTrack):
         row.at_risk = False
         row.projected_finish_at = decision.projected_s
         reason = f"fits its deadline again: projected end {when(decision.projected_s)}"
-        books.event("on_track", reason, row, deadline_at=decision.deadline_s, projected_at=decision.projected_s)
+        books.event(EventKind.ON_TRACK, reason, row, deadline_at=decision.deadline_s, projected_at=decision.projected_s)
 
 
 def _admit(books: Books, row: IncarnationRow, decision: Admit) -> None:
@@ -160,7 +164,7 @@ def _admit(books: Books, row: IncarnationRow, decision: Admit) -> None:
         row.deadline_at = decision.deadline_s
     reason = decision.reason + _limit_of(row)
     event_id = books.event(
-        "admitted",
+        EventKind.ADMITTED,
         reason,
         row,
         terms=decision.terms.value,
@@ -196,7 +200,7 @@ def _take_on(books: Books, row: IncarnationRow, reason: str) -> None:
 
 def _reject(books: Books, row: IncarnationRow, decision: Reject) -> None:
     earliest, reason = decision.earliest_deadline_s, decision.reason + _limit_of(row)
-    event_id = books.event("rejected", reason, row, deadline_at=row.deadline_at, earliest_deadline_at=earliest)
+    event_id = books.event(EventKind.REJECTED, reason, row, deadline_at=row.deadline_at, earliest_deadline_at=earliest)
     row.verdict = {
         "decision": "rejected",
         "reason": reason,
@@ -210,7 +214,7 @@ def _reject(books: Books, row: IncarnationRow, decision: Reject) -> None:
 def _wait(books: Books, row: IncarnationRow, decision: Wait) -> None:
     if row.state == State.WAITING and row.state_reason == decision.reason:
         return
-    event_id = books.event("waiting", decision.reason, row, until=decision.until_s)
+    event_id = books.event(EventKind.WAITING, decision.reason, row, until=decision.until_s)
     if row.verdict.get("decision", "undecided") == "undecided":
         said = {"decision": "undecided", "reason": decision.reason, "event_id": event_id}
         row.verdict = {**said, "limit": _limit_of(row)}
@@ -228,14 +232,14 @@ def _resize(books: Books, row: IncarnationRow, decision: Resize) -> None:
         current.purpose = decision.purpose.value
         workers = "worker" if len(slots) == 1 else "workers"
         reason = f"goes on with {len(slots)} {workers} on the slots that it has"
-        books.event("kept", reason, row, generation=current.generation, workers=len(slots))
+        books.event(EventKind.KEPT, reason, row, generation=current.generation, workers=len(slots))
         return
     there = None if current is None else unbegun_restart_of(books, row, current)
     if there is not None and there.placement == slots:
         row.desired_generation, there.purpose = there.generation, decision.purpose.value
         workers = "worker" if len(slots) == 1 else "workers"
         reason = f"goes on with {len(slots)} {workers} where it is: the change that was ordered had not begun"
-        books.event("kept", reason, row, generation=there.generation, workers=len(slots))
+        books.event(EventKind.KEPT, reason, row, generation=there.generation, workers=len(slots))
         row.state_reason = decision.reason
         return
     training = books.training(row) or current
@@ -248,7 +252,7 @@ def _resize(books: Books, row: IncarnationRow, decision: Resize) -> None:
         continues=can_continue(books, row),
     )
     books.event(
-        "resized",
+        EventKind.RESIZED,
         decision.reason,
         row,
         generation=generation.generation,
@@ -268,7 +272,7 @@ def _resize(books: Books, row: IncarnationRow, decision: Resize) -> None:
 
 def _suspend(books: Books, row: IncarnationRow, decision: Suspend) -> None:
     row.desired_generation = None
-    books.event("suspended", decision.reason, row)
+    books.event(EventKind.SUSPENDED, decision.reason, row)
     books.set_state(row, State.SUSPENDED, decision.reason)
 
 
@@ -278,7 +282,7 @@ def _amended(books: Books, row: IncarnationRow, decision: Amended) -> None:
     row.deadline_passed = False
     until = "best effort" if decision.deadline_s is None else f"deadline {when(decision.deadline_s)}"
     reason = f"amended: {until}, value {decision.value:g}"
-    event_id = books.event("amended", reason, row, deadline_at=decision.deadline_s, value=decision.value)
+    event_id = books.event(EventKind.AMENDED, reason, row, deadline_at=decision.deadline_s, value=decision.value)
     undecided = row.verdict.get("decision", "undecided") == "undecided"
     if undecided and decision.deadline_s is None and not row.parked:
         _take_on(books, row, reason)
@@ -297,7 +301,7 @@ def _amended(books: Books, row: IncarnationRow, decision: Amended) -> None:
 
 def _amend_rejected(books: Books, row: IncarnationRow, decision: AmendRejected) -> None:
     earliest = decision.earliest_deadline_s
-    books.event("amend_rejected", decision.reason, row, earliest_deadline_at=earliest)
+    books.event(EventKind.AMEND_REJECTED, decision.reason, row, earliest_deadline_at=earliest)
     if books.amendment is not None and books.amendment.job_id == row.job_id:
         answer = {"accepted": False, "reason": decision.reason, "earliest_deadline_at": earliest}
         books.amendment.answer = answer

@@ -16,7 +16,7 @@ from elasticflow_airflow.service import history, outlook
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.deciding import feed, when
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
-from elasticflow_airflow.wire import JobResult, State
+from elasticflow_airflow.wire import EventKind, JobResult, State
 
 _NOTHING_KNOWN = (
     "the script ended with status 0, and reported no step: how long it is was not said, and nothing is known of what it"
@@ -63,7 +63,7 @@ def _conclude(books: Books, row: IncarnationRow) -> None:
     row.projected_finish_at = row.finished_at if state is State.SUCCEEDED else None
     books.set_state(row, state, reason)
     if state is not State.REJECTED:
-        books.event(state.value, reason, row, **(_summary(row) if row.result else {}))
+        books.event(EventKind[state.name], reason, row, **(_summary(row) if row.result else {}))
     # Only now may the scheduler give the slots away for good; by id, it knows no incarnations.
     if row.introduced and books.knows(row.job_id):
         if state is State.SUCCEEDED:
@@ -175,7 +175,7 @@ def _settle(books: Books, row: IncarnationRow, generation: GenerationRow) -> Non
     elif not was_desired:
         if outcome == GangOutcome.FAILED and not generation.notes.get("dropped"):
             reason = f"generation {generation.generation} failed while it was leaving: {_first_line(generation)}"
-            books.event("warning", reason, row, generation=generation.generation)
+            books.event(EventKind.WARNING, reason, row, generation=generation.generation)
     elif generation.stop_cause == "hang":
         _again(books, row, f"restarts after a hang at step {row.step}")
     elif generation.stop_cause == "deaths":
@@ -347,7 +347,7 @@ def _again(books: Books, row: IncarnationRow, reason: str) -> None:
         where = f"begins again at step 0, as there was no checkpoint yet ({lost} steps are lost)"
     else:
         where = f"goes on from step {step}"
-    books.event("restarting", f"{reason}; {where}", row, step=step)
+    books.event(EventKind.RESTARTING, f"{reason}; {where}", row, step=step)
     if books.knows(row.job_id):
         if row.promoted:
             outlook.tell(books, row, step=step)

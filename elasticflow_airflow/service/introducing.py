@@ -28,7 +28,7 @@ from elasticflow_airflow.service.deciding import feed, feed_submitted
 from elasticflow_airflow.service.models import AmendmentRow, IncarnationRow
 from elasticflow_airflow.service.renewals import Renewals
 from elasticflow_airflow.service.view import UNREADABLE
-from elasticflow_airflow.wire import Length, State, largest_share
+from elasticflow_airflow.wire import EventKind, Length, State, largest_share
 
 
 def introduce(books: Books, device_type: str, slots: int, desk: CandidateDesk, within_s: float) -> None:
@@ -123,7 +123,7 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
     limit = _limit(submission, row.logical_workers, slots)
     row.verdict = {**row.verdict, "limit": limit}
     reason = _what_is_known(submission, speeds) + limit
-    books.event("submitted", f"submitted; {reason}", row, deadline_at=row.deadline_at, curve=speeds)
+    books.event(EventKind.SUBMITTED, f"submitted; {reason}", row, deadline_at=row.deadline_at, curve=speeds)
     return replace(asked, task=recurring.arrive(books, job, row))
 
 
@@ -211,7 +211,7 @@ def _say_where_it_starts(books: Books, row: IncarnationRow) -> None:
         none = "there is no earlier success of this task"
         if latest is not None:
             none = "where the last success of this task left its checkpoint cannot be read"
-        books.event("initialised", f'init_from="latest": {none}, so it starts fresh', row)
+        books.event(EventKind.INITIALISED, f'init_from="latest": {none}, so it starts fresh', row)
     elif row.init_from_path is not None and not os.path.isdir(row.init_from_path):
         reason = f"init_from={row.init_from_path}: there is no such checkpoint folder on this machine"
         books.end(row, State.FAILED, reason, failure=reason)
@@ -318,7 +318,7 @@ def _expire(books: Books, row: IncarnationRow, away_s: float) -> None:
         books.tx.rely_on(row, "renewals")
         row.parked = True
         reason = f"nobody has asked for the job for {away_s:.0f} s: suspended with a checkpoint until somebody does"
-        books.event("parked", reason, row)
+        books.event(EventKind.PARKED, reason, row)
         feed(books, ev.JobParked(row.job_id))
         row.desired_generation = None
         books.set_state(row, State.SUSPENDED, reason)
@@ -327,6 +327,6 @@ def _expire(books: Books, row: IncarnationRow, away_s: float) -> None:
 def _unpark(books: Books, row: IncarnationRow) -> None:
     row.parked = False
     reason = "its owner is back"
-    books.event("unparked", reason, row)
+    books.event(EventKind.UNPARKED, reason, row)
     books.set_state(row, State.ADMITTED, reason)
     feed(books, ev.JobUnparked(row.job_id))

@@ -28,6 +28,7 @@ from elasticflow_airflow.service.view import UNREADABLE, status_of
 from elasticflow_airflow.wire import (
     AmendRequest,
     Attachment,
+    EventKind,
     JobResult,
     JobStatus,
     JobSubmission,
@@ -204,7 +205,7 @@ class JobDesk:
                 )
             if not row.acknowledged:
                 row.acknowledged = True
-                tx.add_event("acknowledged", "Airflow has recorded the success", row)
+                tx.add_event(EventKind.ACKNOWLEDGED, "Airflow has recorded the success", row)
         self.notifier.changed()
         return self.status(job_id)
 

@@ -11,7 +11,7 @@ from elasticflow_airflow.scheduler_core.values import Job, OnReject
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.deciding import when
 from elasticflow_airflow.service.models import IncarnationRow
-from elasticflow_airflow.wire import State
+from elasticflow_airflow.wire import EventKind, State
 
 _TAKEN_ON = ("admitted", "renegotiated", "best_effort")
 
@@ -34,7 +34,7 @@ def settle(books: Books, row: IncarnationRow, job: Job) -> Job | None:
     if books.now >= last_s and policy == "on_miss" and earlier:
         if not any(one.deadline_passed for one in earlier):
             why = f"missed its deadline {when(deadline_s)} while it did not train, at step {row.step}"
-            books.event("deadline_missed", f'{why}; on_miss="{on_miss}"', row)
+            books.event(EventKind.DEADLINE_MISSED, f'{why}; on_miss="{on_miss}"', row)
         row.deadline_passed = True
         if on_miss == "fail":
             books.end(row, State.FAILED, why, failure=why)
@@ -75,7 +75,7 @@ def _give_in(books: Books, row: IncarnationRow, why: str) -> None:
     books.tx.rely_on(row, "submission")
     given_up = {"deadline_at": None, "best_effort": True, "on_reject": "fail", "latest_deadline_at": None}
     row.submission = {**row.submission, **given_up}
-    books.event("best_effort", f"{why}: trains as best effort", row)
+    books.event(EventKind.BEST_EFFORT, f"{why}: trains as best effort", row)
 
 
 def _taken_on(books: Books, row: IncarnationRow) -> list[IncarnationRow]:
@@ -89,7 +89,7 @@ def _taken_on(books: Books, row: IncarnationRow) -> list[IncarnationRow]:
 
 
 def _reject_at_once(books: Books, row: IncarnationRow, reason: str) -> None:
-    event_id = books.event("rejected", reason, row, deadline_at=row.deadline_at)
+    event_id = books.event(EventKind.REJECTED, reason, row, deadline_at=row.deadline_at)
     row.verdict = {
         "decision": "rejected",
         "reason": reason,

@@ -16,6 +16,7 @@ from elasticflow_airflow.engines.port import STANDING, EngineNode, GangObservati
 from elasticflow_airflow.scheduler_core.values import Slot
 from elasticflow_airflow.service.books import Books, Held, alive
 from elasticflow_airflow.service.setting_aside import slots_of
+from elasticflow_airflow.wire import EventKind
 
 log = structlog.get_logger()
 
@@ -77,10 +78,12 @@ class Leftovers:
         for key, slots in self._telling.items():
             if key not in self._told:
                 reason = f"{_name(key)} holds {slots}, and is of no job of this service: it is told to save and leave"
-                books.tx.add_event("leftover", f"{reason}; until then nothing is planned on its slots")
+                books.tx.add_event(EventKind.LEFTOVER, f"{reason}; until then nothing is planned on its slots")
                 log.warning("a gang is of no job of this service", job_id=key[0], generation=key[1], slots=slots)
         for key in self._told.keys() - self._telling.keys():
-            books.tx.add_event("leftover_gone", f"{_name(key)} has left: its slots ({self._told[key]}) are used again")
+            books.tx.add_event(
+                EventKind.LEFTOVER_GONE, f"{_name(key)} has left: its slots ({self._told[key]}) are used again"
+            )
 
     def stored(self) -> None:
         """The pass is written, and its events with it."""

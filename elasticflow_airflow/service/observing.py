@@ -28,7 +28,7 @@ from elasticflow_airflow.service.reported import within_bounds
 from elasticflow_airflow.service.rescaling import go_on_as_planned
 from elasticflow_airflow.service.secrets import redact, redact_all
 from elasticflow_airflow.service.sessions import script_decides
-from elasticflow_airflow.wire import State
+from elasticflow_airflow.wire import EventKind, State
 
 Secrets = Callable[[IncarnationRow], Mapping[str, str]]
 _MOST_REFUSED = 100
@@ -144,7 +144,7 @@ def _running(books: Books, row: IncarnationRow, generation: GenerationRow) -> No
     elif desired:
         step = row.step if generation.first_step is None else generation.first_step
         books.event(
-            "started",
+            EventKind.STARTED,
             f"generation {generation.generation} trains with {_workers(generation.workers)} from step {step}",
             row,
             generation=generation.generation,
@@ -161,7 +161,7 @@ def _switched(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
     step = row.step if generation.first_step is None else generation.first_step
     new = before is not None and any(slot not in before.placement for slot in generation.placement)
     books.event(
-        "rescaled",
+        EventKind.RESCALED,
         f"{_change(generation, before, new=new)} at step {step}{_cost(pause_s, size_bytes)}",
         row,
         generation=generation.generation,
@@ -317,7 +317,7 @@ def _fold_report(books: Books, row: IncarnationRow, generation: GenerationRow, r
             note = {"message": message, "kind": data.get("kind"), "rank": report.rank}
         case ReportKind.WARNING:
             if data.get("field") is None or _is_new(row, str(data["field"])):
-                books.event("warning", message, row, generation=generation.generation)
+                books.event(EventKind.WARNING, message, row, generation=generation.generation)
     if note:
         # Who failed first names the cause; the others only lost their peer.
         generation.notes = {**note, **generation.notes} if report.kind is ReportKind.FAILED else generation.notes | note
@@ -329,7 +329,7 @@ def _say_refused(books: Books, row: IncarnationRow, generation: GenerationRow, r
     for field, problem in refused.items():
         if _is_new(row, field):
             reason = f"the training reports values that are not taken: {field} {problem}"
-            books.event("warning", reason, row, generation=generation.generation, field=field)
+            books.event(EventKind.WARNING, reason, row, generation=generation.generation, field=field)
 
 
 def _is_new(row: IncarnationRow, field: str) -> bool:
@@ -369,15 +369,15 @@ def _started(books: Books, row: IncarnationRow, generation: GenerationRow, repor
         row.seed = int(data["seed"]) if row.seed is None else row.seed
         if first:
             shares = "" if row.logical_workers is None else f" in {row.logical_workers} logical workers"
-            books.event("seed", f"trains with seed {row.seed}{shares}", row, seed=row.seed)
+            books.event(EventKind.SEED, f"trains with seed {row.seed}{shares}", row, seed=row.seed)
     if data.get("init_from"):
-        books.event("initialised", f"starts from the weights of {data['init_from']}", row)
+        books.event(EventKind.INITIALISED, f"starts from the weights of {data['init_from']}", row)
     steps = data.get("steps")
     if steps is None or row.total_steps == steps:
         return False
     if row.total_steps is not None:
         reason = f"the training says that it is {steps} steps long, not {row.total_steps}"
-        books.event("length", reason, row, steps=steps)
+        books.event(EventKind.LENGTH, reason, row, steps=steps)
     row.total_steps = int(steps)
     if books.knows(row.job_id) and not row.ending:
         outlook.tell(books, row, step=report.step, total=True)
@@ -393,7 +393,7 @@ def _adopt_logical_workers(books: Books, row: IncarnationRow, report: Report) ->
         return
     row.logical_workers = said
     reason = f"the script says how many logical workers it has, {said}: at most so many workers train it"
-    books.event("logical_workers", reason, row, logical_workers=said)
+    books.event(EventKind.LOGICAL_WORKERS, reason, row, logical_workers=said)
     if books.knows(row.job_id) and not row.ending:
         feed(books, ev.JobAmended(row.job_id, max_workers=said))
 
@@ -449,7 +449,7 @@ def _tell_progress(books: Books, row: IncarnationRow, generation: GenerationRow)
         if speed is not None:
             generation.notes = {**generation.notes, "measured": True}
             reason = f"measured {speed:.3g} steps/s with {_workers(generation.workers)}"
-            books.event("measured", reason, row, workers=generation.workers, steps_per_s=speed)
+            books.event(EventKind.MEASURED, reason, row, workers=generation.workers, steps_per_s=speed)
             if not row.submission["scaling_curve"]:  # Even if it is refused, its next run need not measure that again.
                 history.remember(books.tx, books.jobs[row.job_id], row, books.now)
             outlook.tell(books, row)

@@ -18,6 +18,7 @@ from elasticflow_airflow.scheduler_core.convergence import LossCurve, Prediction
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.deciding import feed
 from elasticflow_airflow.service.models import IncarnationRow
+from elasticflow_airflow.wire import EventKind
 
 _MATERIAL = 0.25
 """Of what is left: a prediction that moves by more is worth a line in the event log ..."""
@@ -69,10 +70,10 @@ def finished(books: Books, row: IncarnationRow, report: Report) -> None:
     if reached:
         most = "" if row.total_steps is None else f" of at most {row.total_steps}"
         reason = f"target loss {loss:g} reached at step {report.step}{most} ({seen})"
-        books.event("target_reached", reason, row, step=report.step, target_loss=loss, smoothed_loss=smoothed)
+        books.event(EventKind.TARGET_REACHED, reason, row, step=report.step, target_loss=loss, smoothed_loss=smoothed)
     else:
         reason = f"target loss {loss:g} was not reached in {report.step} steps ({seen})"
-        books.event("target_missed", reason, row, step=report.step, target_loss=loss, smoothed_loss=smoothed)
+        books.event(EventKind.TARGET_MISSED, reason, row, step=report.step, target_loss=loss, smoothed_loss=smoothed)
 
 
 def reached(row: IncarnationRow) -> bool:
@@ -125,7 +126,7 @@ def _take(books: Books, row: IncarnationRow, made: Prediction | None) -> None:
         if told is not None:
             row.target = {**row.target, "told": None}
             reason = f"when target loss {known['loss']:g} is reached cannot be foretold any more"
-            books.event("target_length", f"{reason}: at {_bound(row)}", row, step=row.step)
+            books.event(EventKind.TARGET_LENGTH, f"{reason}: at {_bound(row)}", row, step=row.step)
         return
     bound = math.inf if row.total_steps is None else float(row.total_steps)
     step, at_most = min(made.steps, bound), min(made.at_most(), bound)
@@ -138,7 +139,7 @@ def _take(books: Books, row: IncarnationRow, made: Prediction | None) -> None:
             f"target loss {known['loss']:g} is expected at step {expected}, at {latest} with the error of"
             f" the prediction{since}; at {_bound(row)}"
         )
-        books.event("target_length", reason, row, step=row.step, expected_step=expected, at_most_step=latest)
+        books.event(EventKind.TARGET_LENGTH, reason, row, step=row.step, expected_step=expected, at_most_step=latest)
 
 
 def _is_news(at_most: float, before: float, bound: float, step: int) -> bool:

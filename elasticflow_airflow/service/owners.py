@@ -16,7 +16,7 @@ from elasticflow_airflow.service.models import IncarnationRow, JobRow
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.store import Store, Writer, in_parts
 from elasticflow_airflow.service.view import status_of
-from elasticflow_airflow.wire import JobIdentity
+from elasticflow_airflow.wire import EventKind, JobIdentity
 from elasticflow_airflow.wire.owners import (
     OwnedJob,
     OwnedJobs,
@@ -116,7 +116,7 @@ class OwnerDesk:
         what = f"has ended ({seen.state})" if seen.owner == "ended" else "was deleted"
         row.cancel_reason = f"its Airflow task {what}"
         row.owner_gone_at = self.clock()
-        tx.add_event("owner_gone", f"Airflow says that its task {what}: it is cancelled", row)
+        tx.add_event(EventKind.OWNER_GONE, f"Airflow says that its task {what}: it is cancelled", row)
         return True
 
     def unowned(self, silent_s: float = SILENT_S) -> list[UnownedJob]:

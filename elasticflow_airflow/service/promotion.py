@@ -12,6 +12,7 @@ from elasticflow_airflow.engines.port import GangState
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.candidates import CandidateDesk, Looked, Verified
 from elasticflow_airflow.service.models import CandidateRow, GenerationRow, IncarnationRow
+from elasticflow_airflow.wire import EventKind
 
 
 def record(books: Books, looked: Sequence[Looked]) -> None:
@@ -57,7 +58,7 @@ def _record(books: Books, row: IncarnationRow, known: CandidateRow | None, verif
     candidate.status = "invalid" if verified.problem else "valid"
     if verified.problem:
         reason = f"checkpoint {verified.path} is not used: {verified.problem}"
-        books.event("checkpoint_damaged", reason, row, path=verified.path)
+        books.event(EventKind.CHECKPOINT_DAMAGED, reason, row, path=verified.path)
 
 
 def _promote_best(books: Books, row: IncarnationRow) -> None:
@@ -71,7 +72,7 @@ def _promote_best(books: Books, row: IncarnationRow) -> None:
     row.promoted = {"path": best.path, "generation": best.generation, "step": best.step, "digest": best.digest}
     where = books.checkpoints_of(row.job_id, row.incarnation) / best.path
     reason = f"the checkpoint of step {best.step} counts from now on"
-    books.event("checkpoint", reason, row, **row.promoted, checkpoint_path=str(where))
+    books.event(EventKind.CHECKPOINT, reason, row, **row.promoted, checkpoint_path=str(where))
 
 
 def ask(books: Books, desk: CandidateDesk) -> None:

@@ -55,6 +55,7 @@ from elasticflow_airflow.service.snapshots import Snapshots
 from elasticflow_airflow.service.store import Store
 from elasticflow_airflow.service.stored_bounds import state_out_of_bounds
 from elasticflow_airflow.service.unit_of_work import StaleReadError, UnstorableError, unit_of_work
+from elasticflow_airflow.wire import EventKind
 
 _RETRY_S = 1.0
 _CLOCK_JUMP_S = 5.0
@@ -383,7 +384,9 @@ class Reconciler:
         record_all(books, decisions)
         if states and not self._has_begun:
             jobs = "job" if len(states) == 1 else "jobs"
-            books.tx.add_event("service_started", f"the service has started and goes on with {len(states)} {jobs}")
+            books.tx.add_event(
+                EventKind.SERVICE_STARTED, f"the service has started and goes on with {len(states)} {jobs}"
+            )
         return scheduler
 
     def _state_of(self, books: Books, row: IncarnationRow) -> JobState | None:
@@ -449,7 +452,7 @@ class Reconciler:
         if abs(jump_s) > _CLOCK_JUMP_S:
             direction = "forward" if jump_s > 0 else "back"
             reason = f"the clock of this machine jumped {direction} by {abs(jump_s):.0f} s; leases are not affected"
-            books.tx.add_event("clock_jumped", reason)
+            books.tx.add_event(EventKind.CLOCK_JUMPED, reason)
             log.warning(reason)
 
     def _notice_ignored(self, ignored: list[str]) -> None:

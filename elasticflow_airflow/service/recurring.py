@@ -21,6 +21,7 @@ from elasticflow_airflow.service.deciding import feed, when
 from elasticflow_airflow.service.models import IncarnationRow, JobRow, RecurringTaskRow
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store import Reader
+from elasticflow_airflow.wire import EventKind
 
 POLICY = CalendarPolicy()
 _SAME_S = 1.0
@@ -118,7 +119,7 @@ def arrive(books: Books, job: JobRow, row: IncarnationRow) -> str:
         # What the newest run says of the future holds; what is due already may still come.
         task.due = sorted({*(due for due in task.due if due <= books.now), *dues})
         books.event(
-            "run_expected",
+            EventKind.RUN_EXPECTED,
             f"the next run of this task is due {when(dues[0])}"
             + (f", and {len(dues) - 1} more after it" if len(dues) > 1 else ""),
             row,
@@ -181,7 +182,7 @@ def _release(books: Books, task: RecurringTaskRow) -> None:
         task.due = [due for due in task.due if due != due_at]
         _remember(task, {"due_s": due_at, "came": False})
         books.tx.add_event(
-            "run_missed",
+            EventKind.RUN_MISSED,
             f"the run of {name_of(task.recurring_key)} that was due {when(due_at)} has not come: nothing is kept free"
             " for it any more",
             data={"due_at": due_at},

@@ -28,7 +28,7 @@ from elasticflow_airflow.service.codec import slots_to_json
 from elasticflow_airflow.service.deciding import feed
 from elasticflow_airflow.service.generations import can_continue, gave_up, order
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
-from elasticflow_airflow.wire import State
+from elasticflow_airflow.wire import EventKind, State
 
 LEFT_ALONE_S = 5.0
 """Workers leave a training that is finished within a moment of each other, and whether it is was said before."""
@@ -92,7 +92,7 @@ def recover(books: Books, row: IncarnationRow, training: GenerationRow, lost: se
     if len(before) >= books.settings.max_recoveries:
         again = f"; it is the {_ordinal(len(before) + 1)} time within {window_s:.0f} s" if before else ""
         reason = f"{what}{again}: restarts from the last checkpoint"
-        books.event("worker_lost", reason, row, generation=training.generation, lost=sorted(lost))
+        books.event(EventKind.WORKER_LOST, reason, row, generation=training.generation, lost=sorted(lost))
         for generation in (desired, training):
             if generation is not None:
                 generation.desired, generation.stop_cause = "stop", "deaths"
@@ -114,7 +114,7 @@ def recover(books: Books, row: IncarnationRow, training: GenerationRow, lost: se
         own=True,
     )
     books.event(
-        "worker_lost",
+        EventKind.WORKER_LOST,
         reason,
         row,
         generation=generation.generation,
@@ -157,7 +157,7 @@ def fall_back(books: Books, row: IncarnationRow, generation: GenerationRow, why:
         own=bool(generation.notes.get("own")),
     )
     books.event(
-        "restart_instead",
+        EventKind.RESTART_INSTEAD,
         reason,
         row,
         generation=restart.generation,
@@ -187,7 +187,7 @@ def break_circles(books: Books) -> None:
             due.notes = {**due.notes, "vacate": True}
             others = ", ".join(sorted(holders))
             reason = f"its new slots are held by {others}, waiting for its own: saves, makes room, and starts again"
-            books.event("restart_instead", reason, row, mode=due.mode, workers=due.workers)
+            books.event(EventKind.RESTART_INSTEAD, reason, row, mode=due.mode, workers=due.workers)
 
 
 class Holders:
@@ -232,7 +232,7 @@ def go_on_as_planned(books: Books, row: IncarnationRow, generation: GenerationRo
         continues=can_continue(books, row),
     )
     books.event(
-        "resized",
+        EventKind.RESIZED,
         reason,
         row,
         generation=following.generation,
@@ -262,7 +262,7 @@ def _look_after_joiners(books: Books, row: IncarnationRow, training: GenerationR
         change.notes = {**change.notes, "measured": True}
         _count_failure(row)
         _stay(books, row, training, dead, said)
-        books.event("not_measured", f"{change.workers} workers could not be measured: {said}", row)
+        books.event(EventKind.NOT_MEASURED, f"{change.workers} workers could not be measured: {said}", row)
         feed(books, ev.JobMeasured(row.job_id, change.workers, None, failed=True))
     elif int(row.in_place.get("failures", 0)) + 1 >= books.settings.in_place_attempts or _given_away(books, training):
         fall_back(books, row, change, said)
@@ -298,7 +298,7 @@ def _stay(
         own=True,
     )
     books.event(
-        "join_failed",
+        EventKind.JOIN_FAILED,
         reason,
         row,
         generation=generation.generation,

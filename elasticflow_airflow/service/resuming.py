@@ -13,6 +13,7 @@ from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.candidates import Adopted, CandidateDesk, Looked
 from elasticflow_airflow.service.models import CandidateRow, IncarnationRow
 from elasticflow_airflow.service.stored_bounds import promotion_of
+from elasticflow_airflow.wire import EventKind
 
 
 def is_ready(books: Books, row: IncarnationRow, desk: CandidateDesk) -> bool:
@@ -60,14 +61,14 @@ def _take_in(books: Books, one: Looked, adopted: Adopted, desk: CandidateDesk) -
     elif adopted.again:
         reason = f"waits for its checkpoint, and tries again: {adopted.problem}"
         if row.state_reason != reason:
-            books.event("warning", reason, row)
+            books.event(EventKind.WARNING, reason, row)
             row.state_reason = reason
     else:
         _begin_anew(books, row, adopted.problem)
 
 
 def _begin_anew(books: Books, row: IncarnationRow, problem: str) -> None:
-    books.event("warning", f"starts from the beginning: {problem}", row)
+    books.event(EventKind.WARNING, f"starts from the beginning: {problem}", row)
     _add_copy(books, row, candidate_name(0, 0), step=0, digest="", status="invalid")
 
 
@@ -87,7 +88,7 @@ def _go_on(books: Books, row: IncarnationRow, info: CandidateInfo) -> None:
     row.step = row.restart_step = info.step
     _add_copy(books, row, info.name, step=info.step, digest=info.digest, status="valid")
     reason = f"goes on from step {info.step}, the last valid checkpoint of incarnation {before.incarnation}"
-    books.event("resumed", reason, row, step=info.step)
+    books.event(EventKind.RESUMED, reason, row, step=info.step)
 
 
 def _add_copy(books: Books, row: IncarnationRow, path: str, *, step: int, digest: str, status: str) -> None:

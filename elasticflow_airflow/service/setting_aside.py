@@ -25,7 +25,7 @@ from elasticflow_airflow.service.stored_bounds import (
     ending_of,
     submission_out_of_bounds,
 )
-from elasticflow_airflow.wire import State
+from elasticflow_airflow.wire import EventKind, State
 
 
 class OutOfBoundsError(Exception):
@@ -52,12 +52,12 @@ def write_down(books: Books, secrets: Callable[[IncarnationRow], Mapping[str, st
         if row.set_aside is None and fault is not None and not row.terminal:
             row.set_aside = _reason(row, fault, secrets)
             row.state_reason = f"{row.set_aside}. {_ADVICE}"
-            books.event("set_aside", row.state_reason, row)
+            books.event(EventKind.SET_ASIDE, row.state_reason, row)
     for row in books.rows:
         if row.set_aside is not None:
             row.set_aside = None
             row.state_reason = "the service has started anew: it is tried again, and not set aside any more"
-            books.event("tried_again", row.state_reason, row)
+            books.event(EventKind.TRIED_AGAIN, row.state_reason, row)
 
 
 def _reason(row: IncarnationRow, fault: Fault, secrets: Callable[[IncarnationRow], Mapping[str, str]]) -> str:
@@ -176,7 +176,7 @@ def _end(books: Books, row: IncarnationRow) -> None:
     row.secret_env = row.scheduler_state = row.lease_expires_at = row.projected_finish_at = None
     row.at_risk = False
     books.set_state(row, state, reason)
-    books.event(state.value, reason, row)
+    books.event(EventKind[state.name], reason, row)
 
 
 def ended(books: Books) -> set[str]:

@@ -36,7 +36,7 @@ from elasticflow_airflow.service.models import (
     WorkerTimesRow,
 )
 from elasticflow_airflow.service.schema import ensure_schema
-from elasticflow_airflow.wire import JobIdentity, State
+from elasticflow_airflow.wire import EventKind, JobIdentity, State
 
 DATABASE_AWAY = (sa.exc.OperationalError, sa.exc.InterfaceError, sa.exc.InternalError, sa.exc.TimeoutError)
 """What is raised when the database cannot be used now: it is away, locked, has no room, or takes no writes."""
@@ -626,14 +626,14 @@ class Writer(Reader):
         return len(old)
 
     def add_event(
-        self, kind: str, reason: str, row: IncarnationRow | None = None, data: dict[str, Any] | None = None
+        self, kind: EventKind, reason: str, row: IncarnationRow | None = None, data: dict[str, Any] | None = None
     ) -> int:
         """Write an event (of an incarnation) and return its id."""
         event = EventRow(
             job_id=row.job_id if row else None,
             incarnation=row.incarnation if row else None,
             at=self._now(),
-            kind=kind,
+            kind=kind.value,
             reason=reason,
             data=data or {},
         )

@@ -25,6 +25,7 @@ from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.deciding import feed, when
 from elasticflow_airflow.service.generations import can_continue
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.wire import EventKind
 
 _ASK_AGAIN_S = 30.0
 """A worker that was left where it is: other slots may be free by now."""
@@ -90,7 +91,7 @@ def take_back(books: Books) -> None:
         if row.until_at <= books.now:
             books.tx.forget_avoided(row)
             reason = f"slot {row.node_id}:{row.slot_index} is used again: {row.reason}"
-            books.tx.add_event("slot_back", reason, None, {"node_id": row.node_id, "slot": row.slot_index})
+            books.tx.add_event(EventKind.SLOT_BACK, reason, None, {"node_id": row.node_id, "slot": row.slot_index})
 
 
 def _find(books: Books, row: IncarnationRow, training: GenerationRow) -> _Slow | None:
@@ -117,12 +118,14 @@ def _answer(books: Books, row: IncarnationRow, training: GenerationRow, slow: _S
     data |= {"median_s": slow.median_s, "slowdown": slow.step_s / slow.median_s}
     if against:
         if not again:
-            books.event("slow_worker", f"{slow.seen}: it is left there, as {against}", row, action="left", **data)
+            books.event(
+                EventKind.SLOW_WORKER, f"{slow.seen}: it is left there, as {against}", row, action="left", **data
+            )
         return
     action = "moved" if workers >= training.workers else "shrunk"
     done = "its gang moves to other slots" if action == "moved" else f"its gang goes on with {workers} of its workers"
     reason = f"{slow.seen}: {done}, and the slot is avoided until {when(until_s)}"
-    books.event("slow_worker", reason, row, action=action, until_at=until_s, **data)
+    books.event(EventKind.SLOW_WORKER, reason, row, action=action, until_at=until_s, **data)
     books.tx.avoid(slot.node_id, slot.index, until_s, f"worker {slow.worker.worker_id} of {row.job_id} was slow there")
     feed(books, event)
 

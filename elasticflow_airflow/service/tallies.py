@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from elasticflow_airflow.service.models import EventRow
 from elasticflow_airflow.service.store import Reader
 from elasticflow_airflow.service.view import UNREADABLE
+from elasticflow_airflow.wire import EventKind
 
 _PIECE = 2000
-ENDS = ("succeeded", "failed", "cancelled", "rejected")
+ENDS = (EventKind.SUCCEEDED, EventKind.FAILED, EventKind.CANCELLED, EventKind.REJECTED)
 """Kinds of event that end a job."""
 LATENESS_S = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0)
 SPARE_S = LATENESS_S
@@ -95,15 +96,15 @@ class Tallies:
         if event.job_id is None or event.incarnation is None:
             return
         job, data = (event.job_id, event.incarnation), event.data
-        if event.kind == "submitted":
+        if event.kind == EventKind.SUBMITTED:
             self._asked[job] = event.at
-        elif event.kind == "admitted":
+        elif event.kind == EventKind.ADMITTED:
             self.admitted[str(data.get("terms", "deadline"))] += 1
-        elif event.kind == "started" and job in self._asked:
+        elif event.kind == EventKind.STARTED and job in self._asked:
             self.waits.add(max(0.0, event.at - self._asked.pop(job)))
-        elif event.kind == "resized" and data.get("workers_before"):
+        elif event.kind == EventKind.RESIZED and data.get("workers_before"):
             self.changes[str(data.get("mode", "restart"))] += 1
-        elif event.kind == "rescaled" and isinstance(data.get("pause_s"), int | float):
+        elif event.kind == EventKind.RESCALED and isinstance(data.get("pause_s"), int | float):
             self.pauses.add(float(data["pause_s"]))
         elif event.kind in ENDS:
             self._end(event)

@@ -19,7 +19,7 @@ from elasticflow_airflow import __version__
 from elasticflow_airflow.service.models import EventRow, GenerationRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.store import Reader
 from elasticflow_airflow.service.tallies import ENDS
-from elasticflow_airflow.wire import TRACEPARENT, JobIdentity
+from elasticflow_airflow.wire import TRACEPARENT, EventKind, JobIdentity
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _PARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
-_VERDICTS = ("admitted", "rejected")
+_VERDICTS = (EventKind.ADMITTED, EventKind.REJECTED)
 _SAMPLED = 1
 
 log = structlog.get_logger()
@@ -111,7 +111,7 @@ def job_traces(exporter: SpanExporter, service_name: str = "elasticflow", *, at_
             if job is None or row is None:
                 return
             key = (event.job_id, event.incarnation)
-            if event.kind == "submitted":
+            if event.kind == EventKind.SUBMITTED:
                 self._began_at[key] = event.at
                 self._send(job, row, "submit", row.submitted_at, event.at, {"elasticflow.reason": event.reason})
             if event.kind in _VERDICTS:
@@ -119,7 +119,7 @@ def job_traces(exporter: SpanExporter, service_name: str = "elasticflow", *, at_
                 self._send(job, row, "decide", self._began_at.pop(key, row.submitted_at), event.at, verdict)
             for generation in reader.generations(*key):
                 self._tell_generation(job, row, generation)
-            if event.kind == "rejected" or (event.kind in ENDS and row.terminal):
+            if event.kind == EventKind.REJECTED or (event.kind in ENDS and row.terminal):
                 self._end(job, row, event)
 
         def close(self) -> None:
@@ -152,7 +152,7 @@ def job_traces(exporter: SpanExporter, service_name: str = "elasticflow", *, at_
             if row.result is not None and row.result.get("met") is not None:
                 about["elasticflow.deadline_met"] = row.result["met"]
                 about["elasticflow.slack_s"] = row.result["slack_s"]
-            failure = (row.failure or event.reason) if event.kind in ("failed", "rejected") else None
+            failure = (row.failure or event.reason) if event.kind in (EventKind.FAILED, EventKind.REJECTED) else None
             self._send(job, row, "job", row.submitted_at, event.at, about, failure)
 
         def _send(

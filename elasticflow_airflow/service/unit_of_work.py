@@ -35,6 +35,7 @@ from elasticflow_airflow.service.models import (
 from elasticflow_airflow.service.storable import check_storable
 from elasticflow_airflow.service.store import Reader, Store
 from elasticflow_airflow.service.stored_bounds import until_out_of_bounds
+from elasticflow_airflow.wire import EventKind
 
 _R = TypeVar("_R", bound=Base)
 
@@ -196,7 +197,7 @@ class UnitOfWork(Reader):
         self.session.delete(row)
 
     def add_event(
-        self, kind: str, reason: str, row: IncarnationRow | None = None, data: dict[str, Any] | None = None
+        self, kind: EventKind, reason: str, row: IncarnationRow | None = None, data: dict[str, Any] | None = None
     ) -> NewEvent:
         """Note an event (of an incarnation). Its id may stand in a verdict before it is known."""
         event = NewEvent(
@@ -205,7 +206,7 @@ class UnitOfWork(Reader):
                 "job_id": row.job_id if row else None,
                 "incarnation": row.incarnation if row else None,
                 "at": self._store.clock(),
-                "kind": kind,
+                "kind": kind.value,
                 "reason": reason,
                 "data": data or {},
             },

@@ -16,7 +16,7 @@ from elasticflow_airflow.service.deciding import feed, when
 from elasticflow_airflow.service.heartbeats import find_hung, read_heartbeat
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.rescaling import fall_back, recover
-from elasticflow_airflow.wire import State
+from elasticflow_airflow.wire import EventKind, State
 
 _HANG_STEPS = 20
 _SILENT_FRACTION = 0.25
@@ -38,7 +38,7 @@ def _watch_deadline(books: Books, row: IncarnationRow) -> None:
     row.deadline_passed = True
     on_miss = row.submission["on_miss"]
     reason = f"missed its deadline {when(row.deadline_at)} at step {row.step} of {row.total_steps or '?'}"
-    books.event("deadline_missed", f'{reason}; on_miss="{on_miss}"', row)
+    books.event(EventKind.DEADLINE_MISSED, f'{reason}; on_miss="{on_miss}"', row)
     if on_miss == "fail":
         books.end(row, State.FAILED, reason, failure=reason)
     elif on_miss == "use_last_checkpoint":
@@ -148,7 +148,7 @@ def _give_up_hung(books: Books, row: IncarnationRow, generation: GenerationRow, 
 def _cannot_measure(books: Books, row: IncarnationRow, generation: GenerationRow, why: str) -> None:
     generation.notes = {**generation.notes, "measured": True}
     reason = f"{generation.workers} workers could not be measured: {why}"
-    books.event("not_measured", reason, row, workers=generation.workers)
+    books.event(EventKind.NOT_MEASURED, reason, row, workers=generation.workers)
     feed(books, ev.JobMeasured(row.job_id, generation.workers, None, failed=True))
 
 
@@ -162,7 +162,7 @@ def _reports_nothing(books: Books, row: IncarnationRow, generation: GenerationRo
         f"the script reports no steps, so its {unknown} and speed are unknown: it goes on as best effort{fails}. Use"
         " the session, or give steps= with progress_regex= or progress_file="
     )
-    books.event("warning", reason, row)
+    books.event(EventKind.WARNING, reason, row)
     if not row.best_effort and books.knows(row.job_id):
         feed(books, ev.JobAmended(row.job_id, best_effort=True))
         row.verdict = {**row.verdict, "decision": "best_effort", "reason": reason, "deadline_at": None}
@@ -177,4 +177,4 @@ def _hang(books: Books, row: IncarnationRow, generation: GenerationRow, what: st
     for one in (books.desired(row), generation):
         if one is not None:
             one.desired, one.stop_cause = "stop", "hang"
-    books.event("hang", f"{what}: it is stopped and started once more", row, generation=generation.generation)
+    books.event(EventKind.HANG, f"{what}: it is stopped and started once more", row, generation=generation.generation)

@@ -14,6 +14,7 @@ from elasticflow_airflow.wire.base import (
     Wire,
 )
 from elasticflow_airflow.wire.card import ServiceCard
+from elasticflow_airflow.wire.event_kinds import EventKind
 from elasticflow_airflow.wire.forecast import (
     ForecastAnswer,
     ForecastItem,
@@ -63,6 +64,7 @@ __all__ = [
     "DrainRequest",
     "DryRun",
     "Event",
+    "EventKind",
     "ForecastAnswer",
     "ForecastItem",
     "ForecastRequest",

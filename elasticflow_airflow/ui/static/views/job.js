@@ -3,6 +3,7 @@
 import * as api from '../api.js';
 import { draw, place } from '../charts.js';
 import { h, say, show } from '../dom.js';
+import { TONES } from '../event_kinds.js';
 import { saveAsPage } from '../export.js';
 import * as f from '../format.js';
 import { amendment } from '../amend.js';
@@ -12,7 +13,6 @@ import { drawCurve, drawRuns, drawStory } from './job_charts.js';
 
 const RUNS_MS = 30000;
 const PARTS = [['compute_s', 'compute', 'Compute'], ['data_s', 'data', 'Data'], ['reduce_s', 'reduce', 'Reduce'], ['wait_s', 'wait', 'Wait'], ['pause_s', 'pause', 'Pause'], ['save_s', 'save', 'Save'], ['other_s', 'other', 'Other']];
-const KINDS = { admitted: 'ok', rejected: 'bad', failed: 'bad', missed: 'bad', at_risk: 'bad', succeeded: 'ok', finished: 'ok', promoted: 'ok', resized: 'accent', generation: 'accent', started: 'accent', suspended: 'warn', lost: 'warn' };
 
 export function open({ main, rest: [dag, job], refresh }) {
   const got = { story: null, events: [], runs: [] };
@@ -183,7 +183,7 @@ function workers(story) {
 function decisions(events, incarnation) {
   const mine = events.filter((event) => event.incarnation === null || event.incarnation === incarnation).slice().reverse();
   return card('Decisions', mine.length > 1 ? `${f.plural(mine.length, 'entry', 'entries')}, newest first` : null, mine.length
-    ? h('ol', { class: 'events', tabindex: 0, 'aria-label': 'Decisions' }, mine.slice(0, 300).map((event) => h('li', { 'data-key': `e${event.event_id}`, class: KINDS[event.kind] ?? 'quiet' },
+    ? h('ol', { class: 'events', tabindex: 0, 'aria-label': 'Decisions' }, mine.slice(0, 300).map((event) => h('li', { 'data-key': `e${event.event_id}`, class: TONES[event.kind] ?? 'quiet' },
         h('div', { class: 'item-line' }, h('strong', {}, event.kind.replaceAll('_', ' ')), h('time', { class: 'muted small nowrap', datetime: f.iso(event.at), title: f.precise(event.at) }, f.momentFine(event.at))),
         event.reason ? h('div', { class: 'small' }, f.whole(event.reason)) : null)))
     : h('p', { class: 'quiet-note' }, 'Nothing has been decided yet.'));

@@ -1,0 +1,34 @@
+"""The kinds of event are one list: what the service emits is in it, and nothing else is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import elasticflow_airflow.service
+from elasticflow_airflow.wire import Event, EventKind, State
+from elasticflow_airflow.wire.event_kinds import Tone
+
+SOURCES = "\n".join(path.read_text() for path in Path(elasticflow_airflow.service.__path__[0]).glob("*.py"))
+
+
+@pytest.mark.parametrize("kind", list(EventKind))
+def test_each_kind_is_emitted(kind: EventKind) -> None:
+    ends = {state.name for state in State if state.terminal}
+    assert f"EventKind.{kind.name}" in SOURCES or kind.name in ends
+    assert kind.meaning.endswith(".")
+
+
+def test_a_state_in_which_jobs_end_is_a_kind_of_event() -> None:
+    assert {EventKind[state.name].value for state in State if state.terminal} == {s.value for s in State if s.terminal}
+
+
+def test_what_alarms_its_reader_does_not_look_quiet() -> None:
+    for kind in (EventKind.DEADLINE_MISSED, EventKind.AT_RISK, EventKind.HANG, EventKind.FAILED):
+        assert kind.tone is Tone.BAD
+    assert EventKind.WORKER_LOST.tone is Tone.WARNING
+
+
+def test_a_client_reads_kinds_that_it_does_not_know() -> None:
+    assert Event(event_id=1, job_id=None, at=0.0, kind="of a newer service", reason="").kind == "of a newer service"
