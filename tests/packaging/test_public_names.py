@@ -16,6 +16,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ for name, arguments in given["trigger_arguments"].items():
     assert found(f"{{module}}:{{attribute}}") is type(made), path
     told[name] = again
 policy = found("elasticflow_airflow.retry_policies:ElasticFlowRetryPolicy")
+link = found("elasticflow_airflow.links:ElasticFlowJobLink")()
+told["link"] = {{"name": link.name, "xcom_key": link.xcom_key}}
 told["retry_policy"] = policy.deserialize(given["retry_policy"]).serialize()
 print(json.dumps(told))
 """
@@ -101,11 +104,17 @@ def of_the_pages(root: Path) -> set[str]:
     }
 
 
+def skip_without(library: str) -> None:
+    """Without importing it here, which takes seconds."""
+    if find_spec(library) is None:
+        pytest.skip(f"needs {library}: pip install elasticflow-airflow[{library}]")
+
+
 @pytest.mark.parametrize("name", IMPORTED)
 def test_a_published_name_is_there(name: str, problems: dict[str, str | None]) -> None:
     for library, where in OPTIONAL.items():
         if f".{where}" in name:
-            pytest.importorskip(library)
+            skip_without(library)
     assert problems[name] is None
 
 
@@ -117,9 +126,10 @@ def test_whatever_the_pages_import_is_published(root: Path, problems: dict[str, 
 
 
 def test_what_airflow_has_stored_is_read(tmp_path: Path) -> None:
-    stored = {name: NAMES[name] for name in ("trigger_arguments", "retry_policy")}
+    stored = {name: NAMES[name] for name in ("trigger_arguments", "retry_policy", "link")}
     told = run(STORED, stored, tmp_path)
     assert told.pop("retry_policy") == stored["retry_policy"]
+    assert told.pop("link") == stored["link"]
     for name, arguments in stored["trigger_arguments"].items():
         assert told[name].items() >= arguments.items()
 

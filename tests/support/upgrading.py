@@ -156,6 +156,7 @@ class Airflow:
         self._environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("AIRFLOW_", "ELASTICFLOW_"))},
             "AIRFLOW_HOME": str(self.home),
+            "PYTHONPATH": str(HERE.parent),
             "AIRFLOW_CONN_ELASTICFLOW_DEFAULT": json.dumps(connection),
             "AIRFLOW__API_AUTH__JWT_SECRET": "a secret of this test that is long enough for its hash",
             "AIRFLOW__CORE__FERNET_KEY": "cHJlY2lzZWx5IHRoaXJ0eS10d28gYnl0ZXMgbG9uZyE=",

@@ -1,9 +1,13 @@
 """What the processes of Airflow do in a test of an upgrade; run with the interpreter of either release.
 
-``in_airflow.py defer FILE``: store the triggers of deferred tasks as Airflow does, ``FILE`` holds their arguments by
-task; run by the release before. ``in_airflow.py fire FILE``: run the stored triggers as the triggerer does, until each
-has fired; the events go to ``FILE``. ``in_airflow.py look FILE``: ask the page as viewer and as administrator for the
-addresses in ``FILE``; the answers replace them. ``AIRFLOW_HOME`` and the connection come by the environment.
+- ``in_airflow.py defer FILE``, in the release before: store the triggers of deferred tasks as Airflow does, with the
+  arguments that ``FILE`` has.
+- ``in_airflow.py fire FILE``: run the stored triggers as the triggerer does, until each has fired, and go on with a
+  training's task; events, result and what the task remembers go to ``FILE``.
+- ``in_airflow.py look FILE``: ask the page as viewer and as administrator for the addresses in ``FILE``; the answers
+  replace them.
+
+``AIRFLOW_HOME`` and the connection come by the environment.
 """
 
 from __future__ import annotations
@@ -16,9 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from airflow.api_fastapi.auth.managers.simple.simple_auth_manager import SimpleAuthManager
+from support.elastic_tasks import Store, context_of
 
 HIDDEN_DAG = "payroll"
 DAGS = ("daily", HIDDEN_DAG)
+DEADLINES = {"deadline": {"given": "07:30", "at": 1.0}}
+"""What a task remembers of its deadline: it may not move, whatever else is lost."""
+
+
+MEMORY = Path(os.environ["AIRFLOW_HOME"]) / "task_state.json"
+"""Stands for Airflow's task state store."""
 
 
 class WithOneSecret(SimpleAuthManager):
@@ -39,6 +50,7 @@ def defer(file: Path) -> None:
     from airflow.utils.session import create_session
 
     from elasticflow_airflow.sensor_trigger import ElasticFlowSensorTrigger
+    from elasticflow_airflow.task_memory import TaskMemory
     from elasticflow_airflow.triggers import ElasticFlowJobTrigger
 
     initdb()
@@ -51,14 +63,20 @@ def defer(file: Path) -> None:
         for dag_id in DAGS:
             session.merge(DagModel(dag_id=dag_id, bundle_name="upgrade", is_stale=False))
         session.add_all([Trigger.from_object(trigger) for trigger in triggers])
+    remembered = Store()
+    TaskMemory(attempt=1, job_id=wanted["trainings"][0]["job_id"], claim=1, deadlines=DEADLINES).save(remembered)
+    MEMORY.write_text(json.dumps(remembered))
 
 
 def fire(file: Path) -> None:
-    """Run the stored triggers until each has fired."""
+    """Run the stored triggers until each has fired, then the second half of the first one's task."""
     from airflow._shared.module_loading import import_string
     from airflow.models.trigger import Trigger
+    from airflow.sdk import DAG
     from airflow.utils.session import create_session
     from sqlalchemy import select
+
+    from elasticflow_airflow.operators import ElasticTrainOperator
 
     with create_session() as session:
         stored = [(row.classpath, row.kwargs) for row in session.scalars(select(Trigger).order_by(Trigger.id))]
@@ -70,7 +88,15 @@ def fire(file: Path) -> None:
     async def all_of_them() -> list[Any]:
         return await asyncio.gather(*(fired(*one) for one in stored))
 
-    file.write_text(json.dumps(asyncio.run(all_of_them())))
+    events = asyncio.run(all_of_them())
+    remembered = Store(json.loads(MEMORY.read_text()))
+    with DAG("daily", schedule=None):
+        task = ElasticTrainOperator(
+            task_id="resized", script="train.py", steps=1, global_batch_size=1, best_effort=True
+        )
+    context: Any = context_of(task, remembered)
+    result = task.resume_execution("execute_complete", {"event": events[0]["event"]}, context)
+    file.write_text(json.dumps({"events": events, "result": result, "remembered": remembered["elasticflow"]}))
 
 
 def look(file: Path) -> None:

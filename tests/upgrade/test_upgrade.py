@@ -224,8 +224,12 @@ def test_stopped_and_upgraded_where_it_was_installed(story: Story, before: Any, 
     fired = airflow.begin(before.python, "fire", None)
     nothing_more_is_seen(jobs, seen_before, airflow.begin(before.python, "look", addresses(jobs))())
     goes_on(story, jobs, undisturbed, old, f"{before.version()} of {before.package}")
-    of_resized, of_plain, of_sensor = fired()
-    assert of_resized["event"].items() >= {"job_id": jobs.resized, "claim": 1, "outcome": "ended"}.items()
-    assert of_plain["event"].items() >= {"job_id": jobs.plain, "claim": 1, "outcome": "ended"}.items()
-    assert of_sensor["event"]["outcome"] == "there"
-    assert of_sensor["event"]["status"]["state"] == "succeeded"
+    told = fired()
+    of_resized, of_plain, of_sensor = [one["event"] for one in told["events"]]
+    assert of_resized.items() >= {"job_id": jobs.resized, "claim": 1, "outcome": "ended"}.items()
+    assert of_plain.items() >= {"job_id": jobs.plain, "claim": 1, "outcome": "ended"}.items()
+    assert of_sensor["outcome"] == "there"
+    assert of_sensor["status"]["state"] == "succeeded"
+    assert told["result"]["metrics"] == {"weights": undisturbed}
+    assert told["remembered"]["returned"] is True
+    assert told["remembered"]["deadlines"] == {"deadline": {"given": "07:30", "at": 1.0}}
