@@ -37,7 +37,7 @@ structlog.configure(
     ]
 )
 
-TRAINING = ("demo/", "runtime/", "service/*_local.py")
+TRAINING = ("demo/", "runtime/", "service/*_local.py", "upgrade/")
 """Where slow tests train for long, with workers that need the cores. Those of the engines train, too, but little: with
 them both processes have as much to do."""
 STACK = "tests/airflow/stack"

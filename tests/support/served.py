@@ -30,6 +30,8 @@ class Served:
     process: subprocess.Popen[bytes] | None = None
     sessions: set[int] = field(default_factory=set)
     """Of all processes that were started: what they leave behind keeps it."""
+    python: Path = Path(sys.executable)
+    """Whose environment has the ``elasticflow`` command that is started next."""
 
     @property
     def endpoint(self) -> Endpoint:
@@ -53,7 +55,7 @@ class Served:
         self.state_dir.mkdir(parents=True, exist_ok=True)
         settings = {"state_dir": self.state_dir, "token": self.token, "engine": "fake", **self.settings}
         others = {name: value for name, value in os.environ.items() if not name.startswith("ELASTICFLOW_")}
-        serve = [str(Path(sys.executable).with_name("elasticflow")), "serve"]
+        serve = [str(self.python.with_name("elasticflow")), "serve"]
         with self.log_file.open("ab") as log:
             self.process = subprocess.Popen(
                 [*serve, "--host", "127.0.0.1", "--port", str(self.port)],
