@@ -187,6 +187,7 @@ class Decider:
     def _try_out(self, live: LiveJob, size: int, now: float) -> list[Decision]:
         """Measure a job at one size before it is promised or refused; refused, where the slots are gone again."""
         live.phase, live.trial, live.judged = Phase.PROFILING, size, len(known_speeds(live))
+        live.said_waiting = ""
         live.thorough_s = now + self.config.overdue_s
         self._register(live)
         return self._replan(now, "a job is measured before it is promised", retry=False)
@@ -294,7 +295,7 @@ class Decider:
                     return rest
                 live.said_waiting = "wait"
                 reason = f"waits for capacity until {moment(until)}: {verdict.reason}"
-                return [Wait(live.job_id, reason, until), *rest]
+                return [*rest, Wait(live.job_id, reason, until)]
         decision = Reject(live.job_id, self._advice(verdict), verdict.earliest_deadline_s)
         if not known:
             return [decision, *self._wake(now)]

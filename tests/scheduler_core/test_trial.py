@@ -179,3 +179,17 @@ def test_a_deadline_that_the_told_speed_keeps_can_be_waited_for(
     waits(scheduler, make_job)
     decided = scheduler.handle(ev.JobAmended("a", deadline_s=deadline), 495.0)
     assert bool(of(decided, de.Amended)) is is_taken
+
+
+def test_who_was_measured_in_vain_gives_its_slots_up_and_waits_again(make_job: Any, nodes: Any) -> None:
+    scheduler = Scheduler(SERVED, nodes(2))
+    (first,) = of(submit(scheduler, make_job("b", steps=900, deadline=1050, curve={1: 1.0})), de.Resize)
+    scheduler.handle(ev.GangStarted("b", first.placement), 0.0)
+    told = {"steps": 1000, "deadline": 1050, "curve": {1: 1.0, 2: 1.5}, "on_reject": OnReject.WAIT}
+    (resize,) = of(submit(scheduler, make_job("a", **told), 1.0), de.Resize)
+    assert resize.purpose is de.Purpose.PROFILE
+    decided = scheduler.handle(ev.JobMeasured("a", 1, 0.85), 20.0)
+    assert [type(d) for d in decided if getattr(d, "job_id", "") == "a"] == [de.Suspend, de.Wait]
+    state = scheduler.state("a")
+    assert state is not None
+    assert state.phase is Phase.WAITING
