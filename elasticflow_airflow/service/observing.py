@@ -486,13 +486,13 @@ def _measure(books: Books, row: IncarnationRow, generation: GenerationRow) -> No
     began_at = measuring.training_began_at(generation.window, generation.last_step_at, speed)
     lost_s = began_at - generation.created_at
     if generation.fresh_start:
-        row.costs = {**row.costs, "startup_s": max(0.0, lost_s)}
+        row.costs = {**row.costs, "startup_s": steady(row.costs, "startup_s", max(0.0, lost_s))}
         return
     # The gang before trained on while this one was getting ready: what it did counts, at this one's speed.
     ordered_step, first_step = generation.notes.get("ordered_at_step"), generation.first_step
     if ordered_step is not None and first_step is not None:
         lost_s -= max(0, first_step - ordered_step) / speed
-        row.costs = {**row.costs, "pause_s": max(0.0, lost_s)}
+        row.costs = {**row.costs, "pause_s": steady(row.costs, "pause_s", max(0.0, lost_s))}
 
 
 def _candidate(books: Books, row: IncarnationRow, generation: GenerationRow, path: str, report: Report) -> None:

@@ -199,3 +199,17 @@ def test_a_size_that_no_run_has_measured_keeps_its_margin_and_follows_those_that
     assert sigmas_of(Past(measured={"4": 7.2}, errors={"4": (0.0,)}), given, config) == (None, {4: 0.0})
     assert speeds_to_plan_with(None, {"1": 3.0}) == {"1": 3.0}
     assert speeds_to_plan_with(None, None) is None
+
+
+def test_a_slow_start_counts_at_once_and_is_forgotten_slowly(world):
+    """As on a machine that is busy now and then: the next promise relies on what a start may take."""
+    planned = []
+    for number, startup_s in enumerate([2.0, 12.0, 2.0, 2.0]):
+        run = world.submit(run=f"run{number}", fake={"startup_s": startup_s}, scaling_curve={1: 10.0}, max_workers=1)
+        assert world.ended(run).state == "succeeded"
+        planned.append(world.row(run).costs["startup_s"])
+    first, slow, third, fourth = planned
+    assert first < 4.0
+    assert slow >= 12.0
+    assert third == pytest.approx((slow + first) / 2, abs=1.0)
+    assert fourth == pytest.approx((third + first) / 2, abs=1.0)
