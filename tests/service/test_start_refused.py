@@ -21,6 +21,7 @@ from elasticflow_airflow.client import EmbeddedStartError, Endpoint, ensure_serv
 from elasticflow_airflow.service import ownership
 from elasticflow_airflow.service.__main__ import main
 from elasticflow_airflow.service.store import DATABASE_AWAY, Store
+from elasticflow_airflow.wire import EventKind
 
 
 @pytest.fixture
@@ -199,7 +200,7 @@ class Watched:
 
 def write(store: Store) -> None:
     with store.write() as tx:
-        tx.add_event("test", "somebody writes")
+        tx.add_event(EventKind.SERVICE_STARTED, "somebody writes")
 
 
 def cut(url: str) -> None:

@@ -38,7 +38,7 @@ from elasticflow_airflow.service.models import (
 from elasticflow_airflow.service.schema import SchemaTooNewError, current_revision, ensure_schema
 from elasticflow_airflow.service.store import Store, Writer, _open_engine
 from elasticflow_airflow.service.unit_of_work import UnstorableError, unit_of_work
-from elasticflow_airflow.wire import JobIdentity
+from elasticflow_airflow.wire import EventKind, JobIdentity
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_a_database_of_a_newer_version_is_refused(store, database_url):
 def test_what_raises_is_rolled_back_whole(store):
     def fail() -> None:
         with store.write() as tx:
-            tx.add_event("submitted", "submitted", add_job(tx))
+            tx.add_event(EventKind.SUBMITTED, "submitted", add_job(tx))
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -244,7 +244,7 @@ def test_writers_of_several_processes_take_turns(store, database_url):
 def test_readers_see_a_transaction_whole_or_not_at_all(store):
     with store.write() as tx:
         row = add_job(tx)
-        tx.add_event("submitted", "submitted", row)
+        tx.add_event(EventKind.SUBMITTED, "submitted", row)
         with store.read() as reader:
             assert reader.job("daily-train-1") is None
     with store.read() as reader:
@@ -266,8 +266,8 @@ def test_rows_can_be_read_after_their_session(store):
 def test_events_are_ordered_and_say_which_was_the_last(store):
     with store.write() as tx:
         row = add_job(tx)
-        ids = [tx.add_event("resized", f"number {n}", row, {"n": n}) for n in range(5)]
-        tx.add_event("node_changed", "of nobody")
+        ids = [tx.add_event(EventKind.RESIZED, f"number {n}", row, {"n": n}) for n in range(5)]
+        tx.add_event(EventKind.NODE_CHANGED, "of nobody")
     assert ids == sorted(ids)
     with store.read() as reader:
         assert [e.data["n"] for e in reader.events(0, "daily-train-1", 10)] == [0, 1, 2, 3, 4]
@@ -281,11 +281,11 @@ def test_events_are_ordered_and_say_which_was_the_last(store):
 
 def test_the_id_of_an_event_is_never_given_again(store):
     with store.write() as tx:
-        first = tx.add_event("a", "a")
+        first = tx.add_event(EventKind.NODE_LOST, "a")
     with store.engine.begin() as connection:
         connection.execute(sa.text("DELETE FROM event"))
     with store.write() as tx:
-        assert tx.add_event("b", "b") > first
+        assert tx.add_event(EventKind.NODE_CHANGED, "b") > first
 
 
 # -- queries -----------------------------------------------------------------------------------------------------
