@@ -47,6 +47,8 @@ class Board:
         self.layout = Layout(self.nodes.values())
         self.hopeful_s = -INFINITY
         """When it is next tried whether all planned anew helps those at risk, after it was tried in vain."""
+        self.ask_again_s = -INFINITY
+        """When those who wait are asked for again at the latest, as somebody has left without a promise."""
         self.broken = False
         """Stored courses no longer prove their promises: everything must be planned afresh."""
         self._cut: set[str] = set()
@@ -356,7 +358,7 @@ class Board:
                 times.append(job.waiting_since_s + self.config.ageing_s)
         if any(job.phase is Phase.WAITING for job in self.jobs.values()):
             expiry = self.calendar.next_expiry()
-            times += [] if expiry is None else [expiry]
+            times += [self.ask_again_s] if expiry is None else [self.ask_again_s, expiry]
         if any(job.at_risk for job in self.jobs.values()) and any(job.mask for job in self.jobs.values()):
             times.append(self.hopeful_s)
         later = [t for t in times if t > now + TOLERANCE_S]

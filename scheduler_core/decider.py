@@ -69,6 +69,8 @@ class Decider:
         self._promises = 0
         self._put_off: list[str] | None = None
         """While decisions are made together: why it is to be planned once they are all made. None: planned at once."""
+        self._expiring = False
+        """Whether those whose measuring takes too long are being looked through."""
         self._protection: Protection | None = None
         if self.config.objective is Objective.VALUE:
             self._protection = Protection(
@@ -174,7 +176,8 @@ class Decider:
         0: it would be refused, too, if its curve were exact, or nothing can be measured.
         """
         twin = live.as_told(self.config)
-        if twin is None:
+        free, spoken_for = self._slots_to_try_on(now)
+        if twin is None or free.bit_count() - spoken_for < live.job.min_workers:
             return 0
         draft = self._ask(twin, now, thorough=False).draft
         if draft is None:
@@ -182,7 +185,17 @@ class Decider:
         first = draft.courses[live.job_id].holdings[0]
         size = first.mask.bit_count()
         tried = live.is_certain(size, self.config) or size in live.failed_sizes
-        return 0 if tried or first.start_s > now + TOLERANCE_S else size
+        taken = first.start_s > now + TOLERANCE_S or first.mask & ~free or size > free.bit_count() - spoken_for
+        return 0 if tried or taken else size
+
+    def _slots_to_try_on(self, now: float) -> tuple[int, int]:
+        """The slots that nobody holds, and on how many of them others are about to be measured."""
+        free, spoken_for = self._board.layout.usable_at(now), 0
+        for job in self._board.jobs.values():
+            free &= ~job.mask
+            if not job.mask:
+                spoken_for += job.trial
+        return free, spoken_for
 
     def _try_out(self, live: LiveJob, size: int, now: float) -> list[Decision]:
         """Measure a job at one size before it is promised or refused; refused, where the slots are gone again."""
@@ -276,6 +289,8 @@ class Decider:
     def _refuse(self, live: LiveJob, verdict: Verdict, now: float) -> list[Decision]:
         job = live.job
         known = live.job_id in self._board.jobs
+        if known and live.phase is Phase.PROFILING:
+            self._board.ask_again_s = now + 2 * TOLERANCE_S  # what it was measured on may be what others wait for
         choice = job.on_reject
         if choice is OnReject.BEST_EFFORT:
             return self._take_best_effort(live, now, f"cannot be promised: {verdict.reason}; runs as best effort")
@@ -384,14 +399,12 @@ class Decider:
         waiting = [job for job in self._board.jobs.values() if job.phase is Phase.WAITING]
         if self._protection is not None:
             waiting.sort(key=lambda job: self._price(job, now))
-        unpromised = self._unpromised_slots() if waiting else 0
         for job in waiting:
             thorough = now >= min(job.thorough_s, job.until_s) - TOLERANCE_S
-            tried = thorough or job.job.min_workers <= unpromised
             verdict = self._ask(job, now, thorough=thorough)
             if verdict.draft is not None:
                 out += [d for d in self._admit(job, verdict, Terms.DEADLINE, now) if not is_wake(d)]
-            elif tried and (size := self._worth_a_trial(job, now)):
+            elif size := self._worth_a_trial(job, now):
                 out += [d for d in self._try_out(job, size, now) if not is_wake(d)]
             elif thorough:
                 out += [d for d in self._refuse(job, verdict, now) if not is_wake(d)]
@@ -399,11 +412,6 @@ class Decider:
             waits = job.phase is Phase.PROFILING and job.profiling is None and job.job_id in self._board.jobs
             if waits and job.remaining is not None and known_speeds(job):
                 out += self._ask_again(job, now)
-
-    def _unpromised_slots(self) -> int:
-        """How many slots no promised job holds."""
-        held = sum(job.mask.bit_count() for job in self._board.jobs.values() if job.promised)
-        return len(self._board.layout.slots) - held
 
     def _ask_again(self, job: LiveJob, now: float) -> list[Decision]:
         """Look whether a job that waits to be measured with more can be promised as it is: something has changed."""
@@ -488,7 +496,19 @@ class Decider:
         return self._decide(job, now)
 
     def _expire_profiling(self, now: float, out: list[Decision]) -> None:
-        """Give up sizes that take too long, and jobs that waited too long for slots to be measured on."""
+        """Give up sizes that take too long, and jobs that waited too long for slots to be measured on.
+
+        What follows from one is planned before the next: those plans leave the others to this loop.
+        """
+        if self._expiring:
+            return
+        self._expiring = True
+        try:
+            self._expire_each(now, out)
+        finally:
+            self._expiring = False
+
+    def _expire_each(self, now: float, out: list[Decision]) -> None:
         for job in list(self._board.jobs.values()):
             if job.phase is not Phase.PROFILING or job.job_id not in self._board.jobs:
                 continue
@@ -496,7 +516,8 @@ class Decider:
                 job.failed_sizes.add(job.profiling.size)
                 out += [d for d in self._after_measuring(job, now) if not is_wake(d)]
             elif job.trial and job.profiling is None and now >= job.thorough_s - TOLERANCE_S:
-                job.failed_sizes.add(job.trial)  # the slots went to somebody else
+                if job.job.on_reject is not OnReject.WAIT:  # the slots went to somebody else; who waits may get others
+                    job.failed_sizes.add(job.trial)
                 out += [d for d in self._decide_measured(job, now) if not is_wake(d)]
             elif job.profiling is None:
                 limit = wait_limit(job, self._board.layout, now, self.config)

@@ -186,7 +186,8 @@ class LiveJob:
     def as_told(self, config: SchedulerConfig) -> Self | None:
         """What it would be if its curve were sure; None: it is sure already, or no run can show it to be."""
         sizes = self.job.curve.steps_per_s if self.job.curve is not None else ()
-        exact = not any(self.sigma(size, config) for size in sizes)
+        unsure = [size for size in sizes if size not in self.failed_sizes and not self.is_certain(size, config)]
+        exact = not any(self.sigma(size, config) for size in unsure)
         if exact or config.speed_confidence <= EVEN_ODDS or not self.job.profile or self.remaining is None:
             return None
         twin = replace(self, job=replace(self.job, speed_sigma=0.0, speed_sigmas={}))

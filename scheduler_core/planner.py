@@ -202,9 +202,11 @@ class Planner:
             if job.profiling is None:  # what it trains on until it can be measured with more is anybody's
                 draft.drop(job.job_id)
         in_need = self._in_need(draft)
-        for job in in_need:  # where one waited for its turn is free for those before it
-            draft.drop(job.job_id)
+        for job in in_need:
+            if not job.mask:  # where it waits for its turn is free for those before it
+                draft.drop(job.job_id)
         for place, job in enumerate(in_need):
+            draft.drop(job.job_id)
             course = self._as_before(draft, job) if place >= _ANEW else None
             course = course or self._place(draft, job)
             if course is not None:

@@ -90,8 +90,7 @@ def test_a_crowd_is_tried_on_the_slots_that_there_are(make_job: Any, nodes: Any)
     scheduler = Scheduler(SERVED, nodes(2))
     decided = scheduler.submitted([make_job(name, **TIGHT) for name in "abc"], 0.0)
     assert len(of(decided, de.Resize)) == 2
-    later = scheduler.handle(ev.WakeUp(), of(decided, de.WakeMeAt)[0].at_s)
-    assert len(of(decided + later, de.Reject)) == 1
+    assert len(of(decided, de.Reject)) == 1
 
 
 @pytest.mark.parametrize("choice", [OnReject.BEST_EFFORT, OnReject.WAIT])
@@ -193,3 +192,66 @@ def test_who_was_measured_in_vain_gives_its_slots_up_and_waits_again(make_job: A
     state = scheduler.state("a")
     assert state is not None
     assert state.phase is Phase.WAITING
+
+
+def run(scheduler: Scheduler, until: float, now: float) -> list[tuple[float, de.Decision]]:
+    """Let time pass: wake when the plan asks for it."""
+    told: list[tuple[float, de.Decision]] = []
+    while now < until:
+        decided = scheduler.handle(ev.WakeUp(), now)
+        told += [(now, decision) for decision in decided]
+        wakes = [wake.at_s for wake in of(decided, de.WakeMeAt)]
+        now = min([until, *wakes])
+    return told
+
+
+def test_a_crowd_that_waits_is_tried_on_the_slots_that_there_are(make_job: Any, nodes: Any) -> None:
+    scheduler = Scheduler(SERVED, nodes(1))
+    waits(scheduler, make_job)
+    for number in range(200):
+        submit(scheduler, make_job(f"more{number}", **WAITS), 2.0)
+    assert len(of(scheduler.handle(ev.JobFinished("b"), 500.0), de.Resize)) == 1
+    told = [decision for _, decision in run(scheduler, 520.0, 500.0)]
+    assert of(told, de.Resize) == of(told, de.Reject) == []
+    assert sum(state.phase is Phase.PROFILING for state in scheduler.states()) == 1
+
+
+@pytest.mark.parametrize("count", [3, 250])
+def test_a_crowd_of_submissions_is_no_deeper_than_one(make_job: Any, nodes: Any, count: int) -> None:
+    scheduler = Scheduler(SERVED, nodes(1))
+    decided = scheduler.submitted([make_job(f"job{number}", **TIGHT) for number in range(count)], 0.0)
+    told = decided + [decision for _, decision in run(scheduler, 30.0, 0.0)]
+    assert len(of(told, de.Reject)) == count - 1
+
+
+def test_who_waits_is_measured_once_best_effort_has_left(make_job: Any, nodes: Any) -> None:
+    scheduler = Scheduler(SERVED, nodes(1))
+    submit(scheduler, make_job("b", steps=500, deadline=600, curve={1: 1.0}))
+    submit(scheduler, make_job("spare", steps=10_000, deadline=None, curve={1: 1.0}), 0.5)
+    assert of(submit(scheduler, make_job("a", **WAITS), 1.0), de.Wait)
+    scheduler.handle(ev.JobFinished("b"), 500.0)
+    assert of([decision for _, decision in run(scheduler, 549.0, 500.0)], de.Resize) == []
+    decided = scheduler.handle(ev.JobCancelled("spare"), 550.0)
+    assert [(d.job_id, d.purpose) for d in of(decided, de.Resize)] == [("a", de.Purpose.PROFILE)]
+
+
+def test_the_next_who_waits_is_measured_when_the_first_was_too_slow(make_job: Any, nodes: Any) -> None:
+    scheduler = Scheduler(SERVED, nodes(1))
+    waits(scheduler, make_job)
+    submit(scheduler, make_job("next", **WAITS), 2.0)
+    (resize,) = of(scheduler.handle(ev.JobFinished("b"), 500.0), de.Resize)
+    first, other = resize.job_id, {"a": "next", "next": "a"}[resize.job_id]
+    scheduler.handle(ev.GangStarted(first, resize.placement), 500.0)
+    decided = scheduler.handle(ev.JobMeasured(first, 1, 0.85), 520.0)
+    assert [d.job_id for d in of(decided, de.Reject)] == [first]
+    (wake,) = of(decided, de.WakeMeAt)
+    assert wake.at_s < 521.0
+    assert [d.job_id for d in of(scheduler.handle(ev.WakeUp(), wake.at_s), de.Resize)] == [other]
+
+
+def test_nobody_waits_to_be_measured_at_a_size_that_cannot_be(make_job: Any, nodes: Any) -> None:
+    scheduler = Scheduler(SERVED, nodes(1))
+    waits(scheduler, make_job)
+    scheduler.handle(ev.JobFinished("b"), 480.0)
+    decided = scheduler.handle(ev.JobMeasured("a", 1, None, failed=True), 490.0)
+    assert of(decided, de.Reject)

@@ -213,3 +213,10 @@ def test_a_slow_start_counts_at_once_and_is_forgotten_slowly(world):
     assert slow >= 12.0
     assert third == pytest.approx((slow + first) / 2, abs=1.0)
     assert fourth == pytest.approx((third + first) / 2, abs=1.0)
+
+
+def test_one_start_that_hung_does_not_keep_the_next_runs_out(world):
+    for number, startup_s in enumerate([2.0, 2000.0]):
+        run = world.submit(run=f"run{number}", fake={"startup_s": startup_s}, scaling_curve={1: 10.0}, lease_s=1e5)
+        world.until(lambda run=run: world.status(run).state.terminal, "it ends", limit_s=3000.0, every=5.0)
+    assert world.row(run).costs["startup_s"] < 120.0
