@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import Future
 
+import psutil
 import pytest
 import support.authoring_paths
 import support.deadline_paths  # noqa: F401 - both register their paths
@@ -313,8 +314,9 @@ def embedded_service_killed(stack: Stack, dag_id: str) -> None:
     """
     run = both_train(stack, dag_id)
     runner, _ = run.processes("blocks")
-    stack.services["embedded"].kill()
-    runner.kill()
+    service = psutil.Process(stack.services["embedded"].embedded_pid())
+    for process in (service, runner):  # at once: who lives on starts it again, and may then be done in no time
+        process.kill()
     for task_id, claims in (("waits", 1), ("blocks", 2)):
         run.reach("success", task_id)
         job = run.acknowledged(task_id)
