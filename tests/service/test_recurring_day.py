@@ -144,7 +144,7 @@ def test_a_day_on_this_machine_keeps_what_was_promised(served: Served, tmp_path:
     """The real service, its default settings, real workers under torchrun; hours are short, speeds are slept."""
     pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
     chaos = random.Random(SEED)
-    tasks = make_tasks(chaos, 6, {1: 2.0, 2: 3.6, 4: 6.4}, range(40, 120))
+    tasks = make_tasks(chaos, 8, {1: 2.0, 2: 3.6, 4: 6.4}, range(40, 120))
     pending, numbers = all_due(tasks, HOURS), {task.name: 0 for task in tasks}
     code = tmp_path / "code"
     code.mkdir()
