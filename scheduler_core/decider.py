@@ -176,8 +176,11 @@ class Decider:
         0: it would be refused, too, if its curve were exact, or nothing can be measured.
         """
         twin = live.as_told(self.config)
+        if twin is None:
+            return 0
         free, spoken_for = self._slots_to_try_on(now)
-        if twin is None or free.bit_count() - spoken_for < live.job.min_workers:
+        most = free.bit_count() - spoken_for
+        if most < live.job.min_workers:
             return 0
         draft = self._ask(twin, now, thorough=False).draft
         if draft is None:
@@ -185,7 +188,7 @@ class Decider:
         first = draft.courses[live.job_id].holdings[0]
         size = first.mask.bit_count()
         tried = live.is_certain(size, self.config) or size in live.failed_sizes
-        taken = first.start_s > now + TOLERANCE_S or first.mask & ~free or size > free.bit_count() - spoken_for
+        taken = first.start_s > now + TOLERANCE_S or first.mask & ~free or size > most
         return 0 if tried or taken else size
 
     def _slots_to_try_on(self, now: float) -> tuple[int, int]:

@@ -270,14 +270,14 @@ def costs_from(s: ServiceSettings, known: Mapping[str, Any], in_place: Mapping[s
     )
 
 
-def steady(known: Mapping[str, Any], name: str, measured_s: float) -> float:
-    """A cost to plan with after another measurement of it: a higher one counts at once, a lower one half.
+def with_cost(known: Mapping[str, Any], name: str, measured_s: float) -> dict[str, Any]:
+    """The costs to plan with after another measurement of one: a higher one counts at once, a lower one half.
 
     One that is far higher counts in part: what happens once must not keep a task out for days.
     """
     before_s = float(known.get(name, measured_s))
     believed_s = min(measured_s, max(3.0 * before_s, before_s + 60.0))
-    return max(believed_s, (before_s + believed_s) / 2)
+    return {**known, name: max(believed_s, (before_s + believed_s) / 2)}
 
 
 def incarnation_dir(state_dir: Path, job_id: str, incarnation: int) -> Path:

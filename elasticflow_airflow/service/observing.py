@@ -19,7 +19,7 @@ from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.scheduler_core.values import Phase
 from elasticflow_airflow.service import history, measuring, outlook, samples, stragglers
-from elasticflow_airflow.service.books import Books, steady
+from elasticflow_airflow.service.books import Books, with_cost
 from elasticflow_airflow.service.candidates import CANDIDATE_PATH
 from elasticflow_airflow.service.codec import placement_from_json
 from elasticflow_airflow.service.deciding import feed, feed_reports
@@ -173,11 +173,11 @@ def _switched(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
     )
     costs = dict(row.costs)
     if pause_s is not None and not generation.lost:
-        costs["in_place_pause_s"] = steady(row.costs, "in_place_pause_s", float(pause_s))
+        costs = with_cost(costs, "in_place_pause_s", float(pause_s))
     if new and not generation.lost:
         began_at = generation.created_at if generation.holding_at is None else generation.holding_at
         joined_s = max(0.0, float(switch.get("at_s", books.now)) - began_at)
-        costs["join_s"] = steady(row.costs, "join_s", joined_s)
+        costs = with_cost(costs, "join_s", joined_s)
         row.in_place = {**row.in_place, "failures": 0}
     if costs != row.costs:
         row.costs = costs
@@ -486,13 +486,13 @@ def _measure(books: Books, row: IncarnationRow, generation: GenerationRow) -> No
     began_at = measuring.training_began_at(generation.window, generation.last_step_at, speed)
     lost_s = began_at - generation.created_at
     if generation.fresh_start:
-        row.costs = {**row.costs, "startup_s": steady(row.costs, "startup_s", max(0.0, lost_s))}
+        row.costs = with_cost(row.costs, "startup_s", max(0.0, lost_s))
         return
     # The gang before trained on while this one was getting ready: what it did counts, at this one's speed.
     ordered_step, first_step = generation.notes.get("ordered_at_step"), generation.first_step
     if ordered_step is not None and first_step is not None:
         lost_s -= max(0, first_step - ordered_step) / speed
-        row.costs = {**row.costs, "pause_s": steady(row.costs, "pause_s", max(0.0, lost_s))}
+        row.costs = with_cost(row.costs, "pause_s", max(0.0, lost_s))
 
 
 def _candidate(books: Books, row: IncarnationRow, generation: GenerationRow, path: str, report: Report) -> None:

@@ -1,6 +1,6 @@
 """The kinds of event in the log, what each means, and how much it matters to somebody who reads it.
 
-The page's colours, the service's log levels and the reference come from this list.
+The page's colours and the table in the reference come from this list.
 """
 
 from __future__ import annotations
