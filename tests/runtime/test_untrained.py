@@ -44,11 +44,24 @@ def test_a_script_that_trains_nothing(tmp_path, name):
             assert re.search(told, reports[0].data["message"])
 
 
+INIT_AND_LEAVE = f"""
+import os, pathlib, time
+{IMPORT}
+session = runtime.init(steps=3)
+here = pathlib.Path(__file__).parent
+(here / f"joined{{session.rank}}").touch()
+while not all((here / f"joined{{rank}}").exists() for rank in range(2)):
+    time.sleep(0.01)
+os._exit(0)
+"""
+"""Leaves when both have joined: who still joins when the other leaves has failed, and rightly says so."""
+
+
 @pytest.mark.parametrize(
     ("script", "uses"),
     [
         (f"{IMPORT}\nimport os\nos._exit(0)", True),
-        (f"{IMPORT}\nimport os\nruntime.init(steps=3)\nos._exit(0)", True),
+        pytest.param(INIT_AND_LEAVE, True, id="init"),
         ("import os, helper\nos._exit(0)", True),
         ("import os\nfrom package.deep import thing\nos._exit(0)", True),
         ("import os, plain, json.decoder\nos._exit(0)", False),
@@ -65,7 +78,7 @@ def test_a_script_that_leaves_abruptly_has_said_whether_it_means_to_train_with_a
     (code / "package/other.py").write_text("def train():\n    from elasticflow_airflow import runtime")
     with Gang(tmp_path, code / "train.py", global_batch_size=8) as run:
         run.plan("w0", "w1")
-        assert set(run.finish()) == {"w0", "w1"}  # with an error, who looked for the other when that left
+        assert run.finish() == {"w0": 0, "w1": 0}
         assert [(report.kind, report.rank) for report in run.reports()] == [(ReportKind.USES_SESSION, 0)] * uses
 
 
