@@ -117,7 +117,8 @@ class Actuator:
 
     def _stop(self, row: IncarnationRow) -> None:
         reason = row.state_reason or "no longer wanted"
-        self._try("stop", self.engine.stop, row.job_id, self.settings.grace_s, reason)
+        grace_s = 0.0 if _has_its_result(row) else self.settings.grace_s
+        self._try("stop", self.engine.stop, row.job_id, grace_s, reason)
 
     def hold(self, *, unless_renewed_within_s: float = 0.0) -> None:
         """Have those train on who trained at the last pass, whatever else can be done. For any thread.
@@ -290,3 +291,9 @@ def record_drained(books: Books, actuator: Actuator) -> None:
         if (row.job_id, row.incarnation) in actuator.drained:
             row.drained = True
     actuator.drained.clear()
+
+
+def _has_its_result(row: IncarnationRow) -> bool:
+    """Whether the gang has finished and left: workers that are there still came to join, and have nothing to save."""
+    ending = row.ending or {}
+    return ending.get("state") == State.SUCCEEDED and not ending.get("use_checkpoint")

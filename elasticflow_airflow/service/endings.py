@@ -42,6 +42,8 @@ def _conclude(books: Books, row: IncarnationRow) -> None:
     row.failure = row.ending["failure"]
     if state is State.SUCCEEDED and not row.ending["use_checkpoint"]:
         _measure_tail(books, row)
+        if row.deadline_at is not None:
+            reason = f"{reason}, {_beside_the_deadline(row.deadline_at, books.now)}"
     if state is not State.REJECTED:
         row.result = result_of(books, row, state).model_dump(mode="json")
     if state is State.SUCCEEDED:
@@ -72,6 +74,11 @@ def _conclude(books: Books, row: IncarnationRow) -> None:
             feed(books, ev.JobCancelled(row.job_id))
         else:
             feed(books, ev.JobFailed(row.job_id))
+
+
+def _beside_the_deadline(deadline_at: float, now: float) -> str:
+    side = "before" if now <= deadline_at else "after"
+    return f"{abs(deadline_at - now):.0f} s {side} the deadline {when(deadline_at)}"
 
 
 def _measure_tail(books: Books, row: IncarnationRow) -> None:
@@ -236,10 +243,6 @@ def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
         parts.append(f"target loss {row.target['loss']:g} reached")
     if row.loss is not None:
         parts.append(f"loss {row.loss:.4g}")
-    if row.deadline_at is not None:
-        slack = row.deadline_at - books.now
-        side = "before" if slack >= 0 else "after"
-        parts.append(f"{abs(slack):.0f} s {side} the deadline {when(row.deadline_at)}")
     books.end(row, State.SUCCEEDED, ", ".join(parts))
 
 

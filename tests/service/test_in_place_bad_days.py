@@ -367,3 +367,29 @@ def test_of_jobs_that_wait_for_each_other_in_a_circle_one_makes_room(make_world)
         assert world.ended(job).state == "succeeded"
     assert sum(len(world.events(job, "restart_instead")) for job in jobs) == 1, "\n".join(world.story())
     assert all(never_went_back(world, job) for job in jobs)
+
+
+# -- the training is done before the change has come about ---------------------------------------------------------
+
+
+def test_who_comes_to_join_a_training_that_is_done_is_not_waited_for(world, monkeypatch):
+    job = grow(world, within=600, fake={"join_s": 500.0})
+    stop, graces_s = world.engine.stop, []
+    monkeypatch.setattr(
+        world.engine, "stop", lambda job_id, grace_s, *told: graces_s.append(grace_s) or stop(job_id, grace_s, *told)
+    )
+    assert world.ended(job).result.met, "\n".join(world.story())
+    assert set(graces_s) == {0.0}
+
+
+def test_how_long_before_its_deadline_a_job_was_done_is_said_of_when_it_was_over(world):
+    job = grow(world, within=120, fake={"join_s": 500.0})
+    for _ in range(20):
+        world.engine.fail_next("stop", "no answer")
+    world.until(lambda: world.row(job).ending, "it is done")
+    done_s = world.elapsed_s
+    done = world.ended(job)
+    assert world.elapsed_s > done_s + 5, "its joiners were there"
+    (event,) = world.events(job, "succeeded")
+    assert f"{abs(done.result.slack_s):.0f} s {'before' if done.result.met else 'after'} the deadline" in event.reason
+    assert event.reason == done.state_reason
