@@ -19,6 +19,7 @@ from elasticflow_airflow.runtime.protocol import Promotion, RescaleMode, checkpo
 from elasticflow_airflow.service import crashpoints
 from elasticflow_airflow.service.books import Books, alive, can_be_stopped, incarnation_dir
 from elasticflow_airflow.service.codec import placement_from_json
+from elasticflow_airflow.service.documents import readable
 from elasticflow_airflow.service.leftovers import Leftovers
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.rescaling import Holders, fall_back
@@ -117,7 +118,7 @@ class Actuator:
 
     def _stop(self, row: IncarnationRow) -> None:
         reason = row.state_reason or "no longer wanted"
-        grace_s = 0.0 if _has_its_result(row) else self.settings.grace_s
+        grace_s = 0.0 if (ending := readable(row.ending)) and ending.is_done else self.settings.grace_s
         self._try("stop", self.engine.stop, row.job_id, grace_s, reason)
 
     def hold(self, *, unless_renewed_within_s: float = 0.0) -> None:
@@ -139,7 +140,7 @@ class Actuator:
         """Have the engine bring a generation about, once nobody else is on its slots."""
         if not on_slots.before(due) and not _own_leavers(books, row, due):
             self._apply(row, due, books.now)
-        elif due.notes.get("vacate") and any(alive(g) for g in books.open_of(row)):
+        elif due.notes.vacate and any(alive(g) for g in books.open_of(row)):
             self._try("stop", self.engine.stop, row.job_id, self.settings.grace_s, due.reason)
 
     def _is_settled(self, row: IncarnationRow, generation: GenerationRow) -> bool:
@@ -215,7 +216,7 @@ class Actuator:
     def spec_of(self, row: IncarnationRow, generation: GenerationRow) -> GangSpec:
         """The gang that a generation's row describes."""
         command = row.submission["command"]
-        session = session_of(row, self.settings, self.snapshots, generation.notes.get("threads"))
+        session = session_of(row, self.settings, self.snapshots, generation.notes.threads)
         return GangSpec(
             job_id=row.job_id,
             incarnation=row.incarnation,
@@ -291,9 +292,3 @@ def record_drained(books: Books, actuator: Actuator) -> None:
         if (row.job_id, row.incarnation) in actuator.drained:
             row.drained = True
     actuator.drained.clear()
-
-
-def _has_its_result(row: IncarnationRow) -> bool:
-    """Whether the gang has finished and left: workers that are there still came to join, and have nothing to save."""
-    ending = row.ending or {}
-    return ending.get("state") == State.SUCCEEDED and not ending.get("use_checkpoint")

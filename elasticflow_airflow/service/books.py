@@ -19,6 +19,7 @@ from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.events import CalendarEvent, Event, GangStarted, JobProgressed
 from elasticflow_airflow.scheduler_core.values import JobState, RescaleCosts, Slot
 from elasticflow_airflow.service.faults import Faults, SchedulerFaultError
+from elasticflow_airflow.service.job_documents import Ending
 from elasticflow_airflow.service.measuring import Enough
 from elasticflow_airflow.service.models import AmendmentRow, GenerationRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.settings import ServiceSettings
@@ -187,7 +188,7 @@ class Books:
             return desired
         for generation in self.open_of(row):
             between = training.generation < generation.generation < desired.generation
-            wanted = generation.state != GangState.ENDED and not generation.notes.get("dropped")
+            wanted = generation.state != GangState.ENDED and not generation.notes.dropped
             if between and wanted and generation.lost:
                 return generation
         return desired
@@ -235,7 +236,7 @@ class Books:
         """Decide how a job ends; it is over when its last worker has left. The first decision counts."""
         if row.terminal or row.ending:
             return
-        row.ending = {"state": state.value, "reason": reason, "failure": failure, "use_checkpoint": use_checkpoint}
+        row.ending = Ending(state, reason, failure, use_checkpoint)
         row.desired_generation = None
         row.state_reason = reason
 

@@ -6,6 +6,7 @@ is judged.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from elasticflow_airflow.engines.port import GangOutcome
@@ -15,6 +16,7 @@ from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.service import history, outlook
 from elasticflow_airflow.service.books import Books, with_cost
 from elasticflow_airflow.service.deciding import feed, when
+from elasticflow_airflow.service.generation_notes import OutOfMemory
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.wire import EventKind, JobResult, State
 
@@ -33,14 +35,15 @@ def conclude(books: Books) -> None:
 
 
 def _conclude(books: Books, row: IncarnationRow) -> None:
-    assert row.ending is not None  # the caller looked
-    state, reason = State(row.ending["state"]), str(row.ending["reason"])
-    if state is State.SUCCEEDED and row.ending["use_checkpoint"] and row.promoted is None:
+    ending = row.ending
+    assert ending is not None  # the caller looked
+    state, reason = ending.state, ending.reason
+    if state is State.SUCCEEDED and ending.use_checkpoint and row.promoted is None:
         state, reason = State.FAILED, f"{reason}, but there is no checkpoint to use"
-        row.ending = {**row.ending, "failure": reason}
+        row.ending = ending = replace(ending, failure=reason)
     row.finished_at = books.now
-    row.failure = row.ending["failure"]
-    if state is State.SUCCEEDED and not row.ending["use_checkpoint"]:
+    row.failure = ending.failure
+    if state is State.SUCCEEDED and not ending.use_checkpoint:
         _measure_tail(books, row)
         if row.deadline_at is not None:
             reason = f"{reason}, {_beside_the_deadline(row.deadline_at, books.now)}"
@@ -162,25 +165,25 @@ def _handle(books: Books, generation: GenerationRow) -> None:
 
 def _settle(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
     outcome = generation.outcome
-    if generation.notes.get("too_many") and not row.ending:
+    if generation.notes.too_many and not row.ending:
         if row.desired_generation == generation.generation:
             _again(books, row, f"its script has {row.logical_workers} logical workers, fewer than there were workers")
         return
-    if generation.notes.get("kind") == UNTRAINED and not row.ending:
-        books.end(row, State.FAILED, str(generation.notes["message"]), failure=_failure(generation))
+    if generation.notes.kind == UNTRAINED and not row.ending:
+        books.end(row, State.FAILED, str(generation.notes.message), failure=_failure(generation))
         return
-    if outcome == GangOutcome.FINISHED and not (row.ending and row.ending["state"] != State.SUCCEEDED):
+    if outcome == GangOutcome.FINISHED and not (row.ending and row.ending.state is not State.SUCCEEDED):
         _finished(books, row, generation)
         return
     if row.ending:
         return
     was_desired = row.desired_generation == generation.generation or _trained_until_now(books, row, generation)
-    if outcome == GangOutcome.FAILED and generation.notes.get("kind") == "nan_loss":
+    if outcome == GangOutcome.FAILED and generation.notes.kind == "nan_loss":
         books.end(row, State.FAILED, f"the loss is not a number at step {row.step}", failure=_failure(generation))
-    elif generation.notes.get("out_of_memory") is not None and outcome == GangOutcome.FAILED:
+    elif generation.notes.out_of_memory is not None and outcome == GangOutcome.FAILED:
         _out_of_memory(books, row, generation)
     elif not was_desired:
-        if outcome == GangOutcome.FAILED and not generation.notes.get("dropped"):
+        if outcome == GangOutcome.FAILED and not generation.notes.dropped:
             reason = f"generation {generation.generation} failed while it was leaving: {_first_line(generation)}"
             books.event(EventKind.WARNING, reason, row, generation=generation.generation)
     elif generation.stop_cause == "hang":
@@ -208,7 +211,7 @@ def _trained_until_now(books: Books, row: IncarnationRow, generation: Generation
 
 
 def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
-    finished = generation.notes.get("finished")
+    finished = generation.notes.finished
     total = row.total_steps
     done = row.step
     if finished is None and row.ever_reported and total is not None and done < total - 1:
@@ -222,7 +225,7 @@ def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
     if finished is None and (untrained := _trained_nothing(row, generation)) is not None:
         books.end(row, State.FAILED, untrained, failure=untrained)
         return
-    reached, early = outlook.reached(row), (finished or {}).get("early")
+    reached, early = outlook.reached(row), None if finished is None else finished.early
     if finished is not None and total is not None and done < total and not reached and not early:
         reason = (
             f"the script says that it is finished after {done} of {total} steps: if that is meant, let it say why, with"
@@ -230,8 +233,8 @@ def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
         )
         books.end(row, State.FAILED, reason, failure=reason)
         return
-    if finished is not None and finished.get("path") and (row.promoted or {}).get("path") != finished["path"]:
-        reason = f"the final checkpoint {finished['path']} is missing or damaged"
+    if finished is not None and finished.path and (row.promoted or {}).get("path") != finished.path:
+        reason = f"the final checkpoint {finished.path} is missing or damaged"
         _restart_or_fail(books, row, generation, reason, progressed=True)
         return
     parts = [f"done: {done} steps"]
@@ -248,7 +251,7 @@ def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
 
 def _trained_nothing(row: IncarnationRow, generation: GenerationRow) -> str | None:
     """Why status 0 is no success of workers that have reported no step; None: nothing speaks against it."""
-    if generation.notes.get("uses_session") and generation.first_step is None:
+    if generation.notes.uses_session and generation.first_step is None:
         return (
             "the script uses elasticflow_airflow.runtime, and ended with status 0 before its first session.step(), by"
             " os._exit() or the like: nothing was trained"
@@ -281,12 +284,12 @@ def _unread_progress(row: IncarnationRow) -> str | None:
 
 
 def _out_of_memory(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
-    said = generation.notes["out_of_memory"]
+    said = generation.notes.out_of_memory or OutOfMemory()
     global_batch = int(row.submission["global_batch_size"])
-    micro = int(said.get("micro_batch_size") or row.micro_batch_size or global_batch)
+    micro = said.micro_batch_size or row.micro_batch_size or global_batch
     if micro <= 1:
         reason = "the device's memory does not suffice for a micro-batch of 1: use a smaller model or a larger device"
-        books.end(row, State.FAILED, reason, failure=f"{reason}\n{said.get('message', '')}".strip())
+        books.end(row, State.FAILED, reason, failure=f"{reason}\n{said.message}".strip())
         return
     row.micro_batch_size = smaller = (micro + 1) // 2  # Of three two are left: one alone cannot train BatchNorm.
     _again(
@@ -298,7 +301,7 @@ def _out_of_memory(books: Books, row: IncarnationRow, generation: GenerationRow)
 
 
 def _failed(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
-    if generation.notes.get("exit_zero") and generation.notes.get("finished") is None:
+    if generation.notes.exit_zero and generation.notes.finished is None:
         if (untrained := _trained_nothing(row, generation)) is not None:
             books.end(row, State.FAILED, untrained, failure=untrained)
             return
@@ -311,8 +314,8 @@ def _failed(books: Books, row: IncarnationRow, generation: GenerationRow) -> Non
             return
         books.end(row, State.FAILED, reason, failure=reason)
         return
-    by_signal = bool(generation.notes.get("signalled"))
-    if generation.notes.get("kind") == "bad_checkpoint":
+    by_signal = generation.notes.signalled
+    if generation.notes.kind == "bad_checkpoint":
         by_signal = True
     progressed = row.step > max(row.restart_step, 0) or (row.promoted or {}).get("step", -1) > row.restart_step
     _restart_or_fail(books, row, generation, _first_line(generation), progressed=progressed or by_signal)
@@ -358,10 +361,10 @@ def _again(books: Books, row: IncarnationRow, reason: str) -> None:
 
 
 def _failure(generation: GenerationRow) -> str:
-    return generation.failure or generation.notes.get("message") or "no message"
+    return generation.failure or generation.notes.message or "no message"
 
 
 def _first_line(generation: GenerationRow) -> str:
-    text = generation.notes.get("message") or generation.failure or "no message"
+    text = generation.notes.message or generation.failure or "no message"
     lines = [line for line in str(text).splitlines() if line.strip()]
     return lines[0][:300] if lines else "no message"

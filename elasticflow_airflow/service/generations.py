@@ -11,6 +11,7 @@ from typing import Any
 from elasticflow_airflow.engines.port import GangState
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.service.books import Books, alive
+from elasticflow_airflow.service.generation_notes import GenerationNotes
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.sessions import threads_begun_with
 
@@ -24,18 +25,18 @@ def can_continue(books: Books, row: IncarnationRow) -> GenerationRow | None:
     desired, training = books.desired(row), books.training(row)
     if training is None or desired is None or desired.desired != "run" or row.ending:
         return None
-    if not training.notes.get("in_place") or training.notes.get("finished") or gave_up(books, row):
+    if not training.notes.in_place or training.notes.finished or gave_up(books, row):
         return None
     return training
 
 
 def unbegun_restart_of(books: Books, row: IncarnationRow, ordered: GenerationRow) -> GenerationRow | None:
     """The gang that trains and was not told to leave yet, as the restart that was ordered waits for its slots."""
-    if ordered.state != "ordered" or ordered.mode != RescaleMode.RESTART or ordered.notes.get("vacate"):
+    if ordered.state != "ordered" or ordered.mode != RescaleMode.RESTART or ordered.notes.vacate:
         return None
     open_ones = [g for g in books.open_of(row) if g is not ordered and g.state != "ordered"]
     alone = open_ones[0] if len(open_ones) == 1 else None
-    if alone is None or alone.state != GangState.RUNNING or alone.desired != "run" or alone.notes.get("finished"):
+    if alone is None or alone.state != GangState.RUNNING or alone.desired != "run" or alone.notes.finished:
         return None
     return alone
 
@@ -63,9 +64,6 @@ def order(
     job = books.jobs[row.job_id]
     job.generation += 1
     mode = RescaleMode.RESTART if continues is None else RescaleMode.IN_PLACE
-    notes: dict[str, Any] = {"ordered_at_step": row.step, **({"own": True} if own else {})}
-    if (threads := threads_begun_with(books.tx, row)) is not None:
-        notes["threads"] = threads
     generation = GenerationRow(
         job_id=row.job_id,
         generation=job.generation,
@@ -86,7 +84,7 @@ def order(
         handled=False,
         window={},
         folded={},
-        notes=notes,
+        notes=GenerationNotes(ordered_at_step=row.step, own=own, threads=threads_begun_with(books.tx, row)),
         log_names=[],
     )
     books.add_generation(generation)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from elasticflow_airflow import bounds
 from elasticflow_airflow.service.books import incarnation_dir
 from elasticflow_airflow.service.deciding import when
+from elasticflow_airflow.service.documents import readable
 from elasticflow_airflow.service.models import AmendmentRow, DrainRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.refusal import Refusal, never_fits, no_such_job, stale_claim, wrong_job_id
@@ -23,7 +24,6 @@ from elasticflow_airflow.service.secrets import SecretBox
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import SHA256, Snapshots
 from elasticflow_airflow.service.store import Current, Reader, Store, Writer
-from elasticflow_airflow.service.stored_bounds import ending_of
 from elasticflow_airflow.service.view import UNREADABLE, status_of
 from elasticflow_airflow.wire import (
     AmendRequest,
@@ -435,8 +435,8 @@ def _attachable(row: IncarnationRow, asked: _Asked, submission: JobSubmission) -
         return row.state == State.SUCCEEDED and not row.acknowledged
     if not row.ending:
         return True
-    ending = ending_of(row)
-    return ending is not None and ending[0] is State.SUCCEEDED
+    ending = readable(row.ending)
+    return ending is not None and ending.state is State.SUCCEEDED
 
 
 def _resumable(row: IncarnationRow, asked: _Asked, submission: JobSubmission) -> bool:

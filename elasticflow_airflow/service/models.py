@@ -23,6 +23,10 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from elasticflow_airflow.service.documents import Document
+from elasticflow_airflow.service.generation_notes import GenerationNotes
+from elasticflow_airflow.service.job_documents import Ending
+
 SCHEMA_HEAD = "0011"
 """Newest Alembic revision: a database that is already there needs no Alembic at start."""
 
@@ -105,8 +109,7 @@ class IncarnationRow(Base):
     best_effort: Mapped[bool] = mapped_column(Boolean)
     value: Mapped[float]
     scheduler_state: Mapped[dict[str, Any] | None] = mapped_column(default=None)
-    ending: Mapped[dict[str, Any] | None] = mapped_column(default=None)
-    """The end that was decided, while the workers are still leaving: state, reason, failure, use_checkpoint."""
+    ending: Mapped[Ending | None] = mapped_column(Document(Ending), default=None)
     parked: Mapped[bool] = mapped_column(Boolean, default=False)
     lease_expires_at: Mapped[float | None] = mapped_column(default=None)
     desired_generation: Mapped[int | None] = mapped_column(Integer, default=None)
@@ -202,8 +205,7 @@ class GenerationRow(Base):
     """Measurement under way: skipped_steps, steps, seconds, and so on (see measuring.py)."""
     folded: Mapped[dict[str, Any]] = mapped_column(default=dict)
     """How many reports of each worker are folded in: reports come at least once."""
-    notes: Mapped[dict[str, Any]] = mapped_column(default=dict)
-    """What the reports said of the end: finished, out_of_memory, failed."""
+    notes: Mapped[GenerationNotes] = mapped_column(Document(GenerationNotes), default=GenerationNotes)
     log_names: Mapped[list[Any]] = mapped_column(default=list)
     failure: Mapped[str | None] = mapped_column(Text, default=None)
 

@@ -23,6 +23,7 @@ from elasticflow_airflow.service.books import Books, with_cost
 from elasticflow_airflow.service.candidates import CANDIDATE_PATH
 from elasticflow_airflow.service.codec import placement_from_json
 from elasticflow_airflow.service.deciding import feed, feed_reports
+from elasticflow_airflow.service.generation_notes import Finished, OutOfMemory
 from elasticflow_airflow.service.models import CandidateRow, GenerationRow, IncarnationRow
 from elasticflow_airflow.service.reported import within_bounds
 from elasticflow_airflow.service.rescaling import go_on_as_planned
@@ -124,10 +125,11 @@ def _fold_state(
         generation.ended_at = books.now
         generation.outcome = None if gang.outcome is None else gang.outcome.value
         codes = [worker.exit_code for worker in gang.workers]
-        notes = dict(generation.notes)
-        notes["exit_zero"] = bool(codes) and all(code == 0 for code in codes)
-        notes["signalled"] = any(code is not None and code < 0 for code in codes)
-        generation.notes = notes
+        generation.notes = replace(
+            generation.notes,
+            exit_zero=bool(codes) and all(code == 0 for code in codes),
+            signalled=any(code is not None and code < 0 for code in codes),
+        )
         if gang.failure:
             generation.failure = clean_text(redact(gang.failure, hidden), tail=True)
 
@@ -156,8 +158,8 @@ def _running(books: Books, row: IncarnationRow, generation: GenerationRow) -> No
 def _switched(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
     """All workers of a change in place are in it: say what it cost, and keep that for the plans to come."""
     before = books.tx.generation(row.job_id, generation.continues or 0)
-    switch = generation.notes.get("switch", {})
-    pause_s, size_bytes = switch.get("pause_s"), switch.get("state_bytes")
+    switch = generation.notes.switch
+    pause_s, size_bytes = switch.pause_s, switch.state_bytes
     step = row.step if generation.first_step is None else generation.first_step
     new = before is not None and any(slot not in before.placement for slot in generation.placement)
     books.event(
@@ -173,10 +175,10 @@ def _switched(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
     )
     costs = dict(row.costs)
     if pause_s is not None and not generation.lost:
-        costs = with_cost(costs, "in_place_pause_s", float(pause_s))
+        costs = with_cost(costs, "in_place_pause_s", pause_s)
     if new and not generation.lost:
         began_at = generation.created_at if generation.holding_at is None else generation.holding_at
-        joined_s = max(0.0, float(switch.get("at_s", books.now)) - began_at)
+        joined_s = max(0.0, (books.now if switch.at_s is None else switch.at_s) - began_at)
         costs = with_cost(costs, "join_s", joined_s)
         row.in_place = {**row.in_place, "failures": 0}
     if costs != row.costs:
@@ -196,12 +198,12 @@ def _tell_costs(books: Books, row: IncarnationRow) -> None:
 
 def _tell_started(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
     """Tell the scheduler, once. A gang that is measured has started when it says so: a silent one may still load."""
-    if row.desired_generation != generation.generation or row.ending or generation.notes.get("told_started"):
+    if row.desired_generation != generation.generation or row.ending or generation.notes.told_started:
         return
     if generation.purpose == Purpose.PROFILE and generation.first_step is None:
         return
-    generation.notes = {**generation.notes, "told_started": True}
-    if generation.notes.get("own"):
+    generation.notes = replace(generation.notes, told_started=True)
+    if generation.notes.own:
         outlook.tell(books, row)
         go_on_as_planned(books, row, generation)
     else:
@@ -212,7 +214,7 @@ def _tell_started(books: Books, row: IncarnationRow, generation: GenerationRow) 
 
 def _tell_able(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
     """Plan with the pauses of changes in place, or of restarts, whichever this session can have."""
-    able = bool(generation.notes.get("in_place"))
+    able = bool(generation.notes.in_place)
     if generation.first_step is not None and row.in_place.get("able") is not able:
         row.in_place = {**row.in_place, "able": able}
         _tell_costs(books, row)
@@ -264,7 +266,7 @@ def _fold_reports(
             stragglers.note(books, generation, report)
             samples.take_worker(books, row, generation, report)
         if report.kind is ReportKind.WARNING and report.data.get("absent"):
-            generation.notes = {**generation.notes, "absent": [str(worker) for worker in report.data["absent"]]}
+            generation.notes = replace(generation.notes, absent=tuple(map(str, report.data["absent"])))
         if report.rank == 0 or report.kind in (ReportKind.FAILED, ReportKind.OUT_OF_MEMORY):
             progressed |= _fold_report(books, row, generation, report)
     if folded != generation.folded:
@@ -284,11 +286,10 @@ def _without_secrets(report: Report, hidden: Mapping[str, str]) -> Report:
 def _fold_report(books: Books, row: IncarnationRow, generation: GenerationRow, report: Report) -> bool:
     """Fold in one report; True when it is news of progress."""
     data: Mapping[str, Any] = report.data
-    note: dict[str, Any] = {}
     message = clean_text(str(data.get("message", "")), tail=True)
     match report.kind:
         case ReportKind.USES_SESSION:
-            note = {"uses_session": True}
+            generation.notes = replace(generation.notes, uses_session=True)
         case ReportKind.STARTED:
             return _started(books, row, generation, report)
         case ReportKind.PROGRESS:
@@ -296,31 +297,31 @@ def _fold_report(books: Books, row: IncarnationRow, generation: GenerationRow, r
         case ReportKind.CHECKPOINT:
             _candidate(books, row, generation, str(data.get("path", "")), report)
         case ReportKind.STOPPED:
-            note = {"stopped": report.step}
             if data.get("logical_workers") is not None:
-                note["too_many"] = True
+                generation.notes = replace(generation.notes, too_many=True)
                 _adopt_logical_workers(books, row, report)
         case ReportKind.FINISHED:
             early = clean_text(str(data.get("early") or ""), TEXT_CHARACTERS)
-            note = {"finished": {"path": data.get("path"), "early": early}}
+            path = None if data.get("path") is None else str(data["path"])
+            generation.notes = replace(generation.notes, finished=Finished(path, early or None))
             outlook.finished(books, row, report)
             row.metrics = dict(data.get("metrics") or {})
             row.step = max(row.step, report.step)
             row.loss = _number(data.get("loss"), row.loss)
             samples.take(books, row, generation, min(report.at_s, books.now), row.steps_per_s, last=True)
-            if data.get("path"):
-                _candidate(books, row, generation, str(data["path"]), report)
+            if path:
+                _candidate(books, row, generation, path, report)
         case ReportKind.OUT_OF_MEMORY:
-            note = {"out_of_memory": {"micro_batch_size": data.get("micro_batch_size"), "message": message}}
+            size = _number(data.get("micro_batch_size"), None)
+            trouble = OutOfMemory(None if size is None else int(size), message)
+            generation.notes = replace(generation.notes, out_of_memory=trouble)
         case ReportKind.FAILED:
             row.step = max(row.step, report.step)  # Where it fails, which is later than what was reported last.
-            note = {"message": message, "kind": data.get("kind"), "rank": report.rank}
+            kind = None if data.get("kind") is None else str(data["kind"])
+            generation.notes = generation.notes.failed(message, kind, report.rank)
         case ReportKind.WARNING:
             if data.get("field") is None or _is_new(row, str(data["field"])):
                 books.event(EventKind.WARNING, message, row, generation=generation.generation)
-    if note:
-        # Who failed first names the cause; the others only lost their peer.
-        generation.notes = {**note, **generation.notes} if report.kind is ReportKind.FAILED else generation.notes | note
     return report.kind is ReportKind.FINISHED and outlook.reached(row)  # Else the last step has said so already.
 
 
@@ -342,18 +343,13 @@ def _is_new(row: IncarnationRow, field: str) -> bool:
 
 def _note_switch(generation: GenerationRow, report: Report, now: float) -> None:
     """Keep what the workers say of a change in place: it is over when the last is in it, and cost what it cost most."""
-    data, notes = report.data, dict(generation.notes)
+    data = report.data
     if report.rank == 0:
-        notes["in_place"] = bool(data.get("in_place"))
+        generation.notes = replace(generation.notes, in_place=bool(data.get("in_place")))
     if generation.mode == RescaleMode.IN_PLACE:
-        switch = dict(notes.get("switch", {}))
-        said = {"at_s": min(report.at_s, now), "pause_s": data.get("pause_s"), "state_bytes": data.get("state_bytes")}
-        for name, value in said.items():
-            number = _number(value, None)
-            if number is not None:
-                switch[name] = max(number, switch.get(name, number))
-        notes["switch"] = switch
-    generation.notes = notes
+        pause_s, state_bytes = _number(data.get("pause_s"), None), _number(data.get("state_bytes"), None)
+        switch = generation.notes.switch.at_least(_number(min(report.at_s, now), None), pause_s, state_bytes)
+        generation.notes = replace(generation.notes, switch=switch)
 
 
 def _started(books: Books, row: IncarnationRow, generation: GenerationRow, report: Report) -> bool:
@@ -362,9 +358,9 @@ def _started(books: Books, row: IncarnationRow, generation: GenerationRow, repor
     generation.first_step = report.step
     data = report.data
     if data.get("micro_batch_size") and row.micro_batch_size is None:
-        generation.notes = {**generation.notes, "micro_batch_size": data["micro_batch_size"]}
+        generation.notes = replace(generation.notes, micro_batch_size=data["micro_batch_size"])
     if data.get("threads") and report.rank == 0:
-        generation.notes = {**generation.notes, "threads": data["threads"]}
+        generation.notes = replace(generation.notes, threads=data["threads"])
     if data.get("seed") is not None:
         row.seed = int(data["seed"]) if row.seed is None else row.seed
         if first:
@@ -401,7 +397,7 @@ def _adopt_logical_workers(books: Books, row: IncarnationRow, report: Report) ->
 def _progress(books: Books, row: IncarnationRow, generation: GenerationRow, report: Report) -> bool:
     row.ever_reported = True
     last = generation.last_step
-    if last is not None and report.step < last and report.worker_id != generation.notes.get("progress_of"):
+    if last is not None and report.step < last and report.worker_id != generation.notes.progress_of:
         return False  # Rank 0 before a change, whose file was read before what came next was written in another's.
     if last is not None and report.step < last:
         reason = f"the progress went backwards, from step {last} to {report.step}, without a restart"
@@ -420,8 +416,8 @@ def _progress(books: Books, row: IncarnationRow, generation: GenerationRow, repo
     if steps and seconds and seconds > 0:
         generation.window = measuring.add_window(generation.window, int(steps), float(seconds), books.enough)
     generation.last_step, generation.last_step_at = report.step, at_s
-    if generation.notes.get("progress_of") != report.worker_id:
-        generation.notes = {**generation.notes, "progress_of": report.worker_id}
+    if generation.notes.progress_of != report.worker_id:
+        generation.notes = replace(generation.notes, progress_of=report.worker_id)
     if generation.first_step is None:
         generation.first_step = report.step
     row.step, row.last_step_at = report.step, at_s
@@ -444,10 +440,10 @@ def _tell_progress(books: Books, row: IncarnationRow, generation: GenerationRow)
             _tell_progress_meanwhile(books, row, generation)
         return
     _measure(books, row, generation)
-    if generation.purpose == Purpose.PROFILE and not generation.notes.get("measured"):
+    if generation.purpose == Purpose.PROFILE and not generation.notes.measured:
         speed = measuring.measured_speed(generation.window, books.enough)
         if speed is not None:
-            generation.notes = {**generation.notes, "measured": True}
+            generation.notes = replace(generation.notes, measured=True)
             reason = f"measured {speed:.3g} steps/s with {_workers(generation.workers)}"
             books.event(EventKind.MEASURED, reason, row, workers=generation.workers, steps_per_s=speed)
             if not row.submission["scaling_curve"]:  # Even if it is refused, its next run need not measure that again.
@@ -480,16 +476,16 @@ def _measure(books: Books, row: IncarnationRow, generation: GenerationRow) -> No
     if speed is None or generation.last_step_at is None:
         return
     row.speeds = {**row.speeds, str(generation.workers): speed}
-    if generation.notes.get("cost_measured") or generation.mode == RescaleMode.IN_PLACE:
+    if generation.notes.cost_measured or generation.mode == RescaleMode.IN_PLACE:
         return
-    generation.notes = {**generation.notes, "cost_measured": True}
+    generation.notes = replace(generation.notes, cost_measured=True)
     began_at = measuring.training_began_at(generation.window, generation.last_step_at, speed)
     lost_s = began_at - generation.created_at
     if generation.fresh_start:
         row.costs = with_cost(row.costs, "startup_s", max(0.0, lost_s))
         return
     # The gang before trained on while this one was getting ready: what it did counts, at this one's speed.
-    ordered_step, first_step = generation.notes.get("ordered_at_step"), generation.first_step
+    ordered_step, first_step = generation.notes.ordered_at_step, generation.first_step
     if ordered_step is not None and first_step is not None:
         lost_s -= max(0, first_step - ordered_step) / speed
         row.costs = with_cost(row.costs, "pause_s", max(0.0, lost_s))

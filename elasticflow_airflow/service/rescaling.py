@@ -16,6 +16,7 @@ What the service orders by itself is told to the scheduler once it runs. Rows in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from elasticflow_airflow.engines.port import GangState, WorkerObservation
@@ -45,15 +46,15 @@ def _heal(books: Books, row: IncarnationRow) -> None:
     desired, training = books.desired(row), books.training(row)
     if desired is None or training is None or row.terminal or row.ending or desired.desired != "run":
         return
-    if training.notes.get("finished"):
+    if training.notes.finished:
         return
     workers = _workers(books, training)
     codes = {worker.exit_code for worker in workers} - {None}
-    is_session = "in_place" in training.notes
+    is_session = training.notes.in_place is not None
     if is_session and desired is training and 0 in codes and any(worker.exit_code is None for worker in workers):
         _end_left_alone(books, row, training)
         return
-    if not training.notes.get("in_place"):
+    if not training.notes.in_place:
         return
     leaving = 0 in codes  # As it is done; or, in a change, because it is not in the new gang.
     if any(code > 0 for code in codes if code is not None) or (leaving and desired is training):
@@ -69,9 +70,9 @@ def _heal(books: Books, row: IncarnationRow) -> None:
 
 def _end_left_alone(books: Books, row: IncarnationRow, training: GenerationRow) -> None:
     """End a training of which a worker has left without a word: the others would wait for it for ever."""
-    left_at = training.notes.get("left_at")
+    left_at = training.notes.left_at
     if left_at is None:
-        training.notes = {**training.notes, "left_at": books.now}
+        training.notes = replace(training.notes, left_at=books.now)
     elif books.now > left_at + LEFT_ALONE_S:
         left = [worker for worker in _workers(books, training) if worker.exit_code == 0]
         said = _names(left, ["ended with status 0" for _ in left])
@@ -96,7 +97,7 @@ def recover(books: Books, row: IncarnationRow, training: GenerationRow, lost: se
         for generation in (desired, training):
             if generation is not None:
                 generation.desired, generation.stop_cause = "stop", "deaths"
-        training.notes = {**training.notes, "message": reason}
+        training.notes = replace(training.notes, message=reason)
         return
     row.in_place = {**row.in_place, "recoveries": [*before, books.now]}
     _drop_unswitched(books, row, training)
@@ -144,7 +145,7 @@ def fall_back(books: Books, row: IncarnationRow, generation: GenerationRow, why:
     training = books.training(row)
     before = training.workers if training is not None and training is not generation else 0
     _drop_unswitched(books, row, training)
-    generation.notes = {**generation.notes, "dropped": True}
+    generation.notes = replace(generation.notes, dropped=True)
     further = " and so are all further changes" if gave_up(books, row) else ""
     reason = f"{why}: changed by stop, save and restart instead{further}"
     restart = order(
@@ -154,7 +155,7 @@ def fall_back(books: Books, row: IncarnationRow, generation: GenerationRow, why:
         purpose=generation.purpose,
         reason=reason,
         continues=None,
-        own=bool(generation.notes.get("own")),
+        own=generation.notes.own,
     )
     books.event(
         EventKind.RESTART_INSTEAD,
@@ -175,7 +176,7 @@ def break_circles(books: Books) -> None:
     for row in books.rows:
         with books.on_behalf_of(row.job_id, "looking for whom it waits"):
             due = books.due(row)
-            if due is None or due.state != "ordered" or row.ending or due.notes.get("vacate"):
+            if due is None or due.state != "ordered" or row.ending or due.notes.vacate:
                 continue
             holders = on_slots.before(due)
             if holders and any(alive(g) for g in books.open_of(row)):
@@ -184,7 +185,7 @@ def break_circles(books: Books) -> None:
         if job_id in waiting and _reaches(waiting, job_id, job_id):
             row, due, holders = waiting.pop(job_id)
             due.mode, due.continues, due.lost = RescaleMode.RESTART.value, None, []
-            due.notes = {**due.notes, "vacate": True}
+            due.notes = replace(due.notes, vacate=True)
             others = ", ".join(sorted(holders))
             reason = f"its new slots are held by {others}, waiting for its own: saves, makes room, and starts again"
             books.event(EventKind.RESTART_INSTEAD, reason, row, mode=due.mode, workers=due.workers)
@@ -249,7 +250,7 @@ def _look_after_joiners(books: Books, row: IncarnationRow, training: GenerationR
     if change.running_at is not None:
         return
     staying = {worker.worker_id for worker in _workers(books, training)}
-    absent = set(training.notes.get("absent", ()))
+    absent = set(training.notes.absent)
     joiners = [w for w in _workers(books, change) if w.worker_id not in staying]
     dead = [w for w in joiners if w.exit_code is not None or w.worker_id in absent]
     if not dead and change.state != GangState.ENDED:
@@ -258,8 +259,8 @@ def _look_after_joiners(books: Books, row: IncarnationRow, training: GenerationR
         said = _names(dead, [_why_it_did_not_join(worker) for worker in dead])
     else:
         said = f"generation {change.generation} ended before it could train: {change.failure or 'nobody said why'}"
-    if change.purpose == Purpose.PROFILE and not change.notes.get("measured") and books.knows(row.job_id):
-        change.notes = {**change.notes, "measured": True}
+    if change.purpose == Purpose.PROFILE and not change.notes.measured and books.knows(row.job_id):
+        change.notes = replace(change.notes, measured=True)
         _count_failure(row)
         _stay(books, row, training, dead, said)
         books.event(EventKind.NOT_MEASURED, f"{change.workers} workers could not be measured: {said}", row)
@@ -325,7 +326,7 @@ def _drop_unswitched(books: Books, row: IncarnationRow, training: GenerationRow 
     """Mark changes that have not come about: what becomes of them means nothing for the job."""
     for generation in books.open_of(row):
         if training is not None and generation.generation > training.generation:
-            generation.notes = {**generation.notes, "dropped": True}
+            generation.notes = replace(generation.notes, dropped=True)
 
 
 def _count_failure(row: IncarnationRow) -> None:

@@ -66,8 +66,8 @@ def threads_begun_with(tx: UnitOfWork, row: IncarnationRow) -> int | None:
         return None
     while one is not None:
         for generation in sorted(tx.generations(one.job_id, one.incarnation), key=lambda g: g.generation):
-            if generation.notes.get("threads"):
-                return int(generation.notes["threads"])
+            if generation.notes.threads:
+                return generation.notes.threads
         goes_on = one.promoted is not None and one.resume_from is not None
         one = tx.incarnation(one.job_id, one.resume_from) if goes_on and one.resume_from is not None else None
     return None
@@ -85,7 +85,7 @@ def trained_with(
     began = sorted((one for one in generations if one.first_step is not None), key=lambda one: one.generation)
     if not began:
         return None
-    threads = [one.notes["threads"] for one in began if one.notes.get("threads")]
+    threads = [one.notes.threads for one in began if one.notes.threads]
     session = session_of(row, settings, snapshots, threads[0] if threads else None)
     return TrainedWith(
         code_dir=session.code_dir,
@@ -94,6 +94,6 @@ def trained_with(
         threads=threads[0] if threads else None,
         threads_differed=len(set(threads)) > 1,
         micro_batch_changed=any(
-            one.notes.get("out_of_memory") is not None and (after.first_step or 0) > 0 for one, after in pairwise(began)
+            one.notes.out_of_memory is not None and (after.first_step or 0) > 0 for one, after in pairwise(began)
         ),
     )

@@ -16,13 +16,14 @@ from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.values import JobState, Slot
 from elasticflow_airflow.service.books import Books, alive, can_be_stopped
 from elasticflow_airflow.service.codec import placement_from_json, slots_to_json
+from elasticflow_airflow.service.documents import readable
 from elasticflow_airflow.service.faults import Fault, find_culprits
+from elasticflow_airflow.service.job_documents import Ending
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.secrets import redact
 from elasticflow_airflow.service.stored_bounds import (
     amendment_out_of_bounds,
     course_out_of_bounds,
-    ending_of,
     submission_out_of_bounds,
 )
 from elasticflow_airflow.wire import EventKind, State
@@ -167,7 +168,8 @@ def _end(books: Books, row: IncarnationRow) -> None:
     for generation in books.open_of(row):
         generation.state, generation.outcome = GangState.ENDED.value, GangOutcome.STOPPED.value
         generation.judged = generation.handled = True
-    state, reason = ending_of(row) or (State.FAILED, "it was to end, and how cannot be read any more")
+    ending = readable(row.ending) or Ending(State.FAILED, "it was to end, and how cannot be read any more")
+    state, reason = ending.state, ending.reason
     if state is State.SUCCEEDED:
         state, reason = State.FAILED, f"{reason}; but it was set aside, and what it has reached could not be read"
     row.finished_at = books.now

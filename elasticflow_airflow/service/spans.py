@@ -110,8 +110,8 @@ def names_of(job: JobRow) -> dict[str, object]:
 
 def pause_of(generation: Held) -> float:
     """How long training stood still for a change in place, in seconds."""
-    pause_s = generation.notes.get("switch", {}).get("pause_s")
-    return 0.0 if pause_s is None else max(0.0, float(pause_s))
+    pause_s = generation.notes.switch.pause_s
+    return 0.0 if pause_s is None else max(0.0, pause_s)
 
 
 def held(generations: Sequence[Held], now: float) -> list[Interval]:

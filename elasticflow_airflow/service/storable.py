@@ -14,6 +14,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from elasticflow_airflow.service.documents import Document
 from elasticflow_airflow.service.models import Base
 
 _LONGEST_JSON = 8 * 2**20
@@ -34,7 +35,9 @@ def check_storable(kind: type[Base], values: Mapping[str, Any]) -> None:
 
 
 def _check(column: sa.types.TypeEngine[Any], value: Any) -> None:
-    if isinstance(column, sa.JSON):
+    if isinstance(column, Document):
+        _check_json(column.to_json(value))
+    elif isinstance(column, sa.JSON):
         _check_json(value)
     elif isinstance(column, sa.String):
         _check_text(value)

@@ -21,6 +21,7 @@ from sqlalchemy.orm import Session, defer, load_only, sessionmaker
 from elasticflow_airflow.engines.port import STANDING
 from elasticflow_airflow.insight import DagAsked
 from elasticflow_airflow.service import crashpoints
+from elasticflow_airflow.service.generation_notes import GenerationNotes
 from elasticflow_airflow.service.models import (
     AmendmentRow,
     AvoidedSlotRow,
@@ -133,7 +134,7 @@ class Holding(NamedTuple):
     running_at: float | None
     ended_at: float | None
     last_step_at: float | None
-    notes: dict[str, Any]
+    notes: GenerationNotes
 
 
 class Reader:
@@ -377,7 +378,7 @@ class Reader:
             .execution_options(yield_per=_ROWS_AT_ONCE)
         )
         for (_, recurring_key), rows in itertools.groupby(self.session.execute(query), key=lambda row: row[:2]):
-            yield recurring_key, [Holding._make((*row[2:-1], row[-1] or {})) for row in rows]
+            yield recurring_key, [Holding._make((*row[2:-1], row[-1] or GenerationNotes())) for row in rows]
 
     def totals_between(self, from_at: float, until_at: float) -> list[DagAsked]:
         """By DAG, what was asked for and how it went, of all that was submitted and not over between two moments."""

@@ -15,8 +15,9 @@ from pydantic import ValidationError
 from elasticflow_airflow import bounds
 from elasticflow_airflow.runtime.protocol import Promotion
 from elasticflow_airflow.scheduler_core.values import JobState
+from elasticflow_airflow.service.documents import Unreadable
 from elasticflow_airflow.service.models import AmendmentRow, IncarnationRow
-from elasticflow_airflow.wire import JobSubmission, State
+from elasticflow_airflow.wire import JobSubmission
 from elasticflow_airflow.wire.fields import OUT_OF_BOUNDS
 
 _KINDS = {OUT_OF_BOUNDS, "float_type", "int_type", "too_long"}
@@ -56,7 +57,7 @@ def course_out_of_bounds(row: IncarnationRow) -> str | None:
         _named("value", bounds.number_problem(row.value, bounds.LEAST_VALUE, bounds.MOST_VALUE)),
         _named("init_from", None if row.init_from_path is None else bounds.path_problem(row.init_from_path)),
         _named("promoted", "names no checkpoint" if row.promoted and promotion_of(row) is None else None),
-        _named("ending", "says no state in which a job is over" if row.ending and ending_of(row) is None else None),
+        _named("ending", row.ending.problem if isinstance(row.ending, Unreadable) else None),
     )
 
 
@@ -70,16 +71,6 @@ def promotion_of(row: IncarnationRow) -> Promotion | None:
     except (TypeError, ValueError, AttributeError):
         return None
     return found if is_inside and counts == [None, None] and isinstance(found.digest, str) else None
-
-
-def ending_of(row: IncarnationRow) -> tuple[State, str] | None:
-    """How an incarnation is to end, and why; None if that was not decided, or cannot be read."""
-    try:
-        ending = row.ending or {}
-        state, reason = State(ending["state"]), str(ending["reason"])
-    except (TypeError, ValueError, KeyError, AttributeError):
-        return None
-    return (state, reason) if state.terminal else None
 
 
 def state_out_of_bounds(state: JobState) -> str | None:

@@ -10,7 +10,7 @@ told of: when it was last asked whether it can be helped).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from elasticflow_airflow.engines.port import GangState, WorkerObservation
@@ -60,8 +60,8 @@ def note(books: Books, generation: GenerationRow, report: Report) -> None:
         return
     loading = data.get("data_s")
     own_s = float(compute) + (float(loading) if isinstance(loading, int | float) else 0.0)
-    windows = add_window(generation.notes.get("windows", {}), report.worker_id, own_s, steps, _rule(books))
-    generation.notes = {**generation.notes, "windows": windows}
+    windows = add_window(generation.notes.windows, report.worker_id, own_s, steps, _rule(books))
+    generation.notes = replace(generation.notes, windows=windows)
 
 
 def watch(books: Books) -> None:
@@ -76,12 +76,12 @@ def _watch(books: Books, row: IncarnationRow) -> None:
     if training is None or row.terminal or row.ending or training is not books.desired(row):
         return
     usual = training.state == GangState.RUNNING and training.running_at is not None
-    if not usual or training.purpose != Purpose.TRAIN or training.notes.get("finished"):
+    if not usual or training.purpose != Purpose.TRAIN or training.notes.finished:
         return
     slow = _find(books, row, training)
     if slow is not None:
-        known = training.notes.get("slow", {})
-        training.notes = {**training.notes, "slow": {**known, slow.worker.worker_id: books.now}}
+        known = training.notes.slow
+        training.notes = replace(training.notes, slow={**known, slow.worker.worker_id: books.now})
         _answer(books, row, training, slow, again=slow.worker.worker_id in known)
 
 
@@ -95,12 +95,12 @@ def take_back(books: Books) -> None:
 
 
 def _find(books: Books, row: IncarnationRow, training: GenerationRow) -> _Slow | None:
-    windows = training.notes.get("windows", {})
+    windows = training.notes.windows
     workers = {w.worker_id: w for w in books.workers.get((training.job_id, training.generation), ())}
     if len(workers) < 2 or any(worker.exit_code is not None for worker in workers.values()):
         return None
     for found in find_stragglers(windows, list(workers), _rule(books)):
-        if books.now - training.notes.get("slow", {}).get(found.worker_id, -math.inf) >= _ASK_AGAIN_S:
+        if books.now - training.notes.slow.get(found.worker_id, -math.inf) >= _ASK_AGAIN_S:
             others = [median(windows[worker_id]) for worker_id in workers if worker_id != found.worker_id]
             slow = _Slow(workers[found.worker_id], median(windows[found.worker_id]), median(others))
             if row.steps_per_s and (slow.step_s - slow.median_s) * row.steps_per_s >= _LEAST_GAIN:

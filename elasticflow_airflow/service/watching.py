@@ -5,7 +5,7 @@ What hangs is told on the monotonic clock. Writes rows and asks the scheduler; c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elasticflow_airflow.engines.port import GangState
 from elasticflow_airflow.runtime.protocol import RescaleMode
@@ -91,7 +91,7 @@ class Patience:
 def _quiet(books: Books, row: IncarnationRow, generation: GenerationRow, quiet_s: float) -> None:
     s = books.settings
     if generation.state == GangState.STARTING:
-        profiled = generation.purpose == Purpose.PROFILE and not generation.notes.get("measured")
+        profiled = generation.purpose == Purpose.PROFILE and not generation.notes.measured
         if profiled and quiet_s > s.profile_startup_s and books.knows(row.job_id):
             _cannot_measure(books, row, generation, f"it did not start within {quiet_s:.0f} s")
         elif generation.mode == RescaleMode.IN_PLACE:
@@ -106,13 +106,13 @@ def _quiet(books: Books, row: IncarnationRow, generation: GenerationRow, quiet_s
             if ordered_s > s.profile_startup_s and quiet_s > _SILENT_FRACTION * s.profile_startup_s:
                 _reports_nothing(books, row, generation)
             return
-        if generation.notes.get("in_place") and _give_up_hung(books, row, generation, quiet_s):
+        if generation.notes.in_place and _give_up_hung(books, row, generation, quiet_s):
             return
-        if generation.purpose == Purpose.PROFILE and not generation.notes.get("measured"):
+        if generation.purpose == Purpose.PROFILE and not generation.notes.measured:
             if quiet_s > s.profile_limit_s:
                 _cannot_measure(books, row, generation, f"it made no step for {quiet_s:.0f} s")
             return
-        done = bool(generation.notes.get("finished")) or (row.total_steps is not None and row.step >= row.total_steps)
+        done = generation.notes.finished is not None or (row.total_steps is not None and row.step >= row.total_steps)
         limit_s = s.tail_limit_s if done else _hang_limit_s(books, row)
         if quiet_s > limit_s:
             where = "after its last step" if done else f"at step {row.step}"
@@ -129,7 +129,7 @@ def _give_up_hung(books: Books, row: IncarnationRow, generation: GenerationRow, 
     limit_s = books.settings.heartbeat_limit_s
     step_s = 1.0 / row.steps_per_s if row.steps_per_s else 0.0
     workers = books.workers.get((generation.job_id, generation.generation), ())
-    if quiet_s <= max(limit_s, _HANG_STEPS * step_s) or len(workers) < 2 or generation.notes.get("finished"):
+    if quiet_s <= max(limit_s, _HANG_STEPS * step_s) or len(workers) < 2 or generation.notes.finished:
         return False
     folder = incarnation_dir(books.settings.state_dir, row.job_id, row.incarnation)
     known = books.lost_since(row, generation)
@@ -146,16 +146,16 @@ def _give_up_hung(books: Books, row: IncarnationRow, generation: GenerationRow, 
 
 
 def _cannot_measure(books: Books, row: IncarnationRow, generation: GenerationRow, why: str) -> None:
-    generation.notes = {**generation.notes, "measured": True}
+    generation.notes = replace(generation.notes, measured=True)
     reason = f"{generation.workers} workers could not be measured: {why}"
     books.event(EventKind.NOT_MEASURED, reason, row, workers=generation.workers)
     feed(books, ev.JobMeasured(row.job_id, generation.workers, None, failed=True))
 
 
 def _reports_nothing(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
-    if generation.notes.get("told_silent"):
+    if generation.notes.told_silent:
         return
-    generation.notes = {**generation.notes, "told_silent": True}
+    generation.notes = replace(generation.notes, told_silent=True)
     known = row.total_steps is not None
     unknown, fails = ("progress", ", and fails in the end unless it reports some") if known else ("length", "")
     reason = (

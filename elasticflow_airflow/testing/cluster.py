@@ -278,7 +278,7 @@ class SimulatedCluster:
         # Often while somebody is new, as that tells how fast he is, and again towards the next thing to come.
         age_s = min((now_s - one.running_at for one in training if one.running_at is not None), default=_DAY_S)
         look_s = max(_SHORTEST_LOOK_S, min(age_s, (min(turn_s, now_s + _DAY_S) - now_s) / _LOOKS))
-        if any(one.purpose == Purpose.PROFILE and not one.notes.get("measured") for one in training):
+        if any(one.purpose == Purpose.PROFILE and not one.notes.measured for one in training):
             look_s = _MEASURING_LOOK_S
         elif not _GETTING_ON.issuperset(phases):
             look_s = min(look_s, _PATIENT_LOOK_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from statistics import median
 
 import pytest
@@ -252,7 +253,7 @@ def test_a_story_tells_with_what_a_run_can_be_repeated(world):
     assert (told.threads, told.threads_differed, told.micro_batch_changed) == (None, False, False)
     with world.store.write() as writer:
         (first,) = writer.generations(job.job.job_id, 1)
-        first.notes = {**first.notes, "threads": 2}
+        first.notes = replace(first.notes, threads=2)
     assert insight_of(world).story(job.job.job_id, None).trained_with.threads == 2
 
 

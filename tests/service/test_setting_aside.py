@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
+from support.raw_columns import as_stored, holds_json
 from support.service_parts import insight_of, parts_of
 
 from elasticflow_airflow.scheduler_core import Scheduler
@@ -62,7 +63,7 @@ def poison(world, job, table, **columns):
     its = sa.select(JobRow.recurring_key).where(JobRow.job_id == job.job.job_id).scalar_subquery()
     which = table.job_id == job.job.job_id if hasattr(table, "job_id") else table.recurring_key == its
     with world.store.engine.begin() as connection:
-        connection.execute(sa.update(table).where(which).values(**columns))
+        connection.execute(sa.update(table).where(which).values(as_stored(table, columns)))
 
 
 def set_aside(world, job):
@@ -496,7 +497,7 @@ COLUMNS = [
 
 
 def values_for(column):
-    if isinstance(column.type, sa.JSON):
+    if holds_json(column):
         return ANYTHING.filter(lambda value: value is not None or column.nullable)
     if isinstance(column.type, sa.Boolean):
         return st.booleans()

@@ -26,6 +26,7 @@ import httpx
 import pytest
 import sqlalchemy as sa
 from support import nasty
+from support.raw_columns import as_stored
 from support.schemathesis_hooks import SNAPSHOT_ENV, SPARED_ENV
 from support.served import Served
 from support.soaked_airflow import SoakedAirflow
@@ -222,7 +223,7 @@ class Soak:
             )
             if job_id is not None:
                 wrong = {column.name: nasty.storable(self.chance, column)}
-                connection.execute(sa.update(table).where(table.job_id == job_id).values(**wrong))
+                connection.execute(sa.update(table).where(table.job_id == job_id).values(as_stored(table, wrong)))
             if self.chance.random() < 0.1:
                 node_id = f"node{self.chance.randrange(10**6)}"
                 connection.execute(sa.insert(DrainRow).values(node_id=node_id, until_at=1.8e12))

@@ -7,6 +7,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from support.raw_columns import holds_json
+
 NUMBERS = [0, -1, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 10**19, 10**400, 1e-300, 1e30, -1e300, 1.8e12, float("inf")]
 TEXTS = ["", " ", "\0", "a\0b", "../../etc/passwd", "é" * 300, "x" * 5000, "\x1b[2J", "nan", "1e30", "{}", "\ud800"]
 
@@ -22,7 +24,7 @@ def value(chance: random.Random, depth: int = 2) -> Any:
 def storable(chance: random.Random, column: sa.Column[Any]) -> Any:
     """What a column takes, whether it means something or not."""
     kind = column.type
-    if isinstance(kind, sa.JSON):
+    if holds_json(column):
         found = [one for one in (value(chance) for _ in range(20)) if _is_plain(one)]
         return found[0] if found and found[0] is not None else {}
     if isinstance(kind, sa.Boolean):

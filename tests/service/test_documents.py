@@ -1,0 +1,67 @@
+"""Documents in columns: what was stored before types reads the same, and what cannot be read hurts nobody else."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticflow_airflow.service.documents import Document, Unreadable, UnreadableError
+from elasticflow_airflow.service.generation_notes import Finished, GenerationNotes, OutOfMemory, Switch
+
+STORED_BEFORE = {
+    "ordered_at_step": 10,
+    "own": True,
+    "threads": 2,
+    "in_place": False,
+    "stopped": 12,
+    "finished": {"path": "final", "early": ""},
+    "out_of_memory": {"micro_batch_size": 8, "message": "no room"},
+    "switch": {"at_s": 1.8e9, "pause_s": 0.004, "state_bytes": 8.0},
+    "windows": {"g1-r0": [0.1, 0.2]},
+    "slow": {"g1-r0": 1.8e9},
+    "absent": ["g1-r1"],
+    "message": "ValueError: x",
+    "kind": None,
+    "rank": 0,
+}
+
+
+def test_notes_that_were_stored_before_they_had_types_are_read():
+    notes = Document(GenerationNotes).from_json(STORED_BEFORE)
+    assert notes == GenerationNotes(
+        ordered_at_step=10,
+        own=True,
+        threads=2,
+        in_place=False,
+        finished=Finished("final", ""),
+        out_of_memory=OutOfMemory(8, "no room"),
+        switch=Switch(1.8e9, 0.004, 8.0),
+        windows={"g1-r0": [0.1, 0.2]},
+        slow={"g1-r0": 1.8e9},
+        absent=("g1-r1",),
+        message="ValueError: x",
+        rank=0,
+    )
+
+
+@pytest.mark.parametrize("notes", [GenerationNotes(), GenerationNotes(finished=Finished(), measured=True, rank=0)])
+def test_what_is_as_by_default_is_not_stored(notes):
+    column = Document(GenerationNotes)
+    stored = column.to_json(notes)
+    assert stored == ({} if notes == GenerationNotes() else {"finished": {}, "measured": True, "rank": 0})
+    assert column.from_json(stored) == notes
+
+
+@pytest.mark.parametrize("stored", [[], 3, "notes", {"finished": "yes"}, {"threads": {}}, {"windows": [1]}])
+def test_what_cannot_be_read_says_so_when_it_is_looked_into_and_is_kept(stored):
+    column = Document(GenerationNotes)
+    read = column.from_json(stored)
+    assert isinstance(read, Unreadable)
+    with pytest.raises(UnreadableError, match="threads cannot be read"):
+        _ = read.threads
+    assert column.to_json(read) == stored
+
+
+def test_of_several_workers_the_longest_pause_counts_and_the_first_failure():
+    assert Switch().at_least(5.0, 0.1, None).at_least(4.0, 0.2, 8.0) == Switch(5.0, 0.2, 8.0)
+    first = GenerationNotes().failed("ValueError: x", None, 1)
+    assert first.failed("lost its peer", "peer", 0) == GenerationNotes(message="ValueError: x", kind="peer", rank=1)
