@@ -19,7 +19,7 @@ from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.events import CalendarEvent, Event, GangStarted, JobProgressed
 from elasticflow_airflow.scheduler_core.values import JobState, RescaleCosts, Slot
 from elasticflow_airflow.service.faults import Faults, SchedulerFaultError
-from elasticflow_airflow.service.job_documents import Ending
+from elasticflow_airflow.service.job_documents import Ending, InPlaceRecord
 from elasticflow_airflow.service.measuring import Enough
 from elasticflow_airflow.service.models import AmendmentRow, GenerationRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.settings import ServiceSettings
@@ -255,12 +255,12 @@ class Books:
         return Enough(skip_steps=s.profile_skip_steps, steps=s.profile_steps, seconds=s.profile_s)
 
 
-def costs_from(s: ServiceSettings, known: Mapping[str, Any], in_place: Mapping[str, Any]) -> RescaleCosts:
+def costs_from(s: ServiceSettings, known: Mapping[str, Any], in_place: InPlaceRecord) -> RescaleCosts:
     """Costs out of what was measured (``known``), and of how changes in place went."""
     least_s = float(known.get("startup_s", 0.0))  # of a restart, which ends with a start
     pause_s, join_s = float(known.get("pause_s", max(s.default_pause_s, least_s))), 0.0
-    attempts = int(in_place.get("failures", 0)) < s.in_place_attempts
-    if attempts and in_place.get("able", "in_place_pause_s" in known):
+    able = "in_place_pause_s" in known if in_place.able is None else in_place.able
+    if able and in_place.failures < s.in_place_attempts:
         join_s = float(known.get("join_s", s.default_join_s))
         pause_s = float(known.get("in_place_pause_s", s.default_in_place_pause_s))
     return RescaleCosts(

@@ -46,22 +46,24 @@ class Document(sa.types.TypeDecorator[_D], Generic[_D]):
     impl = sa.JSON
     cache_ok = True
 
-    def __init__(self, kind: type[_D]) -> None:
+    def __init__(self, kind: type[_D], *, empty: Any = None) -> None:
+        """``empty``: what is stored where there is no document, in a column that takes no NULL."""
         super().__init__(none_as_null=True)
         self.kind = kind
+        self.empty = empty
         self._adapter = TypeAdapter(kind)
 
     def to_json(self, value: Any) -> Any:
         """What is stored for a value."""
         if value is None:
-            return None
+            return self.empty
         if isinstance(value, Unreadable):
             return value.stored
         return self._adapter.dump_python(value, mode="json", exclude_defaults=True, warnings=False)
 
     def from_json(self, stored: Any) -> Any:
         """The value for what is stored."""
-        if stored is None:
+        if stored is None or stored == self.empty:
             return None
         try:
             return self._adapter.validate_python(stored)

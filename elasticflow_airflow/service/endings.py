@@ -242,8 +242,8 @@ def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
         parts = [_NOTHING_KNOWN]
     if early:
         parts = [f"done early, after {done} of {total} steps: {early}"]
-    if reached:
-        parts.append(f"target loss {row.target['loss']:g} reached")
+    if reached and row.target:
+        parts.append(f"target loss {row.target.loss:g} reached")
     if row.loss is not None:
         parts.append(f"loss {row.loss:.4g}")
     books.end(row, State.SUCCEEDED, ", ".join(parts))

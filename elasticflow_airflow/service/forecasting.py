@@ -18,6 +18,7 @@ from elasticflow_airflow.service import history, recurring
 from elasticflow_airflow.service.books import costs_from
 from elasticflow_airflow.service.codec import curve_from_json, plan_to_json
 from elasticflow_airflow.service.introducing import known_speeds, logical_workers, most_workers
+from elasticflow_airflow.service.job_documents import InPlaceRecord
 from elasticflow_airflow.service.lateness import as_asked, passed_already
 from elasticflow_airflow.service.refusal import Refusal, never_fits, wrong_job_id
 from elasticflow_airflow.service.settings import ServiceSettings
@@ -180,7 +181,7 @@ class ForecastDesk:
             deadline_s=None if submission.best_effort else submission.deadline_at,
             total_steps=None if steps is None else float(steps),
             curve=curve_from_json(speeds) if speeds else None,
-            costs=costs_from(self.settings, past.costs, {}),
+            costs=costs_from(self.settings, past.costs, InPlaceRecord()),
             min_workers=submission.min_workers,
             max_workers=most_workers(raw, shares),
             value=submission.value,

@@ -43,7 +43,7 @@ def unbegun_restart_of(books: Books, row: IncarnationRow, ordered: GenerationRow
 
 def gave_up(books: Books, row: IncarnationRow) -> bool:
     """Whether changes in place have failed so often in a row that this incarnation is changed by restarts only."""
-    return int(row.in_place.get("failures", 0)) >= books.settings.in_place_attempts
+    return row.in_place.failures >= books.settings.in_place_attempts
 
 
 def order(

@@ -198,8 +198,8 @@ def remember(
     length = Length.as_stored(row.submission["length"])
     if success and row.total_steps is not None and length.steps is None:
         past.total_steps, past.epochs = row.total_steps, length.epochs
-    if success and (row.target or {}).get("curve"):
-        past.loss_curve = dict(row.target["curve"])
+    if success and row.target and row.target.curve:
+        past.loss_curve = {"width": row.target.curve.width, "losses": list(row.target.curve.losses)}
     if success:
         known = _errors(past.errors)
         new = errors_of(row, known, prior)

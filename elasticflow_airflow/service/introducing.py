@@ -41,7 +41,7 @@ def introduce(books: Books, device_type: str, slots: int, desk: CandidateDesk, w
     feed_submitted(books, _newcomers(books, device_type, slots, desk, time.monotonic() + within_s, asked))
     for row in asked:
         with books.on_behalf_of(row.job_id, "asking the scheduler about it"):
-            if row.target.get("at_most") is not None and books.knows(row.job_id) and not row.ending:
+            if row.target and row.target.at_most is not None and books.knows(row.job_id) and not row.ending:
                 outlook.tell(books, row)
             if row.state == State.SUBMITTED and not row.ending:
                 books.set_state(row, State.WAITING, row.verdict.get("reason") or "waits for slots")

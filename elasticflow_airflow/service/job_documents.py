@@ -1,9 +1,10 @@
-"""Documents that are stored of a job: how it is to end."""
+"""Documents that are stored of a job: how it is to end, how its changes in place went, the loss that it trains to."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from elasticflow_airflow.scheduler_core.convergence import LossCurve
 from elasticflow_airflow.wire import State
 
 
@@ -25,3 +26,39 @@ class Ending:
     def is_done(self) -> bool:
         """Its gang has finished and left: workers that are there still came to join, and have nothing to save."""
         return self.state is State.SUCCEEDED and not self.use_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class InPlaceRecord:
+    """How changes of a job's workers without a restart went."""
+
+    able: bool | None = None
+    """Whether its session can be changed so, as it said last; None: it has not said."""
+    failures: int = 0
+    """In a row."""
+    recoveries: tuple[float, ...] = ()
+    """When it went on without workers that had died: UTC seconds, oldest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTarget:
+    """A loss to train to, and when it is expected. Steps count from the beginning."""
+
+    loss: float
+    smoothed: float | None = None
+    """The session's smoothed loss."""
+    step: int | None = None
+    """When the target is expected; None: there is no prediction ..."""
+    at_most: int | None = None
+    """... and with one standard error."""
+    told: int | None = None
+    """The ``at_most`` that the event log knows."""
+    reached: bool | None = None
+    """None until the training has ended."""
+    curve: LossCurve | None = None
+    earlier: LossCurve | None = None
+    """The curve of this task's last run."""
+
+    def unpredicted(self) -> LossTarget:
+        """Without a prediction."""
+        return replace(self, step=None, at_most=None)

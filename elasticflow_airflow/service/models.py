@@ -25,7 +25,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from elasticflow_airflow.service.documents import Document
 from elasticflow_airflow.service.generation_notes import GenerationNotes
-from elasticflow_airflow.service.job_documents import Ending
+from elasticflow_airflow.service.job_documents import Ending, InPlaceRecord, LossTarget
 
 SCHEMA_HEAD = "0011"
 """Newest Alembic revision: a database that is already there needs no Alembic at start."""
@@ -120,10 +120,8 @@ class IncarnationRow(Base):
     """Chosen once, when the scheduler is asked about it; None in fast mode."""
     seed: Mapped[int | None] = mapped_column(Integer, default=None)
     """As submitted, or as the session says that it trains with; None: it has not said so yet."""
-    in_place: Mapped[dict[str, Any]] = mapped_column(default=dict)
-    """How changes of its workers without a restart went: see ``rescaling.py``."""
-    target: Mapped[dict[str, Any]] = mapped_column(default=dict)
-    """A loss to train to, and when it is expected: see ``outlook.py``; empty without one."""
+    in_place: Mapped[InPlaceRecord] = mapped_column(Document(InPlaceRecord), default=InPlaceRecord)
+    target: Mapped[LossTarget | None] = mapped_column(Document(LossTarget, empty={}), nullable=False, default=None)
     signature: Mapped[str] = mapped_column(Text, default="")
     step: Mapped[int] = mapped_column(Integer, default=0)
     total_steps: Mapped[int | None] = mapped_column(Integer, default=None)

@@ -180,7 +180,7 @@ def _switched(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
         began_at = generation.created_at if generation.holding_at is None else generation.holding_at
         joined_s = max(0.0, (books.now if switch.at_s is None else switch.at_s) - began_at)
         costs = with_cost(costs, "join_s", joined_s)
-        row.in_place = {**row.in_place, "failures": 0}
+        row.in_place = replace(row.in_place, failures=0)
     if costs != row.costs:
         row.costs = costs
         _tell_costs(books, row)
@@ -215,8 +215,8 @@ def _tell_started(books: Books, row: IncarnationRow, generation: GenerationRow) 
 def _tell_able(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
     """Plan with the pauses of changes in place, or of restarts, whichever this session can have."""
     able = bool(generation.notes.in_place)
-    if generation.first_step is not None and row.in_place.get("able") is not able:
-        row.in_place = {**row.in_place, "able": able}
+    if generation.first_step is not None and row.in_place.able is not able:
+        row.in_place = replace(row.in_place, able=able)
         _tell_costs(books, row)
 
 

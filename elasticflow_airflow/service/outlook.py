@@ -1,15 +1,14 @@
 """A loss to train to, as the service sees it: when a job is expected to reach it, and what the scheduler hears of that.
 
 The upper bound (``steps=``, ``epochs=``) is what promises are made on; the prediction goes to the scheduler beside it.
-Rows in, rows and events out. ``IncarnationRow.target`` holds ``loss`` (the target), ``smoothed``; while there is a
-prediction ``step`` (when the target is expected) and ``at_most`` (with one standard error), counted from the beginning;
-``told``, the ``at_most`` that the event log knows; ``reached``; and ``curve``, the losses so far.
+Rows in, rows and events out.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from elasticflow_airflow.runtime.protocol import Report
@@ -17,6 +16,7 @@ from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.convergence import LossCurve, Prediction, predict
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.deciding import feed
+from elasticflow_airflow.service.job_documents import LossTarget
 from elasticflow_airflow.service.models import IncarnationRow
 from elasticflow_airflow.wire import EventKind
 
@@ -31,41 +31,39 @@ def begin(books: Books, row: IncarnationRow, earlier: Mapping[str, Any] | None) 
 
     Until it has a curve of its own, it is expected to take as long (Optimus, EuroSys 2018, section 3.1).
     """
-    target = row.submission.get("target_loss")
-    if target is None:
+    loss = row.submission.get("target_loss")
+    if loss is None:
         return
-    row.target = {"loss": float(target), **({"earlier": dict(earlier)} if earlier else {})}
-    _take(books, row, predict(LossCurve(1.0, ()), float(target), earlier=_curve(earlier)))
+    target = LossTarget(loss=float(loss), earlier=_curve(earlier))
+    _take(books, row, target, predict(LossCurve(1.0, ()), target.loss, earlier=target.earlier))
 
 
 def fold(books: Books, row: IncarnationRow, report: Report) -> None:
     """Take in what a progress report says of the target."""
-    data = report.data
-    if not row.target or "target_loss" not in data:
+    data, target = report.data, row.target
+    if target is None or "target_loss" not in data:
         return
     smoothed = _number(data.get("smoothed_loss"))
     if smoothed is not None:
-        row.target = {**row.target, "smoothed": smoothed}
-    curve = data.get("loss_curve")
-    if not curve:
+        row.target = target = replace(target, smoothed=smoothed)
+    curve = _curve(data.get("loss_curve"))
+    if curve is None:
         return  # No new prediction: the last one holds.
-    row.target = {**row.target, "curve": dict(curve)}
-    if row.target.get("earlier"):
-        made = predict(_sure(_curve(curve)), row.target["loss"], earlier=_curve(row.target["earlier"]))
-    else:
-        made = _reported(report)
-    _take(books, row, made)
+    target = replace(target, curve=curve)
+    _take(
+        books, row, target, predict(curve, target.loss, earlier=target.earlier) if target.earlier else _reported(report)
+    )
 
 
 def finished(books: Books, row: IncarnationRow, report: Report) -> None:
     """The session has ended: say whether the target was reached, and forget that more was expected."""
-    data = report.data
-    if not row.target or "target_reached" not in data:
+    data, target = report.data, row.target
+    if target is None or "target_reached" not in data:
         return
     smoothed = _number(data.get("smoothed_loss"))
-    reached, loss = bool(data["target_reached"]), row.target["loss"]
-    curve = data.get("loss_curve") or row.target.get("curve")
-    row.target = {**_unpredicted(row.target), "reached": reached, "smoothed": smoothed, "curve": curve}
+    reached, loss = bool(data["target_reached"]), target.loss
+    curve = _curve(data.get("loss_curve")) or target.curve
+    row.target = replace(target.unpredicted(), reached=reached, smoothed=smoothed, curve=curve)
     seen = "" if smoothed is None else f"smoothed loss {smoothed:.4g}"
     if reached:
         most = "" if row.total_steps is None else f" of at most {row.total_steps}"
@@ -78,7 +76,7 @@ def finished(books: Books, row: IncarnationRow, report: Report) -> None:
 
 def reached(row: IncarnationRow) -> bool:
     """Whether the job ended, or is ending, because its loss was low enough."""
-    return bool((row.target or {}).get("reached"))
+    return row.target is not None and bool(row.target.reached)
 
 
 def tell(books: Books, row: IncarnationRow, *, step: int | None = None, total: bool = False) -> None:
@@ -96,7 +94,7 @@ def progress(
         return None
     done = row.step if step is None else step
     left = 0.0 if reached(row) else float(max(0, row.total_steps - done))
-    at_most = (row.target or {}).get("at_most")
+    at_most = None if row.target is None else row.target.at_most
     return ev.JobProgressed(
         row.job_id,
         remaining_steps=left,
@@ -117,26 +115,23 @@ def _reported(report: Report) -> Prediction | None:
     return Prediction(steps=steps, error=math.log1p(max(0.0, error) / steps), source="fit")
 
 
-def _take(books: Books, row: IncarnationRow, made: Prediction | None) -> None:
-    """Keep a prediction, or that there is none; say so when it is news."""
-    known = row.target
-    told = known.get("told")
+def _take(books: Books, row: IncarnationRow, target: LossTarget, made: Prediction | None) -> None:
+    """Keep a target with a prediction, or that there is none; say so when it is news."""
     if made is None or not math.isfinite(made.at_most()):
-        row.target = _unpredicted(known)
-        if told is not None:
-            row.target = {**row.target, "told": None}
-            reason = f"when target loss {known['loss']:g} is reached cannot be foretold any more"
+        row.target = replace(target.unpredicted(), told=None)
+        if target.told is not None:
+            reason = f"when target loss {target.loss:g} is reached cannot be foretold any more"
             books.event(EventKind.TARGET_LENGTH, f"{reason}: at {_bound(row)}", row, step=row.step)
         return
     bound = math.inf if row.total_steps is None else float(row.total_steps)
     step, at_most = min(made.steps, bound), min(made.at_most(), bound)
     expected, latest = round(step), math.ceil(at_most - 1e-6)
-    row.target = {**known, "step": expected, "at_most": latest}
-    if _is_news(at_most, bound if told is None else float(told), bound, row.step):
-        row.target = {**row.target, "told": latest}
+    row.target = replace(target, step=expected, at_most=latest)
+    if _is_news(at_most, bound if target.told is None else float(target.told), bound, row.step):
+        row.target = replace(row.target, told=latest)
         since = "" if made.source == "fit" else ", as in the last run of this task"
         reason = (
-            f"target loss {known['loss']:g} is expected at step {expected}, at {latest} with the error of"
+            f"target loss {target.loss:g} is expected at step {expected}, at {latest} with the error of"
             f" the prediction{since}; at {_bound(row)}"
         )
         books.event(EventKind.TARGET_LENGTH, reason, row, step=row.step, expected_step=expected, at_most_step=latest)
@@ -153,18 +148,10 @@ def _bound(row: IncarnationRow) -> str:
     return "most as long as the script says" if row.total_steps is None else f"most {row.total_steps} steps"
 
 
-def _unpredicted(target: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in target.items() if name not in ("step", "at_most")}
-
-
 def _curve(raw: Mapping[str, Any] | None) -> LossCurve | None:
     if not raw or not raw.get("losses"):
         return None
     return LossCurve(float(raw["width"]), tuple(float(loss) for loss in raw["losses"]))
-
-
-def _sure(curve: LossCurve | None) -> LossCurve:
-    return LossCurve(1.0, ()) if curve is None else curve
 
 
 def _number(value: Any) -> float | None:

@@ -18,6 +18,7 @@ from elasticflow_airflow.service import history
 from elasticflow_airflow.service.books import Books, costs_from
 from elasticflow_airflow.service.codec import curve_from_json
 from elasticflow_airflow.service.deciding import feed, when
+from elasticflow_airflow.service.job_documents import InPlaceRecord
 from elasticflow_airflow.service.models import IncarnationRow, JobRow, RecurringTaskRow
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store import Reader
@@ -210,7 +211,7 @@ def _expected(settings: ServiceSettings, reader: Reader, task: RecurringTaskRow,
         task=task.recurring_key,
         due_s=due_at,
         curve=curve_from_json(speeds),
-        costs=costs_from(settings, past.costs, {}),
+        costs=costs_from(settings, past.costs, InPlaceRecord()),
         min_workers=int(facts["min_workers"]),
         max_workers=min(limits, default=None),
         speed_sigma=sigma,

@@ -9,8 +9,6 @@ before trains on, and both are open. What can happen to it, and the answer:
 - two jobs wait for each other's slots: one of them makes room by a restart.
 
 What the service orders by itself is told to the scheduler once it runs. Rows in, rows out; calls no engine.
-``IncarnationRow.in_place`` holds ``able`` (what the session said last), ``failures`` in a row, and the times of
-``recoveries``.
 """
 
 from __future__ import annotations
@@ -89,7 +87,7 @@ def recover(books: Books, row: IncarnationRow, training: GenerationRow, lost: se
         return  # The engine reports the end of the gang.
     desired = books.desired(row)
     window_s = books.settings.recovery_window_s
-    before = [at for at in row.in_place.get("recoveries", ()) if books.now - at < window_s]
+    before = [at for at in row.in_place.recoveries if books.now - at < window_s]
     if len(before) >= books.settings.max_recoveries:
         again = f"; it is the {_ordinal(len(before) + 1)} time within {window_s:.0f} s" if before else ""
         reason = f"{what}{again}: restarts from the last checkpoint"
@@ -99,7 +97,7 @@ def recover(books: Books, row: IncarnationRow, training: GenerationRow, lost: se
                 generation.desired, generation.stop_cause = "stop", "deaths"
         training.notes = replace(training.notes, message=reason)
         return
-    row.in_place = {**row.in_place, "recoveries": [*before, books.now]}
+    row.in_place = replace(row.in_place, recoveries=(*before, books.now))
     _drop_unswitched(books, row, training)
     slots = survivors(training.placement, [list(w.slot) for w in living])
     workers = "1 worker goes" if len(slots) == 1 else f"{len(slots)} workers go"
@@ -265,7 +263,7 @@ def _look_after_joiners(books: Books, row: IncarnationRow, training: GenerationR
         _stay(books, row, training, dead, said)
         books.event(EventKind.NOT_MEASURED, f"{change.workers} workers could not be measured: {said}", row)
         feed(books, ev.JobMeasured(row.job_id, change.workers, None, failed=True))
-    elif int(row.in_place.get("failures", 0)) + 1 >= books.settings.in_place_attempts or _given_away(books, training):
+    elif row.in_place.failures + 1 >= books.settings.in_place_attempts or _given_away(books, training):
         fall_back(books, row, change, said)
     else:
         _count_failure(row)
@@ -330,7 +328,7 @@ def _drop_unswitched(books: Books, row: IncarnationRow, training: GenerationRow 
 
 
 def _count_failure(row: IncarnationRow) -> None:
-    row.in_place = {**row.in_place, "failures": int(row.in_place.get("failures", 0)) + 1}
+    row.in_place = replace(row.in_place, failures=row.in_place.failures + 1)
 
 
 def _workers(books: Books, generation: GenerationRow) -> tuple[WorkerObservation, ...]:

@@ -64,6 +64,7 @@ def _status_of(job: JobRow, row: IncarnationRow, generations: Sequence[Generatio
     slots = holding[-1].placement if holding else []
     said = {name: value for name, value in row.verdict.items() if name != "limit"}  # It is part of the reason.
     verdict = Verdict.model_validate({"decision": "undecided", **said})
+    target = row.target
     result = None if row.result is None else JobResult.model_validate(row.result)
     return JobStatus(
         job_id=row.job_id,
@@ -88,10 +89,10 @@ def _status_of(job: JobRow, row: IncarnationRow, generations: Sequence[Generatio
         total_steps=row.total_steps,
         loss=row.loss,
         target_loss=row.submission.get("target_loss"),
-        smoothed_loss=(row.target or {}).get("smoothed"),
-        expected_steps=(row.target or {}).get("step"),
-        expected_steps_at_most=(row.target or {}).get("at_most"),
-        target_reached=(row.target or {}).get("reached"),
+        smoothed_loss=target and target.smoothed,
+        expected_steps=target and target.step,
+        expected_steps_at_most=target and target.at_most,
+        target_reached=target and target.reached,
         steps_per_s=row.steps_per_s if slots else None,
         projected_finish_at=row.projected_finish_at,
         slack_s=_slack_s(row, result),

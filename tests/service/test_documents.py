@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from elasticflow_airflow.scheduler_core.convergence import LossCurve
 from elasticflow_airflow.service.documents import Document, Unreadable, UnreadableError
 from elasticflow_airflow.service.generation_notes import Finished, GenerationNotes, OutOfMemory, Switch
+from elasticflow_airflow.service.job_documents import Ending, LossTarget
+from elasticflow_airflow.service.models import IncarnationRow
 
 STORED_BEFORE = {
     "ordered_at_step": 10,
@@ -65,3 +68,38 @@ def test_of_several_workers_the_longest_pause_counts_and_the_first_failure():
     assert Switch().at_least(5.0, 0.1, None).at_least(4.0, 0.2, 8.0) == Switch(5.0, 0.2, 8.0)
     first = GenerationNotes().failed("ValueError: x", None, 1)
     assert first.failed("lost its peer", "peer", 0) == GenerationNotes(message="ValueError: x", kind="peer", rank=1)
+
+
+LOSSES = {"width": 10.0, "losses": [3.0, 2.0]}
+
+
+@pytest.mark.parametrize(
+    ("stored", "read"),
+    [
+        ({}, None),
+        ({"loss": 1.0}, LossTarget(loss=1.0)),
+        (
+            {"loss": 1.0, "smoothed": 2.0, "step": 80, "at_most": 95, "told": None, "curve": LOSSES, "earlier": LOSSES},
+            LossTarget(
+                loss=1.0,
+                smoothed=2.0,
+                step=80,
+                at_most=95,
+                curve=LossCurve(10.0, (3.0, 2.0)),
+                earlier=LossCurve(10.0, (3.0, 2.0)),
+            ),
+        ),
+    ],
+)
+def test_a_target_that_was_stored_before_is_read_and_none_is_an_empty_one(stored, read):
+    column = IncarnationRow.__table__.c.target.type
+    assert column.from_json(stored) == read
+    assert column.from_json(column.to_json(read)) == read
+    assert column.to_json(None) == {}
+
+
+def test_an_end_is_one_in_which_a_job_is_over():
+    column = Document(Ending)
+    stored = {"state": "succeeded", "reason": "done", "failure": None, "use_checkpoint": False}
+    assert column.from_json(stored).is_done
+    assert "no state in which a job is over" in column.from_json({**stored, "state": "running"}).problem

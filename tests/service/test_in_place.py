@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from elasticflow_airflow.service.job_documents import InPlaceRecord
+
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 FAKE = {"in_place": True, "startup_s": 2.0, "join_s": 5.0}
 
@@ -146,7 +148,7 @@ def test_a_session_that_cannot_is_changed_by_a_restart(world):
     world.desk.cancel(other.job.job_id, other.claim, "makes room")
     assert world.ended(job).state == "succeeded"
     assert {g.mode for g in world.generations(job)} == {"restart"}
-    assert world.row(job).in_place == {"able": False}
+    assert world.row(job).in_place == InPlaceRecord(able=False)
 
 
 def test_a_restarted_service_goes_on_with_a_change_that_is_under_way(world):

@@ -260,7 +260,7 @@ def test_a_joiner_that_dies_delays_nobody_and_the_next_try_succeeds(world, exit_
     said = "signal 9" if exit_code < 0 else "status 1"
     assert f"ended ({said}) before it could join: stays with 2 workers where it was" in failed
     world.until(lambda: world.status(job).workers == 4, "the next try succeeds")
-    assert world.row(job).in_place["failures"] == 0
+    assert world.row(job).in_place.failures == 0
     assert world.ended(job).state == "succeeded", "\n".join(world.story())
     assert never_went_back(world, job)
 

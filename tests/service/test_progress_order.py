@@ -20,7 +20,7 @@ def fold():
     books = SimpleNamespace(
         now=1e9, enough=enough, samples=[], end=lambda row, state, reason, failure: ended.append(reason)
     )
-    row = SimpleNamespace(step=0, loss=None, steps_per_s=None, ever_reported=False, last_step_at=None, target={})
+    row = SimpleNamespace(step=0, loss=None, steps_per_s=None, ever_reported=False, last_step_at=None, target=None)
     row.job_id, row.incarnation, row.sampling = "job", 1, {}
     generation = SimpleNamespace(
         last_step=None, last_step_at=None, first_step=None, window={}, notes=GenerationNotes(), workers=1

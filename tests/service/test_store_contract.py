@@ -25,6 +25,7 @@ from elasticflow_airflow.scheduler_core.values import (
 )
 from elasticflow_airflow.service import schema
 from elasticflow_airflow.service.codec import state_from_json, state_to_json
+from elasticflow_airflow.service.job_documents import InPlaceRecord
 from elasticflow_airflow.service.models import (
     SCHEMA_HEAD,
     Base,
@@ -139,7 +140,7 @@ def test_what_an_older_version_wrote_is_taken_over(store, database_url):
     with again.read() as reader:
         row, generation = reader.incarnation("daily-train-1", 1), reader.generation("daily-train-1", 1)
     again.close()
-    assert (row.logical_workers, row.in_place) == (None, {})
+    assert (row.logical_workers, row.in_place) == (None, InPlaceRecord())
     assert row.seed == int(row.equality_key[:8], 16) & 0x7FFFFFFF, "as it was trained with"
     assert (generation.mode, generation.continues, generation.lost) == ("restart", None, [])
 
@@ -392,14 +393,15 @@ def test_generations_are_open_until_they_are_handled(store):
 
 
 def test_how_a_generation_goes_on_comes_back(store):
+    record = InPlaceRecord(failures=1, recoveries=(0.1, 1_800_000_000.123456))
     with store.write() as tx:
-        add_job(tx, logical_workers=8, in_place={"failures": 1, "deaths": [0.1, 1_800_000_000.123456]})
+        add_job(tx, logical_workers=8, in_place=record)
         tx.add(generation_row(7, mode="in_place", continues=5, lost=["g000005-r001"]))
         tx.add(DrainRow(node_id="node0", until_at=1_800_000_000.123456))
     with store.read() as reader:
         row, generation = reader.incarnation("daily-train-1", 1), reader.generation("daily-train-1", 7)
         assert reader.drains() == {"node0": 1_800_000_000.123456}
-    assert (row.logical_workers, row.in_place) == (8, {"failures": 1, "deaths": [0.1, 1_800_000_000.123456]})
+    assert (row.logical_workers, row.in_place) == (8, record)
     assert (generation.mode, generation.continues, generation.lost) == ("in_place", 5, ["g000005-r001"])
 
 
