@@ -124,7 +124,7 @@ def keepable(planner: Planner, works: Sequence[Work]) -> list[Work]:
     fitting = _fitting(planner, works)
     if len(fitting) == len(works):
         return fitting
-    promises = [*planner.promised(), *planner.turns(), *planner.held_at_risk()]
+    promises = [*planner.promised(), *planner.turns(), *planner.kept_at_risk()]
     left_out = _left_out(planner, deadline_order([*promises, *works]), {work.job_id for work in works})
     if left_out is not None:
         kept = [work for work in works if work.job_id not in left_out]

@@ -93,14 +93,28 @@ class Planner:
             turns.append(_stand_in(work, size, seconds, max(work.since_s, self.now), end))
         return turns
 
-    def held_at_risk(self) -> list[Work]:
-        """Jobs at risk that may yet make it, as work that newcomers may not push off the slots that they hold."""
+    def kept_at_risk(self) -> list[Work]:
+        """Jobs at risk, as work that newcomers must leave room for.
+
+        Who may yet make it is not pushed off the slots that it holds. Who is late ends at the latest when it would have
+        with its fewest workers from its deadline on, or as now planned, if that is later: however many come after it.
+        """
         stand_ins: list[Work] = []
+        late: list[tuple[int, Work]] = []
         for job in self.jobs:
-            if not (job.promised and job.at_risk and job.mask) or overdue(job, self.now):
+            if not (job.promised and job.at_risk) or overdue(job, self.now):
                 continue
             work = job.work(self.layout, self.config)
-            if not work.sizes or work.soonest_s(self.now) > work.limit_s + TOLERANCE_S:
+            if not work.sizes:
+                continue
+            if work.soonest_s(self.now) > work.limit_s + TOLERANCE_S:
+                slowest = work.speeds[work.sizes[0]]
+                if job.competes and slowest > 0.0 and job.course is not None and job.course.finish_s < INFINITY:
+                    rest_s = work.startup_s + work.left_at(self.now) / slowest + work.tail_s
+                    end = max(work.limit_s + rest_s, job.course.promised_s)
+                    late.append((job.promise, replace(work, limit_s=end + TOLERANCE_S)))
+                continue
+            if not job.mask:
                 continue
             end = work.limit_s
             if job.course is not None and job.course.holdings:
@@ -108,7 +122,8 @@ class Planner:
             begin = max(work.since_s, self.now)
             if end > begin + TOLERANCE_S:
                 stand_ins.append(_stand_in(work, work.size, end - begin, begin, end))
-        return stand_ins
+        late.sort(key=lambda one: one[0])
+        return stand_ins + [work for _, work in late[:_MOST_AT_RISK]]
 
     def _aged(self, job: LiveJob) -> bool:
         """Whether a best-effort job has waited too long."""
@@ -133,12 +148,12 @@ class Planner:
     def fresh(self, newcomer: Work | None = None, *, rescue: int = 0, guarded: bool = False) -> Draft | None:
         """Plan all promises anew (and the newcomer's); None when no order that was tried proves them all.
 
-        ``guarded``: with the turns of best-effort jobs that waited too long and with what jobs at risk hold, as
+        ``guarded``: with the turns of best-effort jobs that waited too long and with what jobs at risk need, as
         stand-ins that :meth:`unguarded` drops, and with the expected runs, whose stand-ins stay as their reservations.
         """
         works = self.promised()
         if guarded:
-            works += [*self.turns(), *self.held_at_risk(), *self.expected]
+            works += [*self.turns(), *self.kept_at_risk(), *self.expected]
         if newcomer is not None:
             works.append(newcomer)
         draft, _ = self._proven(deadline_order(works))

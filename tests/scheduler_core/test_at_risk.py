@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -178,3 +179,23 @@ def test_a_late_job_keeps_its_workers_though_best_effort_waits_for_slots(
         risks += len(of(report(scheduler, "late", left, 3.6 * factor, float(now)), de.AtRisk))
         assert (held(scheduler, "late"), held(scheduler, "waits")) == (4, 0)
     assert risks == 1
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_a_late_job_comes_to_its_end_though_newcomers_never_cease(
+    make_job: Any, nodes: Any, world: ModuleType, slots: int
+) -> None:
+    """Each newcomer could be promised if it was put off once more, and it waited until nobody came any more."""
+    play = world.World(Scheduler(SERVED, nodes(slots)), reports=True)
+    for number in range(slots):
+        late = make_job(f"late{number}", steps=1000, deadline=1150, curve=ONE)
+        play.submit(0.0, late, {1: 0.5})
+    for number in range(100 * slots):
+        came_s = 100.0 + 100.0 * number / slots
+        play.submit(came_s, make_job(f"new{number}", steps=180, deadline=came_s + 400, curve=ONE))
+    play.run(until=20_000)
+    runs = play.runs.values()
+    ends = {run.job.job_id: run.ended_s for run in runs if run.job.job_id.startswith("late")}
+    assert all(end_s is not None and end_s <= 1150 + 1000 / 0.5 for end_s in ends.values())
+    admitted = [run for run in runs if run.deadline_s is not None]
+    assert len(admitted) > 40 * slots
