@@ -22,8 +22,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 )
 
 from elasticflow_airflow.runtime.group import COLLECTIVE_TIMEOUT_S, WorkerGroup
-from elasticflow_airflow.runtime.meeting_store import serve_store
-from elasticflow_airflow.runtime.protocol import Membership, meeting_path, read_json, write_json_atomic
+from elasticflow_airflow.runtime.meeting_store import publish_store, wait_for_address
+from elasticflow_airflow.runtime.protocol import Membership, meeting_path
 
 ADDRESS_ENV = "ELASTICFLOW_ADDRESS"
 """Environment variable: the address at which the other workers of a job reach this one."""
@@ -235,19 +235,14 @@ class Meeting:
     def _open_store(self) -> Any:
         address = os.environ.get(ADDRESS_ENV, "127.0.0.1")
         limit = datetime.timedelta(seconds=_BUILD_LIMIT_S)
-        store = serve_store(address, limit)
-        write_json_atomic(meeting_path(self._folder, self.generation), {"address": address, "port": store.port})
-        return store
+        return publish_store(meeting_path(self._folder, self.generation), address, limit)
 
     def _connect(self) -> Any:
-        while not self._stopped.is_set():
-            found = read_json(meeting_path(self._folder, self.generation))
-            if found is not None:
-                limit = datetime.timedelta(seconds=_BUILD_LIMIT_S)
-                host, port = str(found["address"]), int(found["port"])
-                return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-            time.sleep(_POLL_S)
-        return None
+        found = wait_for_address(meeting_path(self._folder, self.generation), self._stopped.is_set)
+        if found is None:
+            return None
+        limit = datetime.timedelta(seconds=_BUILD_LIMIT_S)
+        return TCPStore(*found, is_master=False, wait_for_workers=False, timeout=limit)
 
     def _build(self) -> WorkerGroup:
         assert self.rank is not None  # asked before

@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed import (  # type: ignore[attr-defined]  # public, but not marked so by torch
     HashStore,
@@ -29,16 +29,14 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousHandlerCreator
 
-from elasticflow_airflow.runtime.meeting_store import serve_store
+from elasticflow_airflow.runtime.meeting_store import publish_store, wait_for_address
 from elasticflow_airflow.runtime.protocol import (
     GENERATION_ENV,
     WORKER_ENV,
     WORLD_ENV,
     Membership,
     RescaleMode,
-    read_json,
     rendezvous_path,
-    write_json_atomic,
 )
 
 BACKEND = "elasticflow"
@@ -94,9 +92,8 @@ class PlanRendezvous(RendezvousHandler):
             pass  # who joins a running training has a session, and sessions meet by themselves
         elif rank == 0:
             limit = datetime.timedelta(seconds=self._timeout_s)
-            self._store = serve_store(self._address, limit)
+            self._store = publish_store(path, address, limit)
             port = self._store.port
-            write_json_atomic(path, {"address": address, "port": port, "worker_id": self._worker_id})
         else:
             address, port = self._wait_for_address(path, plan, deadline_s)
         # The trainer inherits it.
@@ -135,22 +132,26 @@ class PlanRendezvous(RendezvousHandler):
                     logger.info("generation %s goes on without %s: leaving", plan.generation, self._worker_id)
                     # Not RendezvousGracefulExitError: torchrun would end with status 1 after it.
                     raise SystemExit(0)
-            self._wait(deadline_s, f"no membership plan contains worker {self._worker_id}")
+            if time.monotonic() > deadline_s:
+                self._time_out(f"no membership plan contains worker {self._worker_id}")
+            time.sleep(_POLL_S)
 
     def _wait_for_address(self, path: Path, plan: Membership, deadline_s: float) -> tuple[str, int]:
-        while True:
-            found = read_json(path)
-            if found is not None:
-                return str(found["address"]), int(found["port"])
+        def is_left_out() -> bool:
             current = Membership.read(self._incarnation_dir)
             if current is not None and current.rank_of(self._worker_id) is None:
-                raise SystemExit(0)
-            self._wait(deadline_s, f"rank 0 of generation {plan.generation} has not opened its store ({path})")
+                return True
+            if time.monotonic() > deadline_s:
+                self._time_out(f"rank 0 of generation {plan.generation} has not opened its store ({path})")
+            return False
 
-    def _wait(self, deadline_s: float, what: str) -> None:
-        if time.monotonic() > deadline_s:
-            raise RendezvousTimeoutError(f"after {self._timeout_s:.0f} s {what}")
-        time.sleep(_POLL_S)
+        found = wait_for_address(path, is_left_out)
+        if found is None:
+            raise SystemExit(0)
+        return found
+
+    def _time_out(self, what: str) -> NoReturn:
+        raise RendezvousTimeoutError(f"after {self._timeout_s:.0f} s {what}")
 
 
 def new_handler(params: RendezvousParameters) -> RendezvousHandler:
