@@ -1,7 +1,7 @@
 """Writes what the code knows best: ``make reference``, or ``--check`` to compare only.
 
-That is parts of the reference, what Airflow's parser has to know of the commands of ``airflow elasticflow``, and how
-the page shows each kind of event.
+That is parts of the reference, what Airflow's parser has to know of the commands of ``airflow elasticflow``, how the
+page shows each kind of event, and the arguments in the operator's docstring.
 A page has such a part between ``<!-- generated: NAME -->`` and ``<!-- end -->``; all else on it is written by hand.
 """
 
@@ -10,11 +10,14 @@ from __future__ import annotations
 import ast
 import enum
 import inspect
+import itertools
 import json
 import re
 import sys
+import textwrap
 import typing
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from typer.utils import get_params_from_function
 
 REFERENCE = Path(__file__).resolve().parent / "reference"
 PACKAGE = REFERENCE.parents[1] / "elasticflow_airflow"
+OPERATOR = REFERENCE.parents[1] / "operators" / "elastic_train.py"
 _PART = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -94,6 +98,55 @@ def commands_for_airflow() -> str:
     from elasticflow_airflow.argparse_bridge import description_of
 
     return description_of("elasticflow", SUMMARY, commands())
+
+
+def training_options(group: str) -> str:
+    """Return the table of a group of what can be asked of a training."""
+    from elasticflow_airflow.training_options import OPTIONS, REQUIRED
+
+    rows = ["| argument | type | default | meaning |", "|---|---|---|---|"]
+    for name, meaning in meanings_of(group).items():
+        option = OPTIONS[name]
+        shown = "" if option.default is None else f"`{option.default!r}`".replace("'", '"')
+        default = "required" if option.default is REQUIRED else option.default_means or shown
+        mark = " **T**" if option.template else ""
+        kind = _python_type(option.annotation, option.template)
+        rows.append(f"| `{name}`{mark} | {kind} | {default} | {_cell(meaning)} |")
+    return "\n".join(rows)
+
+
+def meanings_of(group: str) -> dict[str, str]:
+    """Return the text below each option of a group in ``training_options``, in one line each."""
+    (found,) = (
+        node
+        for node in ast.parse((PACKAGE / "training_options.py").read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == group
+    )
+    return {
+        ast.unparse(option.targets[0]): " ".join(ast.literal_eval(text.value).split())
+        for option, text in itertools.pairwise(found.body)
+        if isinstance(option, ast.Assign) and isinstance(text, ast.Expr)
+    }
+
+
+def with_parameters(source: str) -> str:
+    """Fill in the arguments in the operator's docstring: what each means, without the page's links."""
+    from elasticflow_airflow.training_options import GROUPS
+
+    parameters = []
+    for name, meaning in itertools.chain.from_iterable(meanings_of(group.__name__).items() for group in GROUPS):
+        text = re.sub(r" (?:See )?\[[^]]+\]\([^)]+\)\.", "", meaning).replace("`", "``")
+        parameters.append(
+            textwrap.fill(
+                f":param {name}: {text}",
+                120,
+                initial_indent="    ",
+                subsequent_indent="        ",
+                break_on_hyphens=False,
+            )
+        )
+    block = "\n".join(parameters) + "\n"
+    return re.sub(r"^    :param (?:.+\n)+", lambda _: block, source, count=1, flags=re.MULTILINE)
 
 
 def _described(app: typer.Typer, path: str) -> Iterator[str]:
@@ -206,7 +259,6 @@ def _python_type(annotation: str, is_template: bool) -> str:
 
 
 CLASSES = {
-    "operator.md": (("operators/elastic_train.py", "ElasticTrainOperator"),),
     "authoring.md": (
         ("operators/sensor.py", "ElasticTrainSensor"),
         ("elasticflow_airflow/retry_policies.py", "ElasticFlowRetryPolicy"),
@@ -215,10 +267,9 @@ CLASSES = {
 """Whose arguments a page has tables of."""
 
 _ROW = re.compile(r"^\| `?(?P<name>\w+)`?(?: \*\*T\*\*)? \|(?P<rest>.*\|)\n(?:\|---.*\n)?", re.MULTILINE)
-_CONCRETE = {"Sequence[Any]": "list", "Mapping[": "dict[", "time_of_day": "time"}
+_CONCRETE = {"Sequence[Any]": "list", "Mapping[": "dict["}
 _DEFAULTS = {
     "": "required",
-    "timedelta(minutes=5)": "5 min",
     "timedelta(seconds=30)": "30 s",
     "5.0": "5 s",
     "SUCCEEDED": '`"succeeded"`',
@@ -230,6 +281,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "options": options_of_airflow,
     "commands": commands,
     "events": events,
+    "what-to-train": partial(training_options, "WhatToTrain"),
+    "how-much": partial(training_options, "HowMuch"),
+    "by-when": partial(training_options, "ByWhen"),
+    "how-it-runs": partial(training_options, "HowItRuns"),
 }
 
 
@@ -241,6 +296,7 @@ def files() -> dict[Path, str]:
         REFERENCE / "openapi.json": json.dumps(document(), indent=1) + "\n",
         PACKAGE / "airflow_cli.json": commands_for_airflow(),
         PACKAGE / "ui" / "static" / "event_kinds.js": tones_for_page(),
+        OPERATOR: with_parameters(OPERATOR.read_text()),
     }
     for page in sorted(REFERENCE.glob("*.md")):
         text = page.read_text()

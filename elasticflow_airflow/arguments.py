@@ -16,12 +16,8 @@ from typing import Any, Final
 from elasticflow_airflow import bounds
 from elasticflow_airflow.callables import listed, problem_of
 from elasticflow_airflow.deadlines import DAG_RUN, DeadlineError, check_deadline
+from elasticflow_airflow.training_options import OPTIONS, Kind
 from elasticflow_airflow.wire import share_problem, target_problem
-
-ON_REJECT: Final = ("fail", "best_effort", "wait", "renegotiate", "late")
-ON_PAST_DEADLINE: Final = ("auto", "fail", "best_effort")
-ON_MISS: Final = ("finish", "fail", "use_last_checkpoint")
-CONSISTENCY: Final = ("consistent", "fast")
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED: Final = frozenset(
@@ -46,11 +42,11 @@ def is_late(value: object) -> bool:
 def check_arguments(**given: Any) -> None:
     """Refuse at DAG parse what can be known then: each argument by itself, and what does not go together.
 
-    ``given`` are all arguments of ``CHECKED``. Raises ArgumentError or DeadlineError.
+    ``given`` are all ``OPTIONS``. Raises ArgumentError or DeadlineError.
     """
     check_each(given)
-    for name in _NEVER_NONE:
-        if given[name] is None:
+    for name, option in OPTIONS.items():
+        if given[name] is None and option.default not in (None, ...):
             raise ArgumentError(f"{name}=None: give a value, or leave the argument out for its default")
     script, module = given["script"], given["module"]
     if (script is None) == (module is None):
@@ -79,11 +75,12 @@ def check_each(given: Mapping[str, Any]) -> None:
     DeadlineError.
     """
     for name, value in given.items():
-        if value is None or name not in _CHECKS:
+        option = OPTIONS.get(name)
+        if value is None or option is None:
             continue
-        if not is_late(value) or name in _TAKES_BRACES:
-            _CHECKS[name](name, value)
-        elif name not in MAY_BE_LATE:
+        if not is_late(value) or option.kind is Kind.PATTERN:
+            _CHECKS[option.kind](name, value)
+        elif not option.template:
             raise ArgumentError(
                 f"{name}={value!r} is known only at run time, and {name} is no template field: give a value, or let a"
                 " function decide it (@task.elastic_train)"
@@ -213,40 +210,36 @@ def _check_switch(name: str, value: Any) -> None:
 
 
 def _check_choice(name: str, value: Any) -> None:
-    choices = _CHOICES[name]
+    choices = OPTIONS[name].choices
     if value not in choices:
         raise ArgumentError(f"{name}={value!r} is none of {', '.join(map(repr, choices))}")
 
 
-def _check_value(value: Any) -> None:
+def _check_value(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ArgumentError(f"value={value!r} must be a finite number greater than 0")
-    _within("value", bounds.number_problem(value, bounds.LEAST_VALUE, bounds.MOST_VALUE))
+        raise ArgumentError(f"{name}={value!r} must be a finite number greater than 0")
+    _within(name, bounds.number_problem(value, bounds.LEAST_VALUE, bounds.MOST_VALUE))
+
+
+def _check_callable(name: str, value: Any) -> None:
+    problem = problem_of(value)
+    if problem is not None:
+        raise ArgumentError(f"{name}={value!r} {problem}")
 
 
 def _check_callables(name: str, value: Any) -> None:
-    for one in listed(value) if name == "on_at_risk" else [value]:
-        problem = problem_of(one)
-        if problem is not None:
-            raise ArgumentError(f"{name}={one!r} {problem}")
+    for one in listed(value):
+        _check_callable(name, one)
 
 
-def _check_count(name: str, value: Any) -> None:
-    count(name, value, value)
+def _check_duration(name: str, value: Any) -> None:
+    if not isinstance(value, timedelta) or value < timedelta(0):
+        raise DeadlineError(f"{name}={value!r} must be a timedelta of 0 or more")
 
 
-def _check_loss(_: str, value: Any) -> None:
-    target(value, value)
-
-
-def _check_reserve(reserve: Any) -> None:
-    if not isinstance(reserve, timedelta) or reserve < timedelta(0):
-        raise DeadlineError(f"downstream_reserve={reserve!r} must be a timedelta of 0 or more")
-
-
-def _check_target_task(value: Any) -> None:
+def _check_task(name: str, value: Any) -> None:
     if not isinstance(value, str) or not value:
-        raise ArgumentError(f"deadline_of={value!r} must be the id of a downstream task, or {DAG_RUN!r}")
+        raise ArgumentError(f"{name}={value!r} must be the id of a downstream task, or {DAG_RUN!r}")
 
 
 def _check_length(steps: Any, epochs: Any, samples: Any, global_batch_size: Any) -> None:
@@ -328,15 +321,15 @@ def _check_seed(name: str, number: Any) -> None:
     _within(name, bounds.count_problem(number))
 
 
-def _check_curve(curve: Any) -> None:
+def _check_curve(name: str, curve: Any) -> None:
     if not isinstance(curve, Mapping) or not curve:
-        raise ArgumentError(f"scaling_curve={curve!r} must map workers to steps/s, like {{1: 2.0, 2: 3.8}}")
+        raise ArgumentError(f"{name}={curve!r} must map workers to steps/s, like {{1: 2.0, 2: 3.8}}")
     for workers, speed in curve.items():
-        _check_power_of_two("a key of scaling_curve", workers)
+        _check_power_of_two(f"a key of {name}", workers)
         if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 0 < speed < math.inf:
-            raise ArgumentError(f"scaling_curve[{workers}]={speed!r} must be steps/s, finite and greater than 0")
+            raise ArgumentError(f"{name}[{workers}]={speed!r} must be steps/s, finite and greater than 0")
         problem = bounds.number_problem(speed, bounds.SLOWEST_STEPS_PER_S, bounds.FASTEST_STEPS_PER_S)
-        _within(f"scaling_curve[{workers}]", problem)
+        _within(f"{name}[{workers}]", problem)
 
 
 def _check_env(argument: str, mapping: Any) -> None:
@@ -374,60 +367,25 @@ def _source(given: Any) -> str:
     return given if isinstance(given, str) else f"XCom {getattr(given, 'key', 'return_value')!r}"
 
 
-_CHOICES: Final[dict[str, tuple[str, ...]]] = {
-    "on_reject": ON_REJECT,
-    "on_past_deadline": ON_PAST_DEADLINE,
-    "on_miss": ON_MISS,
-    "consistency": CONSISTENCY,
+_CHECKS: Final[dict[Kind, Callable[[str, Any], object]]] = {
+    Kind.PATH: _check_path,
+    Kind.TEXT: _check_text,
+    Kind.PATTERN: _check_pattern,
+    Kind.CHOICE: _check_choice,
+    Kind.SWITCH: _check_switch,
+    Kind.COUNT: lambda name, value: count(name, value, value),
+    Kind.POWER_OF_TWO: _check_power_of_two,
+    Kind.SEED: _check_seed,
+    Kind.LOSS: lambda _, value: target(value, value),
+    Kind.VALUE: _check_value,
+    Kind.MOMENT: lambda name, value: check_deadline(value, name),
+    Kind.DURATION: _check_duration,
+    Kind.TASK: _check_task,
+    Kind.ARGUMENTS: _check_args,
+    Kind.ENVIRONMENT: _check_env,
+    Kind.SECRETS: _check_secrets,
+    Kind.CURVE: _check_curve,
+    Kind.CALLABLE: _check_callable,
+    Kind.CALLABLES: _check_callables,
 }
-_CHECKS: Final[dict[str, Callable[[str, Any], None]]] = {
-    "script": _check_path,
-    "module": _check_text,
-    "script_args": _check_args,
-    "env": _check_env,
-    "secret_env": _check_secrets,
-    "working_dir": _check_path,
-    "python": _check_path,
-    "steps": _check_count,
-    "epochs": _check_count,
-    "samples": _check_count,
-    "global_batch_size": _check_count,
-    "target_loss": _check_loss,
-    "deadline": lambda name, value: check_deadline(value, name),
-    "latest_deadline": lambda name, value: check_deadline(value, name),
-    "deadline_of": lambda _, value: _check_target_task(value),
-    "downstream_reserve": lambda _, value: _check_reserve(value),
-    "best_effort": _check_switch,
-    "value": lambda _, value: _check_value(value),
-    "on_reject": _check_choice,
-    "on_past_deadline": _check_choice,
-    "on_miss": _check_choice,
-    "init_from": _check_path,
-    "min_workers": _check_power_of_two,
-    "max_workers": _check_power_of_two,
-    "consistency": _check_choice,
-    "logical_workers": _check_power_of_two,
-    "seed": _check_seed,
-    "scaling_curve": lambda _, value: _check_curve(value),
-    "progress_regex": _check_pattern,
-    "progress_file": _check_path,
-    "deferrable": _check_switch,
-    "elasticflow_conn_id": _check_text,
-    "on_at_risk": _check_callables,
-    "on_promote": _check_callables,
-}
-_NEVER_NONE: Final = (
-    "downstream_reserve", "best_effort", "value", "on_reject", "on_past_deadline", "on_miss", "min_workers",
-    "consistency", "elasticflow_conn_id",
-)  # fmt: skip
-_TAKES_BRACES: Final = frozenset({"progress_regex"})
-"""Where braces mean something else than a template."""
-CHECKED: Final = tuple(_CHECKS)
-"""The arguments, as an operator has them."""
-MAY_BE_LATE: Final = frozenset(
-    {
-        "script", "module", "script_args", "env", "working_dir", "python", "steps", "epochs", "samples",
-        "global_batch_size", "target_loss", "deadline", "latest_deadline", "init_from", "elasticflow_conn_id",
-    }
-)  # fmt: skip
-"""Those that are template fields: what they will be may be known only at run time."""
+"""By what kind of value an option takes."""

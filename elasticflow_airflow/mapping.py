@@ -14,13 +14,14 @@ from typing import Any
 from airflow.sdk.bases.decorator import _TaskDecorator
 from airflow.sdk.definitions.mappedoperator import MappedOperator, OperatorPartial
 
-from elasticflow_airflow.arguments import CHECKED, MAY_BE_LATE, ArgumentError, check_arguments, check_each, is_late
+from elasticflow_airflow.arguments import ArgumentError, check_arguments, check_each, is_late
 from elasticflow_airflow.callables import conceal, reveal
 from elasticflow_airflow.dag_deadline import alerts_of, check_time_from_dag
 from elasticflow_airflow.deadlines import DeadlineError
 from elasticflow_airflow.submission import check_downstream
+from elasticflow_airflow.training_options import DEFAULTS, OPTIONS, Kind, names_of
 
-_CALLED = ("on_at_risk", "on_promote")
+_CALLED = names_of(Kind.CALLABLE, Kind.CALLABLES)
 _UNKNOWN = "{{ mapped }}"
 """Stands for what another task will return."""
 
@@ -101,7 +102,7 @@ def checked(begun: OperatorPartial, given: Iterable[str]) -> CheckedPartial:
     Raises ArgumentError or DeadlineError.
     """
     begun._expand_called = True  # from here on it is ours that must be mapped
-    check_each({name: value for name, value in begun.kwargs.items() if name in CHECKED})
+    check_each({name: value for name, value in begun.kwargs.items() if name in OPTIONS})
     kwargs = {name: conceal(value) if name in _CALLED else value for name, value in begun.kwargs.items()}
     made = CheckedPartial(operator_class=begun.operator_class, kwargs=kwargs, params=begun.params)
     made.given = frozenset(given)
@@ -173,10 +174,10 @@ def _placeholders(mapped: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_one(index: int, arguments: Mapping[str, Any]) -> None:
-    known = {name: value for name, value in arguments.items() if name in CHECKED}
+    known = {name: value for name, value in arguments.items() if name in OPTIONS}
     try:
         check_each({name: value for name, value in known.items() if value is not _UNKNOWN})
-        if all(name in MAY_BE_LATE for name, value in known.items() if value is _UNKNOWN):
+        if all(OPTIONS[name].template for name, value in known.items() if value is _UNKNOWN):
             # Together they are looked at only where everything else is known.
             check_arguments(**known)
     except (ArgumentError, DeadlineError) as error:
@@ -205,11 +206,11 @@ def _common(begun: OperatorPartial) -> dict[str, Any]:
     """The arguments of every mapped task: by default, by the DAG's and its groups' default_args, and as given."""
     signature = inspect.signature(begun.operator_class.__init__).parameters
     defaults = {name: one.default for name, one in signature.items() if one.default is not one.empty}
-    found: dict[str, Any] = {"global_batch_size": None, **{n: v for n, v in defaults.items() if n in CHECKED}}
+    found = {**DEFAULTS, **defaults}  # a subclass may have defaults of its own
     for owner in (begun.kwargs.get("dag"), begun.kwargs.get("task_group")):
         found.update(getattr(owner, "default_args", None) or {})
     found.update(begun.kwargs)
-    return {name: reveal(value) for name, value in found.items() if name in CHECKED}
+    return {name: reveal(value) for name, value in found.items() if name in OPTIONS}
 
 
 def _is_literal(values: Any) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta, tzinfo
+from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,46 +32,31 @@ from elasticflow_airflow.clock import now_s
 from elasticflow_airflow.deadlines import DAG_RUN, DeadlineError, show_at, show_duration
 from elasticflow_airflow.downstream import EndedJob
 from elasticflow_airflow.leases import LEASE_S, ORPHAN_S
-from elasticflow_airflow.run_deadline import ARITHMETIC_LABEL, DeadlinesOfRun, RunOfDag, due_times, run_of_dag
+from elasticflow_airflow.run_deadline import (
+    ARITHMETIC_LABEL,
+    Deadlined,
+    DeadlinesOfRun,
+    RunOfDag,
+    due_times,
+    run_of_dag,
+)
 from elasticflow_airflow.settings import AirflowSettings
 from elasticflow_airflow.task_memory import TaskMemory
 from elasticflow_airflow.telemetry import trace_labels
+from elasticflow_airflow.training_options import OPTIONS, Kind, names_of, on_wire
 from elasticflow_airflow.wire import JobIdentity, JobSubmission
 
 
-class ElasticTask(Protocol):
-    """The rendered arguments of an elastic task, as the operator holds them."""
+class ElasticTask(Deadlined, Protocol):
+    """The rendered arguments of an elastic task that are not sent as they are; the others are read as ``OPTIONS``."""
 
-    task_id: str
     script: Any
     module: Any
     script_args: Any
     env: Any
     secret_env: Any
     working_dir: Any
-    python: Any
-    steps: Any
-    epochs: Any
-    samples: Any
-    global_batch_size: Any
-    deadline: Any
-    deadline_of: str | None
-    downstream_reserve: timedelta
-    best_effort: bool
-    value: float
-    on_reject: str
-    latest_deadline: Any
     on_past_deadline: str
-    on_miss: str
-    init_from: Any
-    min_workers: int
-    max_workers: int | None
-    consistency: str
-    logical_workers: int | None
-    seed: int | None
-    scaling_curve: Mapping[int, float] | None
-    progress_regex: str | None
-    progress_file: str | None
     target_loss: Any
 
     def get_flat_relative_ids(self, *, upstream: bool = False) -> set[str]:
@@ -178,12 +163,13 @@ def prepare(
     ``snapshot``: the code, where it has been taken before.
     Raises ArgumentError, DeadlineError or SnapshotError; nothing has been sent then.
     """
-    for name in ("script", "module", "working_dir", "python", "init_from", "deadline", "latest_deadline"):
-        present(name, getattr(task, name), given[name])
+    for name in names_of(Kind.PATH, Kind.TEXT, Kind.MOMENT):
+        if name in given:
+            present(name, getattr(task, name), given[name])
     check_downstream(task.deadline_of, task)
-    steps, epochs, samples, batch = (
-        count(name, getattr(task, name), given[name]) for name in ("steps", "epochs", "samples", "global_batch_size")
-    )
+    counts = {name: count(name, getattr(task, name), given[name]) for name in names_of(Kind.COUNT)}
+    if counts["samples"] is not None and counts["epochs"] is None:
+        counts["epochs"] = 1
     now = pendulum.from_timestamp(now_s())
     deadlines = DeadlinesOfRun(
         task,
@@ -218,42 +204,26 @@ def prepare(
         names = ", ".join(snapshot.ignored[:8]) + (", ..." if len(snapshot.ignored) > 8 else "")
         notes.append(f"left out of the code by ignore files: {names}")
     lease_s, orphan_s = (LEASE_S, ORPHAN_S) if facts.is_dag_test else (settings.lease_s, settings.orphan_s)
-    message = {
-        "identity": facts.identity,
-        "command": {
-            "snapshot": snapshot.sha256,
+    message = on_wire(
+        {name: getattr(task, name) for name in OPTIONS}
+        | counts
+        | {
             "script": snapshot.entry if task.script is not None else None,
-            "module": task.module,
-            "args": rendered_texts("script_args", task.script_args, given["script_args"]),
-            "python": task.python,
-            "working_dir": find_working_dir(task.working_dir, facts),
+            "script_args": rendered_texts("script_args", task.script_args, given["script_args"]),
             "env": _rendered_env(task.env, given["env"]),
-        },
-        "length": {
-            "steps": steps,
-            "epochs": 1 if samples is not None and epochs is None else epochs,
-            "samples": samples,
-        },
-        "global_batch_size": batch,
-        "deadline_at": deadline_at,
-        "best_effort": task.best_effort,
-        "value": task.value,
-        "on_reject": task.on_reject,
-        "latest_deadline_at": latest_at,
-        "on_miss": task.on_miss,
-        "on_past_deadline": _on_past_deadline(
-            task.on_past_deadline, replays=facts.replays, began_too_late=late_s is not None
-        ),
-        "init_from": task.init_from,
-        "min_workers": task.min_workers,
-        "max_workers": task.max_workers,
-        "consistency": task.consistency,
-        "logical_workers": task.logical_workers,
-        "seed": task.seed,
-        "scaling_curve": None if task.scaling_curve is None else dict(task.scaling_curve),
-        "progress_regex": task.progress_regex,
-        "progress_file": task.progress_file,
-        "target_loss": target(task.target_loss, given["target_loss"]),
+            "secret_env": {},  # set when all is checked: an error quotes what it was given
+            "working_dir": find_working_dir(task.working_dir, facts),
+            "target_loss": target(task.target_loss, given["target_loss"]),
+            "deadline": deadline_at,
+            "latest_deadline": latest_at,
+            "on_past_deadline": _on_past_deadline(
+                task.on_past_deadline, replays=facts.replays, began_too_late=late_s is not None
+            ),
+        }
+    )
+    message["command"]["snapshot"] = snapshot.sha256
+    message |= {
+        "identity": facts.identity,
         "lease_s": lease_s,
         "orphan_s": orphan_s,
         "labels": {
@@ -268,7 +238,6 @@ def prepare(
         submission = JobSubmission.model_validate(message)
     except ValidationError as error:
         raise ArgumentError(f"task {task.task_id!r} cannot be submitted: {_what_is_wrong(error)}") from error
-    # Only now: an error above quotes what it was given.
     secrets = {name: SecretStr(value) for name, value in resolve_secrets(task.secret_env).items()}
     command = submission.command.model_copy(update={"args_shown": _args_shown(submission.command.args)})
     return Prepared(

@@ -12,21 +12,15 @@ from typing import Any, cast
 
 from airflow.sdk.bases.decorator import DecoratedOperator, TaskDecorator, determine_kwargs, task_decorator_factory
 
-from elasticflow_airflow.arguments import CHECKED, ArgumentError, check_each
+from elasticflow_airflow.arguments import ArgumentError, check_each
 from elasticflow_airflow.mapping import NamesCheckedFunction
 from elasticflow_airflow.operators.elastic_train import ElasticTrainOperator
 from elasticflow_airflow.settings import AirflowSettings
 from elasticflow_airflow.submission import Prepared, RunFacts
 from elasticflow_airflow.task_memory import TaskMemory
+from elasticflow_airflow.training_options import OPTIONS
 
-DECIDED = frozenset(
-    {
-        "script", "module", "script_args", "env", "secret_env", "working_dir", "python", "steps", "epochs", "samples",
-        "global_batch_size", "target_loss", "deadline", "downstream_reserve", "best_effort", "value", "on_reject",
-        "latest_deadline", "on_past_deadline", "on_miss", "init_from", "min_workers", "max_workers", "consistency",
-        "logical_workers", "seed", "scaling_curve", "progress_regex", "progress_file",
-    }
-)  # fmt: skip
+DECIDED = frozenset(name for name, option in OPTIONS.items() if option.decidable)
 """What the function may decide. Not what Airflow must know before it runs: the connection, or whose deadline it is."""
 
 
@@ -51,7 +45,7 @@ class ElasticTrainDecoratedOperator(DecoratedOperator, ElasticTrainOperator):
         if self._is_decided:
             super()._check()
         else:
-            check_each({name: getattr(self, name) for name in CHECKED})
+            check_each({name: getattr(self, name) for name in OPTIONS})
 
     def _takes_time_from_dag(self) -> bool:
         """Known once the function has run: it may decide the deadline."""

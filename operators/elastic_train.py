@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime, timedelta, tzinfo
-from datetime import time as time_of_day
+from datetime import datetime, time, timedelta, tzinfo
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from airflow.sdk import BaseOperator, Context
@@ -21,7 +20,7 @@ from airflow.sdk.exceptions import (
 )
 
 from elasticflow_airflow.alarms import RiskAlarm, describe, remember
-from elasticflow_airflow.arguments import CHECKED, ArgumentError, check_arguments, present
+from elasticflow_airflow.arguments import ArgumentError, check_arguments, present
 from elasticflow_airflow.callables import listed, reveal
 from elasticflow_airflow.client import (
     PASSING,
@@ -66,6 +65,7 @@ from elasticflow_airflow.submission import Prepared, RunFacts, check_downstream,
 from elasticflow_airflow.submitting import InFlight, acknowledge_for_clear, attach_for_retry
 from elasticflow_airflow.task_memory import TaskMemory
 from elasticflow_airflow.telemetry import count_ended, count_submitted
+from elasticflow_airflow.training_options import OPTIONS, TEMPLATE_FIELDS
 from elasticflow_airflow.triggers import ElasticFlowJobTrigger
 from elasticflow_airflow.waiting import JobWatch
 from elasticflow_airflow.wire import Attachment, JobStatus, State
@@ -84,61 +84,79 @@ _MAX_BREAKDOWNS = 3
 class ElasticTrainOperator(ReportsLineage, BaseOperator):
     """Train by a deadline; the service decides with how many workers, and changes that while the training runs.
 
-    What: ``script`` (relative to the DAG file) or ``module``, ``script_args``, ``env``, ``secret_env`` (name to
-    ``"conn:<connection id>.<field>"``; resolved at submit, stored nowhere in plain text), ``working_dir``, ``python``
-    (the interpreter; it needs torch only).
+    Give what to train (``script`` or ``module``), how much (``steps``, or ``epochs`` of ``samples``, else as the script
+    itself says), and by when: ``deadline``, ``deadline_of`` or both, or ``best_effort=True``. With ``deadline_of`` the
+    training must end earlier than its target, by what recent runs took from the one end to the other. Assets among
+    ``outlets`` carry the checkpoint in their event.
 
-    How much: ``steps``, or ``epochs`` of ``samples``, else as the script itself says;
-    ``global_batch_size`` samples make a step.
-    ``target_loss`` ends the training early, once the smoothed loss is there; ``steps`` or ``epochs`` is then the most
-    that it trains, and what its deadline is promised on.
-
-    By when: ``deadline`` (time of day in the DAG's time zone, timedelta after the run is due, datetime, or a
-    template) of this training, or with ``deadline_of`` of a downstream task or ``"dag_run"``: the training must then
-    end earlier by what recent runs took from its end to the target's, or by ``downstream_reserve`` until there are
-    any. ``deadline_of`` alone takes the time from the DAG: its earliest DeadlineAlert, else its next run. Or
-    ``best_effort=True``. ``value`` weighs jobs against each other.
-
-    When it cannot be: ``on_reject`` ("fail", "best_effort", "wait", or "renegotiate" up to ``latest_deadline``; or
-    "late", for which the deadline is soft: likewise, and its ``value`` falls evenly to nothing at ``latest_deadline``),
-    ``on_past_deadline`` ("auto": best effort for backfills, clears and runs that began after their deadline, else fail;
-    "fail"; "best_effort"), ``on_miss`` ("finish", "fail", "use_last_checkpoint").
-
-    Further: ``init_from`` ("latest": weights of this task's last success, or the folder of a checkpoint),
-    ``min_workers`` and ``max_workers`` (powers of two), ``consistency`` ("consistent": the result does not depend on
-    the number of workers; "fast": plain data-parallel training), ``logical_workers`` (consistent mode: into how many
-    shares each step is cut, a power of two that divides the global batch; at most that many workers), ``seed`` (of all
-    that is random in the training), ``scaling_curve`` (workers to steps/s: no profiling),
-    ``progress_regex`` or ``progress_file`` for scripts that know nothing of this library, ``deferrable``,
-    ``elasticflow_conn_id``.
-
-    Who hears of it: ``on_at_risk`` (callables or notifiers, as for Airflow's callbacks, or import paths: called in a
-    worker each time the job comes to be at risk of missing its deadline), ``on_promote`` (a callable or import path,
-    called after a success with what its parameters name of ``result``, ``checkpoint_path`` and the context; what it
-    returns stands in the result as ``promoted``). Assets among ``outlets`` carry the checkpoint in their event.
+    :param script: Training script, relative to the DAG file's folder (then to the bundle's root), or absolute. Give
+        this or ``module``.
+    :param module: Module to run, like ``package.train``. It is found on the worker's Python path, and not imported
+        there.
+    :param script_args: List of arguments, one element each. Numbers become text. Whoever is on the machine sees them in
+        its table of processes: pass secrets by ``secret_env``. The page shows ``***`` for what Airflow masks, and for
+        the values of options like ``--token``.
+    :param env: Environment variables. Rendered fields are shown in Airflow's UI: no secrets here.
+    :param secret_env: Name to ``"conn:<connection id>.<field>"``; ``<field>`` is ``password``, ``login``, ``host``,
+        ``schema``, ``port`` or ``extra.<key>``. Read at submit, stored encrypted, erased when the job ends, never
+        logged. Not a template field.
+    :param working_dir: Where the script runs. Relative: from the DAG file's folder.
+    :param python: Interpreter. It needs torch, and nothing of this project.
+    :param init_from: ``"latest"``: start from the weights of this task's last success; or the folder of a checkpoint.
+    :param steps: Optimizer steps in all. Not beside ``epochs`` or ``samples``.
+    :param epochs: Epochs, if there are no ``steps``. With neither, the script's own length counts
+        (``session.epochs(4)``, ``num_train_epochs=4``, ``max_epochs=4``); a script that has none, but a loop of its own
+        over the loader, ends with an error before its first step. With ``samples`` alone, one epoch.
+    :param samples: Samples of one epoch. Without it the training must use our sampler, which reports it.
+    :param global_batch_size: Samples of one optimizer step, over all workers. It never changes.
+    :param target_loss: End the training, as a success, as soon as the smoothed loss (mean of about the last 32 steps)
+        is there. ``steps`` or ``epochs`` must be given as well: the most that it trains, and what its deadline is
+        promised on. For scripts that use the session, the Trainer or Lightning.
+    :param deadline: Time of day in the DAG's time zone, duration after the run is due, datetime, or text of either.
+    :param deadline_of: Whose deadline that is: the id of a downstream task, or ``"dag_run"``. Without ``deadline``, the
+        time comes from the DAG: its earliest ``DeadlineAlert`` that a worker can evaluate, else its next run.
+    :param downstream_reserve: With ``deadline_of``: what passes from the end of training to the end of that target,
+        until earlier runs have shown it.
+    :param best_effort: No deadline: train on what the others leave. A job has a deadline or is best effort.
+    :param value: Weight of this job against others, where not all fit; greater than 0, without a unit.
+    :param on_reject: When the deadline cannot be promised: ``"fail"`` at once, without retries, naming the earliest
+        feasible one; ``"best_effort"``; ``"wait"`` for capacity; ``"renegotiate"`` up to ``latest_deadline``;
+        ``"late"`` likewise, for a ``value`` that falls evenly to nothing then.
+    :param latest_deadline: Only with ``on_reject="renegotiate"`` or ``"late"``; the same forms as ``deadline``.
+    :param on_past_deadline: When the deadline (with ``latest_deadline``: that) has passed before the job is submitted:
+        ``"auto"`` is best effort for backfills, cleared tasks and runs that began after it (the first after unpausing),
+        else fail; ``"fail"``; ``"best_effort"``. For a retry of a job that had been taken on, ``on_miss`` decides (not
+        in a backfill, nor after a clear).
+    :param on_miss: When a running job misses its deadline after all: ``"finish"``, ``"fail"``, or
+        ``"use_last_checkpoint"``.
+    :param min_workers: Never fewer workers than this: a power of two.
+    :param max_workers: Never more: a power of two.
+    :param consistency: The trained model does not depend on how many workers there were. ``"fast"``: plain
+        data-parallel training, whose result does.
+    :param logical_workers: Consistent mode: into how many shares every step is cut, whatever the number of workers. A
+        power of two that divides ``global_batch_size``; there are never more workers. Default, on every cluster and
+        without one: 8, or ``max_workers`` if that is more, or the largest power of two below that divides the batch. A
+        retry that resumes keeps it.
+    :param seed: Of all that is random in the training: the first weights, the order of samples, dropout.
+    :param scaling_curve: Workers to optimizer steps per second, like ``{1: 2.0, 2: 3.8}``: no profiling.
+    :param progress_regex: How to read the step, and the loss, in the lines of a script that knows nothing of this
+        library; it also needs ``steps``.
+    :param progress_file: Or the file that such a script writes its step into.
+    :param on_at_risk: Functions, notifiers or import paths, one or a list, called with Airflow's context each time the
+        job comes to be at risk of missing its deadline.
+    :param on_promote: A function or import path, called after a success with those of ``result``, ``checkpoint_path``
+        and the context that it names.
+    :param deferrable: Wait in the triggerer. ``False`` blocks a worker slot. Under ``dag.test()`` a deferrable task is
+        rescheduled instead, so that several jobs are in flight.
+    :param elasticflow_conn_id: Connection of the service. Where the *default* one is missing, the embedded service of
+        this machine is used.
 
     Returns a dict: job_id, verdict, deadline, finished_at, slack_s, met, steps, final_loss, checkpoint_path,
     checkpoint_digest, gpu_seconds, rescales, metrics. Raises ArgumentError and DeadlineError at DAG parse for what can
     be known then.
     """
 
-    template_fields: Sequence[str] = (
-        "script",
-        "module",
-        "script_args",
-        "env",
-        "working_dir",
-        "python",
-        "steps",
-        "epochs",
-        "samples",
-        "global_batch_size",
-        "target_loss",
-        "deadline",
-        "latest_deadline",
-        "init_from",
-        "elasticflow_conn_id",
-    )
+    template_fields: Sequence[str] = TEMPLATE_FIELDS
     template_fields_renderers = {"script_args": "json", "env": "json"}  # noqa: RUF012 - Airflow's declaration
     ui_color = "#dff2e4"
     operator_extra_links = (ElasticFlowJobLink(),)
@@ -153,21 +171,21 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         secret_env: Mapping[str, str] | None = None,
         working_dir: str | None = None,
         python: str | None = None,
+        init_from: str | None = None,
         steps: int | str | None = None,
         epochs: int | str | None = None,
         samples: int | str | None = None,
         global_batch_size: int | str,
         target_loss: float | str | None = None,
-        deadline: str | time_of_day | timedelta | datetime | None = None,
+        deadline: str | time | timedelta | datetime | None = None,
         deadline_of: str | None = None,
         downstream_reserve: timedelta = timedelta(minutes=5),
         best_effort: bool = False,
         value: float = 1.0,
         on_reject: str = "fail",
-        latest_deadline: str | time_of_day | timedelta | datetime | None = None,
+        latest_deadline: str | time | timedelta | datetime | None = None,
         on_past_deadline: str = "auto",
         on_miss: str = "finish",
-        init_from: str | None = None,
         min_workers: int = 1,
         max_workers: int | None = None,
         consistency: str = "consistent",
@@ -190,6 +208,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         self.secret_env = secret_env
         self.working_dir = working_dir
         self.python = python
+        self.init_from = init_from
         self.steps = steps
         self.epochs = epochs
         self.samples = samples
@@ -204,7 +223,6 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         self.latest_deadline = latest_deadline
         self.on_past_deadline = on_past_deadline
         self.on_miss = on_miss
-        self.init_from = init_from
         self.min_workers = min_workers
         self.max_workers = max_workers
         self.consistency = consistency
@@ -407,7 +425,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
 
     def _check(self) -> None:
         """Refuse arguments that cannot be right. Raises ArgumentError or DeadlineError."""
-        check_arguments(**{name: getattr(self, name) for name in CHECKED})
+        check_arguments(**{name: getattr(self, name) for name in OPTIONS})
 
     def _takes_time_from_dag(self) -> bool:
         """Whether ``deadline_of`` stands alone, as far as that is known."""

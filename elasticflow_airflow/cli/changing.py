@@ -11,8 +11,9 @@ from rich.console import Console
 
 from elasticflow_airflow.cli.connection import JobId, StateDir, Url, check_name, client, fail
 from elasticflow_airflow.cli.display import moment
-from elasticflow_airflow.cli.moments import FORMS, moment_of
+from elasticflow_airflow.cli.moments import moment_of
 from elasticflow_airflow.cli.unowned import SILENT, cancel_unowned
+from elasticflow_airflow.training_options import MOMENT_FORMS
 from elasticflow_airflow.wire import AmendRequest, JobStatus
 
 _NOT_PROMISED = 3
@@ -22,7 +23,7 @@ def amend(
     job_id: str = JobId,
     url: str | None = Url,
     state_dir: Path | None = StateDir,
-    deadline: str | None = typer.Option(None, "--deadline", help=f"The new deadline: {FORMS}."),
+    deadline: str | None = typer.Option(None, "--deadline", help=f"The new deadline: {MOMENT_FORMS}."),
     best_effort: bool = typer.Option(False, "--best-effort", help="Give the deadline up."),
     value: float | None = typer.Option(None, "--value", min=1e-9, help="What meeting the deadline is worth."),
 ) -> None:

@@ -8,10 +8,10 @@ from datetime import datetime, time, timedelta
 import typer
 
 from elasticflow_airflow.bounds import time_problem
+from elasticflow_airflow.training_options import MOMENT_FORMS
 
 _DURATION = re.compile(r"\+?(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 _TIME = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
-FORMS = "07:30 (the next one, this machine's time), +2h30m, or 2026-01-31T07:30 (with Z or +01:00: that zone)"
 
 
 def moment_of(text: str, now: float, *, option: str = "--deadline") -> float:
@@ -42,7 +42,7 @@ def moment_of(text: str, now: float, *, option: str = "--deadline") -> float:
         except OverflowError:
             raise too_far from None
         except ValueError as error:
-            raise typer.BadParameter(f"{option}={text!r} is no moment; write {FORMS}") from error
+            raise typer.BadParameter(f"{option}={text!r} is no moment; write {MOMENT_FORMS}") from error
     if at <= now:
         raise typer.BadParameter(f"{option}={text!r} is in the past: choose a later moment")
     if time_problem(at) is not None:

@@ -16,8 +16,10 @@ from rich.console import Console
 from elasticflow_airflow.cli.connection import BAD_INPUT, StateDir, Url, client, fail, program, what_is_wrong
 from elasticflow_airflow.cli.display import moment
 from elasticflow_airflow.cli.following import read
-from elasticflow_airflow.cli.moments import FORMS, moment_of
+from elasticflow_airflow.cli.moments import moment_of
+from elasticflow_airflow.cli.training_flags import with_training_flags
 from elasticflow_airflow.client import ElasticFlowClient, Snapshot, SnapshotError, snapshot_script
+from elasticflow_airflow.training_options import on_wire
 from elasticflow_airflow.wire import JobStatus, JobSubmission, State, Verdict
 
 NAMESPACE = "command-line"
@@ -30,50 +32,16 @@ _POLL_S = 0.5
 _TAKE_LATER = ("renegotiate", "late")
 
 
+@with_training_flags
 def submit(
+    *,
     script: Path = typer.Argument(..., help="The script to train; its folder is taken along."),  # noqa: B008
     args: list[str] | None = typer.Argument(  # noqa: B008
         None, help="Its arguments, last of all; put -- before the first that begins with -."
     ),
     url: str | None = Url,
     state_dir: Path | None = StateDir,
-    steps: int | None = typer.Option(None, "--steps", min=1, help="How many optimizer steps to train; or --epochs."),
-    epochs: int | None = typer.Option(None, "--epochs", min=1, help="How many epochs."),
-    samples: int | None = typer.Option(None, "--samples", min=1, help="Samples of an epoch, if they are known."),
-    batch: int = typer.Option(..., "--batch", min=1, help="Samples of a step, over all workers."),
-    deadline: str | None = typer.Option(None, "--deadline", help=f"When it must have ended: {FORMS}."),
-    best_effort: bool = typer.Option(False, "--best-effort", help="No deadline: trains with what others leave."),
-    on_reject: str = typer.Option(
-        "fail", "--on-reject", help="If the deadline cannot be promised: fail, best_effort, wait, renegotiate or late."
-    ),
-    latest_deadline: str | None = typer.Option(
-        None,
-        "--latest-deadline",
-        help="With renegotiate or late, which lets its value fall until then: the latest deadline that will do.",
-    ),
-    value: float = typer.Option(1.0, "--value", min=1e-9, help="What meeting the deadline is worth."),
-    min_workers: int = typer.Option(1, "--min-workers", min=1, help="Never fewer; a power of two."),
-    max_workers: int | None = typer.Option(None, "--max-workers", min=1, help="Never more; a power of two."),
-    target_loss: float | None = typer.Option(None, "--target-loss", help="End when the smoothed loss is there."),
-    consistency: str = typer.Option(
-        "consistent", "--consistency", help="consistent: the same weights for any number of workers; or fast."
-    ),
-    logical_workers: int | None = typer.Option(
-        None, "--logical-workers", min=1, help="Shares that each step is cut into, whatever the number of workers."
-    ),
-    seed: int | None = typer.Option(None, "--seed", min=0, help="Of all that is random; default: the script's, or 0."),
-    progress_regex: str | None = typer.Option(
-        None, "--progress-regex", help="For scripts that know nothing of us: how a line of output tells the step."
-    ),
-    progress_file: str | None = typer.Option(
-        None, "--progress-file", help="The same by a file, in its working directory, to which it writes its step."
-    ),
-    python: str | None = typer.Option(None, "--python", help="Interpreter on the service's machine; default: its own."),
-    working_dir: str | None = typer.Option(None, "--working-dir", help="Working directory on the service's machine."),
-    env: list[str] = typer.Option([], "--env", help="NAME=VALUE for the script; may be repeated."),  # noqa: B008
-    secret_env: list[str] = typer.Option(  # noqa: B008
-        [], "--secret-env", help="NAME of a variable of this shell that is passed on as a secret; may be repeated."
-    ),
+    training: dict[str, Any],
     name: str | None = typer.Option(
         None, "--name", help="Runs of one name share what is learned of their speed; default: the script's name."
     ),
@@ -94,51 +62,41 @@ def submit(
     With --no-wait, or interrupted, it may still be rejected later. It trains on when the terminal is closed.
     """
     now = time.time()
-    if best_effort == (deadline is not None):
+    steps, epochs, samples = training["steps"], training["epochs"], training["samples"]
+    deadline, latest_deadline = training["deadline"], training["latest_deadline"]
+    if training["best_effort"] == (deadline is not None):
         raise typer.BadParameter("give --deadline or --best-effort, one of the two")
     if steps is not None and (epochs is not None or samples is not None):
         other = f"--samples={samples}" if epochs is None else f"--epochs={epochs}"
         raise typer.BadParameter(f"--steps={steps} beside {other}: give steps, or epochs and their samples")
-    if latest_deadline is not None and on_reject not in _TAKE_LATER:
+    if latest_deadline is not None and training["on_reject"] not in _TAKE_LATER:
         wanted = f"--on-reject {' or '.join(_TAKE_LATER)}"
         raise typer.BadParameter(
-            f"--latest-deadline={latest_deadline!r} beside --on-reject={on_reject}: it is for {wanted}"
+            f"--latest-deadline={latest_deadline!r} beside --on-reject={training['on_reject']}: it is for {wanted}"
         )
-    if epochs is None and samples is not None:
-        epochs = 1
     snapshot = _snapshot(script)
-    message: dict[str, Any] = {
+    message = on_wire(
+        training
+        | {
+            "script": snapshot.entry,
+            "script_args": tuple(args or ()),
+            "env": _pairs(training["env"]),
+            "secret_env": {},  # set when all is checked: an error quotes what it was given
+            "epochs": 1 if epochs is None and samples is not None else epochs,
+            "deadline": None if deadline is None else moment_of(deadline, now),
+            "latest_deadline": None
+            if latest_deadline is None
+            else moment_of(latest_deadline, now, option="--latest-deadline"),
+        }
+    )
+    message["command"]["snapshot"] = snapshot.sha256
+    message |= {
         "identity": {
             "namespace": NAMESPACE,
             "dag_id": name or script.stem,
             "run_id": run or _new_run(now),
             "task_id": "train",
         },
-        "command": {
-            "snapshot": snapshot.sha256,
-            "script": snapshot.entry,
-            "args": tuple(args or ()),
-            "python": python,
-            "working_dir": working_dir,
-            "env": _pairs(env),
-        },
-        "length": {"steps": steps, "epochs": epochs, "samples": samples},
-        "global_batch_size": batch,
-        "deadline_at": None if deadline is None else moment_of(deadline, now),
-        "best_effort": best_effort,
-        "on_reject": on_reject,
-        "latest_deadline_at": None
-        if latest_deadline is None
-        else moment_of(latest_deadline, now, option="--latest-deadline"),
-        "value": value,
-        "min_workers": min_workers,
-        "max_workers": max_workers,
-        "target_loss": target_loss,
-        "consistency": consistency,
-        "logical_workers": logical_workers,
-        "seed": seed,
-        "progress_regex": progress_regex,
-        "progress_file": progress_file,
         "lease_s": _LEASE_S,
         "orphan_s": _LEASE_S,
         "labels": {"submitted_by": getpass.getuser()},
@@ -147,7 +105,7 @@ def submit(
         submission = JobSubmission.model_validate(message)
     except ValidationError as error:
         fail(f"cannot be submitted: {what_is_wrong(error)}", BAD_INPUT)
-    submission = submission.model_copy(update={"secret_env": _secrets(secret_env)})
+    submission = submission.model_copy(update={"secret_env": _secrets(training["secret_env"])})
     with client(url, state_dir, start=True) as service:
         if dry_run:
             answer = service.dry_run(submission)

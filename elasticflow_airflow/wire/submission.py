@@ -34,6 +34,10 @@ from elasticflow_airflow.wire.fields import (
     refuse,
 )
 
+OnReject = Literal["fail", "best_effort", "wait", "renegotiate", "late"]
+OnMiss = Literal["finish", "fail", "use_last_checkpoint"]
+Consistency = Literal["consistent", "fast"]
+
 
 class JobIdentity(Wire):
     """Which Airflow task instance a job belongs to. The namespace keeps two Airflows apart."""
@@ -130,16 +134,16 @@ class JobSubmission(Wire):
     deadline_at: UtcSeconds | None = None
     best_effort: Switch = False
     value: Value = 1.0
-    on_reject: Literal["fail", "best_effort", "wait", "renegotiate", "late"] = "fail"
+    on_reject: OnReject = "fail"
     latest_deadline_at: UtcSeconds | None = None
-    on_miss: Literal["finish", "fail", "use_last_checkpoint"] = "finish"
+    on_miss: OnMiss = "finish"
     on_past_deadline: Literal["on_miss", "fail", "best_effort"] = "on_miss"
     """When the deadline has passed before it is taken up: "on_miss" refuses it, unless it goes on from an incarnation
     that was taken on, and missed it."""
     init_from: PathText | None = None
     min_workers: WorkerCount = 1
     max_workers: WorkerCount | None = None
-    consistency: Literal["consistent", "fast"] = "consistent"
+    consistency: Consistency = "consistent"
     logical_workers: WorkerCount | None = None
     """Into how many shares each step is cut for good, whatever the number of workers; None: eight, or the largest power
     of two below that divides the global batch; more if ``max_workers`` is."""

@@ -1,0 +1,58 @@
+"""The flags of ``elasticflow submit`` that say what is asked of a training, made of ``training_options``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Final
+
+import typer
+
+from elasticflow_airflow import bounds
+from elasticflow_airflow.cli.signatures import described_as
+from elasticflow_airflow.training_options import OPTIONS, Kind, Option, WhatToTrain
+
+_READ_AS: Final[dict[Kind, Any]] = {
+    Kind.COUNT: int,
+    Kind.POWER_OF_TWO: int,
+    Kind.SEED: int,
+    Kind.LOSS: float,
+    Kind.VALUE: float,
+    Kind.SWITCH: bool,
+    Kind.ENVIRONMENT: list[str],
+    Kind.SECRETS: list[str],
+}
+"""Any other kind is a text."""
+_LEAST: Final = {Kind.COUNT: 1, Kind.POWER_OF_TWO: 1, Kind.SEED: 0, Kind.VALUE: bounds.LEAST_VALUE}
+
+
+def with_training_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with a flag for each option that has one; their values are its ``training``, by name."""
+    flags = {_parameter_name(option): option for option in OPTIONS.values() if option.flag is not None}
+    # How the code is run is said last: --help begins with what everybody needs.
+    flags = dict(sorted(flags.items(), key=lambda flag: hasattr(WhatToTrain, flag[1].name)))
+
+    def run(**given: Any) -> None:
+        command(training={option.name: given.pop(name) for name, option in flags.items()}, **given)
+
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        is_training = parameter.name == "training"
+        parameters += [_parameter(name, one) for name, one in flags.items()] if is_training else [parameter]
+    return described_as(command, run, parameters)
+
+
+def _parameter_name(option: Option) -> str:
+    return (option.flag or "").removeprefix("--").replace("-", "_")
+
+
+def _parameter(name: str, option: Option) -> inspect.Parameter:
+    kind = _READ_AS.get(option.kind, str)
+    default = [] if kind == list[str] else option.default
+    told = typer.Option(default, option.flag or "", min=_LEAST.get(option.kind), help=option.help)
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=told,
+        annotation=kind | None if default is None else kind,
+    )
