@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from elasticflow_airflow.runtime import bootstrap
 from elasticflow_airflow.runtime.data import Batch
@@ -36,6 +36,27 @@ _TOKEN = 1 << (_TOKEN_BITS - 1)
 """In every token, so that none is zero or ``_PREPARE``; a float64 holds more bits."""
 _LAST_WORDS_BYTES = 1 << 16
 """The last report of a worker is mostly within so many bytes at the end of its file."""
+
+
+class Vote(NamedTuple):
+    """What one worker says at the end of a step, beside its sums; all are sent to all as numbers, in this order."""
+
+    leaving: float
+    """It was told to leave."""
+    saving: float
+    """Rank 0 wants a save at the next boundary."""
+    switching: float
+    """The generation to switch to that it is ready for; 0: none."""
+    measuring: float
+    """Rank 0 wants the norms of the gradients measured."""
+    strayed: float
+    """The number, from 1, of a buffer that forward passes have changed and that cannot be merged; 0: none."""
+    parts: float
+    """Where the parts of a save go (a token), or ``_PREPARE``; rank 0's word counts, as elsewhere a listing of the same
+    folder may have been stale."""
+    generation: float
+    order: float
+    """A mark of the order in which it reads a stream, or of the lengths that it was given: it must be the same."""
 
 
 class SessionSteps(SessionCore):
@@ -97,24 +118,21 @@ class SessionSteps(SessionCore):
         switching = 0 if self._place is None else self._place.ready_for(self._epoch_of(self._step + 1))
         assert self._machinery is not None  # the sums are its own
         measuring, strayed = self.is_main and self._norms.due, self._machinery.statistics.strayed()
-        # Where parts go is rank 0's word: elsewhere a listing of the same folder may have been stale.
-        generation = self._context.generation
-        flags = [
-            float(flag) for flag in (leaving, saving, switching, measuring, strayed, parts, generation, self._order)
-        ]
-        rows = self._group.exchange(to_row(sums, flags, self.logical_workers))
-        sums, votes = from_rows(rows, sums, len(flags), self.logical_workers)
-        strayed = int(max(vote[4] for vote in votes))
+        vote = Vote(leaving, saving, switching, measuring, strayed, parts, self._context.generation, self._order)
+        rows = self._group.exchange(to_row(sums, [float(number) for number in vote], self.logical_workers))
+        sums, flags = from_rows(rows, sums, len(vote), self.logical_workers)
+        votes = [Vote(*numbers) for numbers in flags]
+        strayed = int(max(vote.strayed for vote in votes))
         if strayed:
             # All hear of it, and all end here; the model is not what it should be any more.
             raise TypeError(self._machinery.statistics.refusal(strayed))
-        if len({vote[7] for vote in votes}) > 1:
+        if len({vote.order for vote in votes}) > 1:
             raise TypeError(OTHER_ORDERS if self._streams else OTHER_LENGTHS)
-        self._leaving, self._saving = any(vote[0] for vote in votes), any(vote[1] for vote in votes)
-        self._parts = int(votes[0][5]), int(votes[0][6])
+        self._leaving, self._saving = any(vote.leaving for vote in votes), any(vote.saving for vote in votes)
+        self._parts = int(votes[0].parts), int(votes[0].generation)
         if self._place is not None:
-            self._place.agree([int(vote[2]) for vote in votes])
-        self._measures = any(vote[3] for vote in votes)
+            self._place.agree([int(vote.switching) for vote in votes])
+        self._measures = any(vote.measuring for vote in votes)
         self._committed = sums
         self._meter.enter(Activity.COMPUTE)
         return sums
