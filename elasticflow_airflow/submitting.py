@@ -57,12 +57,13 @@ class InFlight:
 def attach_for_retry(
     client: ElasticFlowClient, job_id: str, memory: TaskMemory, attempt: int, max_tries: int
 ) -> Attachment | None:
-    """Attach to the success that an earlier try has returned and Airflow has recorded; None where that is not so.
+    """Attach to the success that an earlier try has acknowledged; None where that is not so.
 
     Airflow may try such a task again that nobody cleared: a scheduler that was killed, or reads late, writes its own
-    opinion over the recorded success. It gets its result, and trains no second time.
+    opinion over the recorded success; or Airflow had given the try up, which lived on. It gets its result, and trains no
+    second time. Whether that try remembers that it has returned does not count: Airflow may have taken it no more.
     """
-    if not memory.returned or memory.attempt is None or attempt <= memory.attempt:
+    if memory.attempt is None or attempt <= memory.attempt:
         return None
     if memory.max_tries != max_tries or memory.job_id != job_id:
         return None  # It was cleared: whoever does that wants it to train anew.

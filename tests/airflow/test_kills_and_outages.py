@@ -195,6 +195,27 @@ def test_a_retry_after_a_recorded_success_trains_no_second_time_and_a_clear_does
     assert said == ["submit", asked]
 
 
+def test_a_retry_of_a_try_that_acknowledged_after_airflow_had_given_it_up_trains_no_second_time(
+    service, make_status, make_task
+):
+    """Its supervisor was killed; it lived on for some seconds, and Airflow took nothing more from it."""
+    from airflow.sdk.exceptions import AirflowRuntimeError, ErrorType
+    from airflow.sdk.execution_time.comms import ErrorResponse
+
+    class GivenUp(Store):
+        def set(self, key, value):
+            if value["returned"]:
+                raise AirflowRuntimeError(ErrorResponse(error=ErrorType.API_SERVER_ERROR, detail={"status_code": 409}))
+            super().set(key, value)
+
+    service.statuses = [success(make_status).model_copy(update={"acknowledged": True})]
+    store = GivenUp()
+    for attempt in (1, 2):
+        task = make_task(deferrable=False)
+        assert task.execute(context_of(task, store, try_number=attempt, max_tries=3))["steps"] == 10
+    assert [verb for _, verb, _ in service.calls if verb in ("submit", "attach")] == ["submit", "attach"]
+
+
 @pytest.mark.parametrize("max_tries", [0, 1])
 def test_a_task_that_failed_with_its_result_gets_it_again_when_it_is_cleared(
     service, make_status, make_task, max_tries
