@@ -60,8 +60,8 @@ def attach_for_retry(
     """Attach to the success that an earlier try has acknowledged; None where that is not so.
 
     Airflow may try such a task again that nobody cleared: a scheduler that was killed, or reads late, writes its own
-    opinion over the recorded success; or Airflow had given the try up, which lived on. It gets its result, and trains no
-    second time. Whether that try remembers that it has returned does not count: Airflow may have taken it no more.
+    opinion over the recorded success; or Airflow had given the try up, which lived on. It gets its result, and trains
+    no second time. Whether that try remembers that it has returned does not count: Airflow may have taken it no more.
     """
     if memory.attempt is None or attempt <= memory.attempt:
         return None
