@@ -9,7 +9,6 @@ from datetime import datetime
 from rich.console import Console
 
 from demo_kit.layout import Layout
-from elasticflow_airflow.cli.display import health_lines, progress
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint
 from elasticflow_airflow.testing import JobOutcome
 from elasticflow_airflow.wire import Event, JobStatus
@@ -66,10 +65,9 @@ class Watcher:
             time.sleep(_LOOK_S)
 
     def _look_at(self, service: ElasticFlowClient) -> None:
-        if not self._jobs:  # Slots that others on this machine hold: the demo is slower, or cannot train.
-            for text in health_lines(service.health()):
-                if "  busy: " in text:
-                    self.line(text, "yellow")
+        if not self._jobs:
+            for busy in {slot.busy for slot in service.health().slots if slot.busy}:
+                self.line(f"slots are held by others ({busy}): the demo is slower, or cannot train", "yellow")
         self._jobs |= {job.job_id: job for job in service.list_jobs()}
         fresh: list[tuple[Event, JobStatus]] = []
         for job_id, job in self._jobs.items():
@@ -84,8 +82,11 @@ class Watcher:
             self._progress_at = time.monotonic()
             for job in self._jobs.values():
                 if job.step and not job.state.terminal:
+                    loss = "" if job.loss is None else f", loss {job.loss:.3f}"
+                    speed = f", {job.steps_per_s:.2f} steps/s" if job.steps_per_s else ""
                     spare = "" if job.slack_s is None else f", {job.slack_s:.0f} s to spare"
-                    self.line(f"        {job.identity.task_id:<18} {progress(job)}{spare}", "dim")
+                    done = f"step {job.step}/{job.total_steps or '?'}{loss}, {job.workers} workers{speed}{spare}"
+                    self.line(f"        {job.identity.task_id:<18} {done}", "dim")
 
 
 def clock(at: datetime) -> str:

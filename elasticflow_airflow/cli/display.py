@@ -57,7 +57,10 @@ def job_lines(job: JobStatus) -> list[str]:
         f"verdict     {job.verdict.decision}{': ' + job.verdict.reason if job.verdict.reason else ''}",
         f"deadline    {'best effort' if job.best_effort else moment(job.deadline_at)}",
         f"projected   {moment(job.projected_finish_at)}",
-        f"progress    {progress(job)}",
+        (
+            f"progress    step {job.step} of {job.total_steps or '?'}, loss {_number(job.loss)}, "
+            f"{_number(job.steps_per_s)} steps/s on {job.workers} workers"
+        ),
         f"shares      {_shares(job)}",
         f"seed        {'not known yet' if job.seed is None else job.seed}",
         *([] if job.target_loss is None else [f"target      {_target(job, job.target_loss)}"]),
@@ -69,14 +72,6 @@ def job_lines(job: JobStatus) -> list[str]:
     if job.failure:
         lines.append(f"failure     {job.failure}")
     return lines
-
-
-def progress(job: JobStatus) -> str:
-    """How far a job is, and how fast."""
-    return (
-        f"step {job.step} of {job.total_steps or '?'}, loss {_number(job.loss)}, "
-        f"{_number(job.steps_per_s)} steps/s on {job.workers} workers"
-    )
 
 
 def _shares(job: JobStatus) -> str:
