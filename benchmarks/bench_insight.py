@@ -125,14 +125,19 @@ def measure(base: Path, options: argparse.Namespace) -> None:
     said = f"A pass over {options.jobs} jobs that report, median of {options.passes} each, in turns:"
     show("passes", [said, "", *table(["", "ms", "times without"], passes)], options)
     job_id = live[0].job_id
-    desks = parts.insight
+    desks, forecasts, capacity = parts.insight, parts.forecasts, parts.capacity
     assert desks is not None
+    assert forecasts is not None
+    assert capacity is not None
     questions: dict[str, Callable[[], object]] = {
         "cluster": desks.insight.cluster,
         "history of all": lambda: desks.insight.history(now - 30 * 86400, now + 86400, 96),
         "history of an hour": lambda: desks.insight.history(now - 3600, now + 3600, 96),
         "story": lambda: desks.insight.story(job_id, None),
         "runs": lambda: desks.insight.runs(job_id, 10),
+        "a copy of the scheduler": reconciler.copy_scheduler,
+        "forecast": lambda: forecasts.forecast(48.0),
+        "capacity": lambda: capacity.capacity(48.0),
         "what if": lambda: desks.what_if.ask(WhatIfRequest(extra_nodes=1)),
     }
     said = f"Questions, with {options.past} jobs of the past and {options.jobs} live ones, median of 10:"

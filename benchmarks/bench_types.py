@@ -31,7 +31,7 @@ from elasticflow_airflow.scheduler_core.simulator.colocation import read_colocat
 from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
 from elasticflow_airflow.scheduler_core.simulator.mixed import common_jobs, mixed_cluster, read_typed_curves
 from elasticflow_airflow.scheduler_core.simulator.outcome import Result
-from elasticflow_airflow.scheduler_core.simulator.policy import Policy, RestorablePolicy
+from elasticflow_airflow.scheduler_core.simulator.policy import InspectablePolicy, Policy
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
 from elasticflow_airflow.scheduler_core.simulator.registry import make_policy
 from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob, Simulation
@@ -70,7 +70,7 @@ def mixed_policy(name: str, nodes: tuple[Node, ...]) -> Policy:
     if not name.endswith(TYPES):
         return make_policy(name, nodes)
 
-    def one(config: SchedulerConfig, of_a_type: Iterable[Node]) -> RestorablePolicy:
+    def one(config: SchedulerConfig, of_a_type: Iterable[Node]) -> InspectablePolicy:
         return make_policy(name.removesuffix(TYPES), of_a_type, config)
 
     return ByType(one, SchedulerConfig(), nodes)

@@ -1,7 +1,11 @@
 """Tells the service when the runs of all elastic tasks are due: for a cron task beside the scheduler or the api-server.
 
 A submission says when its own task is due next; this also knows of tasks that have not run for long, of DAGs that were
-paused, changed or deleted. Reads Airflow's metadata database (serialized DAGs; no DAG file is imported).
+paused, changed or deleted. One cannot replace the other: a submission needs nobody to set up a cron task, and a task
+may not read the metadata database, which alone knows of all DAGs. Both ask :mod:`timetables`, and the service takes
+both in by one rule (``service.recurring.replace_due``).
+
+Reads Airflow's metadata database (serialized DAGs; no DAG file is imported).
 """
 
 from __future__ import annotations
@@ -40,6 +44,11 @@ class ElasticTaskOfDag:
     task_id: str
     conn_id: str
     mapped: bool
+
+    @property
+    def names_service(self) -> bool:
+        """Whether its connection is known before a run; where it is a template, it is not."""
+        return "{{" not in self.conn_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +115,16 @@ def elastic_tasks(serialized: Mapping[str, Any]) -> list[ElasticTaskOfDag]:
     return found
 
 
+def read_elastic_tasks(session: Session, dag_ids: Sequence[str]) -> Iterator[tuple[Any, list[ElasticTaskOfDag]]]:
+    """The newest serialized DAG of each id that has elastic tasks, and those; some DAGs at a time."""
+    from airflow.models.serialized_dag import SerializedDagModel
+
+    for some in _chunks(dag_ids, _DAGS_AT_ONCE):
+        for row in SerializedDagModel.get_latest_serialized_dags(dag_ids=list(some), session=session):
+            if tasks := elastic_tasks(row.data or {}):
+                yield row, tasks
+
+
 def find_due_runs(
     session: Session,
     *,
@@ -115,7 +134,6 @@ def find_due_runs(
 ) -> Found:
     """Look up when the elastic tasks of all DAGs, or of these, are due from ``now`` on. Reads only."""
     from airflow.models.dag import DagModel
-    from airflow.models.serialized_dag import SerializedDagModel
     from sqlalchemy import select
 
     read_at = pendulum.now("UTC")
@@ -126,35 +144,25 @@ def find_due_runs(
     found = Found(read_at=read_at)
     for missing in sorted(set(dag_ids or ()) - models.keys()):
         found.problems.append(f"DAG {missing!r} is not there: is it parsed yet, and is the id right?")
-    for some in _chunks(list(models), _DAGS_AT_ONCE):
-        for row in SerializedDagModel.get_latest_serialized_dags(dag_ids=list(some), session=session):
-            tasks = elastic_tasks(row.data or {})
-            if not tasks:
-                continue
-            try:
-                due = _due(row.dag, models[row.dag_id], now, now + window)
-            except TimetableError as error:
-                found.problems.append(f"DAG {row.dag_id!r}: {error}")
-                found.unsure += [(row.dag_id, task.task_id) for task in tasks]
-                continue
-            for task in tasks:
-                if "{{" in task.conn_id:
-                    found.problems.append(
-                        f"task {row.dag_id}.{task.task_id}: elasticflow_conn_id={task.conn_id!r} is a template: which"
-                        " service to tell is known in a run only"
-                    )
-                    found.unsure.append((row.dag_id, task.task_id))
-                    continue
-                indexes = _map_indexes(session, row.dag_id, task.task_id) if task.mapped else (-1,)
-                found.tasks.append(
-                    TaskDue(
-                        dag_id=row.dag_id,
-                        task_id=task.task_id,
-                        conn_id=task.conn_id,
-                        map_indexes=indexes,
-                        due=due,
-                    )
+    for row, tasks in read_elastic_tasks(session, list(models)):
+        try:
+            due = _due(row.dag, models[row.dag_id], now, now + window)
+        except TimetableError as error:
+            found.problems.append(f"DAG {row.dag_id!r}: {error}")
+            found.unsure += [(row.dag_id, task.task_id) for task in tasks]
+            continue
+        for task in tasks:
+            if not task.names_service:
+                found.problems.append(
+                    f"task {row.dag_id}.{task.task_id}: elasticflow_conn_id={task.conn_id!r} is a template: which"
+                    " service to tell is known in a run only"
                 )
+                found.unsure.append((row.dag_id, task.task_id))
+                continue
+            indexes = _map_indexes(session, row.dag_id, task.task_id) if task.mapped else (-1,)
+            found.tasks.append(
+                TaskDue(dag_id=row.dag_id, task_id=task.task_id, conn_id=task.conn_id, map_indexes=indexes, due=due)
+            )
     if dag_ids is None:
         found.former = _former_connections(session) - {task.conn_id for task in found.tasks}
     return found
@@ -252,17 +260,11 @@ def _nothing_else(namespace: str, found: Found, its: Sequence[TaskDue]) -> Calen
 def _former_connections(session: Session) -> set[str]:
     """The connections of the elastic tasks of DAGs that are no more."""
     from airflow.models.dag import DagModel
-    from airflow.models.serialized_dag import SerializedDagModel
     from sqlalchemy import select
 
     gone = list(session.scalars(select(DagModel.dag_id).where(DagModel.is_stale.is_(True)).order_by(DagModel.dag_id)))
-    return {
-        task.conn_id
-        for some in _chunks(gone, _DAGS_AT_ONCE)
-        for row in SerializedDagModel.get_latest_serialized_dags(dag_ids=list(some), session=session)
-        for task in elastic_tasks(row.data or {})
-        if "{{" not in task.conn_id
-    }
+    found = read_elastic_tasks(session, gone)
+    return {task.conn_id for _, tasks in found for task in tasks if task.names_service}
 
 
 def _request(namespace: str, some: Sequence[tuple[TaskDue, int]]) -> CalendarRequest:

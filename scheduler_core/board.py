@@ -56,6 +56,13 @@ class Board:
         self.late: set[str] = set()
         """Jobs whose stored course must be computed again from what really is."""
 
+    def constants(self) -> dict[int, object]:
+        """What is replaced and never changed, by identity: a copy of the board may share it."""
+        found: list[object] = [self.config, self.layout, *self.nodes.values(), *self.calendar.runs.values()]
+        for job in self.jobs.values():
+            found += job.constants()
+        return {id(value): value for value in found}
+
     def planner(self, now: float) -> Planner:
         """A planner over the present jobs."""
         return self.planner_over(list(self.jobs.values()), now)

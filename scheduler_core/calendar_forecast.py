@@ -7,7 +7,6 @@ plan; uncertain ones as if they came.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -88,7 +87,7 @@ def forecast(scheduler: Scheduler, now: float, until_s: float) -> Forecast:
     waiting = _judged(scheduler.set_waiting_aside(), until_s)
 
     def enough(count: int) -> bool:
-        twin = copy.deepcopy(scheduler)
+        twin = scheduler.twin()
         join(twin, shape, range(count), now)
         planner, jobs, policy = twin.open_books(now)
         if not all(_is_well(outlook_of(job)) for job in _judged(jobs, until_s)):

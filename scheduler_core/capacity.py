@@ -6,7 +6,6 @@ come, and what became of everybody is looked at. Reports, and changes no cluster
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -122,7 +121,7 @@ def capacity(scheduler: Scheduler, now: float, until_s: float, wanting: Iterable
     ahead = _asking((job for job in wanting if job.job_id not in live), now)
     too_late = {job.job_id: reason for job in ahead if (reason := _too_late(job, now))}
     asking = [job for job in ahead if job.job_id not in too_late]
-    tried = copy.deepcopy(scheduler)
+    tried = scheduler.twin()
     wanted, out = _request(scheduler, _wants(tried, asking, now, until_s), asking, now, until_s)
     hopeless = _in_order([*out, *(_rejected(job, too_late[job.job_id]) for job in ahead if job.job_id in too_late)])
     if wanted is not None:
@@ -236,9 +235,9 @@ def _request(
     def left(count: int) -> Collection[str]:
         if count not in unmet:
             nearest = max(number for number in grown if number <= count)
-            twin = grown[count] = copy.deepcopy(grown[nearest])
+            twin = grown[count] = grown[nearest].twin()
             join(twin, shape, range(nearest, count), now)
-            unmet[count] = _wants(copy.deepcopy(twin), asking, now, until_s).keys()
+            unmet[count] = _wants(twin.twin(), asking, now, until_s).keys()
         return unmet[count]
 
     nodes = fewest(lambda count: not left(count), MOST_NODES)

@@ -110,6 +110,10 @@ class LiveJob:
         """Whether it may hold slots as an admitted job."""
         return self.phase is Phase.ADMITTED
 
+    def constants(self) -> tuple[object, ...]:
+        """The values among its fields that are replaced and never changed."""
+        return self.job, self.placement, self.told, self.course, self.reservation, self._work
+
     def changed(self) -> None:
         """Forget what was derived from the fields."""
         self._work = None

@@ -5,7 +5,6 @@ Works on copies of a scheduler. Who wants more is decided elsewhere (:mod:`capac
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -108,7 +107,7 @@ class Releasing:
 
     def _can_go(self, nodes: Sequence[Node]) -> bool:
         """Whether all these can: drained, then taken away, one after the other. They begin with those that are gone."""
-        twin = copy.deepcopy(self.good)
+        twin = self.good.twin()
         for node in nodes[self.gone :]:
             twin.handle(ev.NodeDraining(node.node_id, self.now), self.now)
             if any(slot.node_id == node.node_id for state in twin.states() for slot in state.placement.slots):

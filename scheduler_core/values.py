@@ -309,5 +309,3 @@ class JobState:
     """The windows on which ``measured`` rests; a size that has none was measured for certain."""
     told: ScalingCurve | None = None
     """The curve before anything was measured; ``job.curve`` is what is believed now. None: the same."""
-    memory: Mapping[str, float] = field(default_factory=dict)
-    """What a policy of the literature remembers of it besides, in the simulator. Our scheduler leaves it empty."""

@@ -1,83 +1,45 @@
-"""Where the demo puts its files, and the environment in which Airflow and the scheduler service run.
+"""Where the demo puts its files, the environment in which Airflow and the service run, and the end of all of it.
 
 Every run of the demo starts from nothing: the folder of the last one is removed first, once its service has left.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from elasticflow_airflow.client.embedded import SOCKET_PATH_LIMIT
 
 DAGS = Path(__file__).resolve().parent.parent
 SLOTS = 2
 _MARKER = ".made-by-elasticflow-demo"
+_LEAVE_WITHIN_S = 20.0
 
 
-class NotOursError(Exception):
-    """The output folder exists and was not made by the demo."""
-
-
-@dataclass(frozen=True, slots=True)
 class Layout:
     """Paths of one run of the demo, all below ``root`` (the state folder too, unless that path would be too long)."""
 
-    root: Path
-    state_dir: Path
-
-    @classmethod
-    def below(cls, root: Path) -> Layout:
-        """Paths for an output folder. A Unix socket's path is short, so a deep folder gets a state folder elsewhere."""
-        root = root.absolute()
-        state_dir = root / "service"
-        if len(os.fsencode(state_dir / "service.sock")) > SOCKET_PATH_LIMIT:
-            state_dir = Path(tempfile.gettempdir()) / f"elasticflow-demo-{os.getuid()}"
-        return cls(root, state_dir)
-
-    @property
-    def airflow_home(self) -> Path:
-        """Configuration and database of the private Airflow."""
-        return self.root / "airflow"
-
-    @property
-    def airflow_log(self) -> Path:
-        """Everything that Airflow and the tasks print."""
-        return self.root / "airflow.log"
-
-    @property
-    def happenings(self) -> Path:
-        """What the process with Airflow tells the demo: one JSON object a line."""
-        return self.root / "happenings.jsonl"
-
-    @property
-    def models(self) -> Path:
-        """Texts, evaluations and published models: the DAG's own output."""
-        return self.root / "daily_bert"
-
-    @property
-    def summary(self) -> Path:
-        """The summary, as it was printed."""
-        return self.root / "summary.txt"
-
-    @property
-    def service_log(self) -> Path:
-        """Where the service says what it does."""
-        return self.state_dir / "service.log"
+    def __init__(self, root: Path) -> None:
+        self.root = root = root.absolute()
+        self.airflow_home, self.airflow_log = root / "airflow", root / "airflow.log"
+        self.models, self.summary = root / "daily_bert", root / "summary.txt"
+        self.state_dir = root / "service"
+        if len(os.fsencode(self.state_dir / "service.sock")) > SOCKET_PATH_LIMIT:
+            self.state_dir = Path(tempfile.gettempdir()) / f"elasticflow-demo-{os.getuid()}"
 
     def start_afresh(self) -> None:
-        """Remove what an earlier run left, and make the folders. Raises NotOursError for a stranger's."""
-        if self.root.exists() and any(self.root.iterdir()):
-            if not (self.root / _MARKER).exists():
-                raise NotOursError(f"{self.root} exists and was not made by this demo: move it away, or use --output")
-            shutil.rmtree(self.root)
-        shutil.rmtree(self.state_dir, ignore_errors=True)
-        for folder in (self.root, self.airflow_home, self.models):
-            folder.mkdir(parents=True, exist_ok=True)
+        """Remove what an earlier run left, and make the folders. Raises FileExistsError for a stranger's."""
+        if self.root.exists() and any(self.root.iterdir()) and not (self.root / _MARKER).exists():
+            raise FileExistsError(f"{self.root} exists and was not made by this demo: move it away, or use --output")
+        for folder in (self.root, self.state_dir):
+            shutil.rmtree(folder, ignore_errors=True)
+        for folder in (self.airflow_home, self.models):
+            folder.mkdir(parents=True)
         (self.root / _MARKER).touch()
 
     def environment(self) -> dict[str, str]:
@@ -85,18 +47,14 @@ class Layout:
         kept = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("AIRFLOW_", "AIRFLOW__", "_AIRFLOW", "ELASTICFLOW_"))
-            or name == "ELASTICFLOW_SLOT_LOCK_DIR"
+            if name == "ELASTICFLOW_SLOT_LOCK_DIR" or not name.startswith(("AIRFLOW_", "_AIRFLOW", "ELASTICFLOW_"))
         }
         return kept | {
             "AIRFLOW_HOME": str(self.airflow_home),
             "AIRFLOW__CORE__DAGS_FOLDER": str(DAGS),
-            "AIRFLOW__CORE__PLUGINS_FOLDER": str(self.airflow_home / "plugins"),
             "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
             "AIRFLOW__DATABASE__LOAD_DEFAULT_CONNECTIONS": "False",
-            "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{self.airflow_home / 'airflow.db'}",
             "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
-            "AIRFLOW__ELASTICFLOW__STATE_DIR": str(self.state_dir),
             "DAILY_BERT_HOME": str(self.models),
             "ELASTICFLOW_STATE_DIR": str(self.state_dir),
             "ELASTICFLOW_SLOTS": str(SLOTS),
@@ -111,7 +69,26 @@ class Layout:
             "TOKENIZERS_PARALLELISM": "false",
         }
 
-    def say(self, **happening: object) -> None:
-        """Tell the demo something (used by the process with Airflow)."""
-        with self.happenings.open("a") as file:
-            file.write(json.dumps(happening) + "\n")
+
+def bring_down(layout: Layout) -> None:
+    """End the demo's service, supervisors and workers. A worker saves when it is told to end; who takes long is killed.
+
+    The service and the supervisors are known by the state folder among their arguments, workers as children of those.
+    """
+    while ours := _processes_of(layout):
+        for end in (psutil.Process.terminate, psutil.Process.kill):
+            for process in ours:
+                with suppress(psutil.NoSuchProcess):
+                    end(process)
+            ours = psutil.wait_procs(ours, _LEAVE_WITHIN_S)[1]
+
+
+def _processes_of(layout: Layout) -> list[psutil.Process]:
+    ours: set[psutil.Process] = set()
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []  # None for one that has ended, or is nobody's business
+        module = any(argument.startswith("elasticflow_airflow.") for argument in command)
+        if module and any(f"{argument}/".startswith(f"{layout.state_dir}/") for argument in command):
+            with suppress(psutil.NoSuchProcess):
+                ours |= {process, *process.children(recursive=True)}
+    return list(ours)

@@ -3,131 +3,76 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from demo_kit.watching import Watcher, clock
-from elasticflow_airflow.wire import Event, JobStatus, State
+from demo_kit.layout import Layout
+from demo_kit.watching import clock
+from elasticflow_airflow.testing import JobOutcome
 
 _COLUMNS = 60
 _ENDS = ("succeeded", "failed", "cancelled", "suspended")
-_DECISIVE = (
-    "submitted",
-    "measured",
-    "admitted",
-    "rejected",
-    "resized",
-    "rescaled",
-    "worker_lost",
-    "restart_instead",
-    "kept",
-    "initialised",
-    "at_risk",
-    "succeeded",
-    "failed",
-)
 
 
-def days_of(watcher: Watcher) -> list[list[JobStatus]]:
-    """Jobs of each day, in order."""
-    runs: dict[str, list[JobStatus]] = {}
-    for job in sorted(watcher.jobs.values(), key=lambda job: job.submitted_at):
-        runs.setdefault(job.identity.run_id, []).append(job)
-    return [sorted(jobs, key=lambda job: job.identity.task_id) for jobs in runs.values()]
+@dataclass(frozen=True, slots=True)
+class Day:
+    """One run of the DAG: its date, the state in which it ended, and its trainings."""
+
+    date: str
+    state: str
+    jobs: Sequence[JobOutcome]
 
 
-def summary_lines(watcher: Watcher) -> Iterator[str]:
+def summary_lines(days: Sequence[Day], layout: Layout, readable: Callable[[str], str]) -> Iterator[str]:
     """The summary, a line at a time."""
-    for number, jobs in enumerate(days_of(watcher), start=1):
-        day = watcher.days[number - 1]["day"] if number <= len(watcher.days) else "?"
-        yield f"Day {number} ({day})"
-        for job in jobs:
-            yield from _job_lines(job, watcher)
-        yield f"  workers over time (one character is {_span(jobs, watcher)[2]:.1f} s; . = none, or starting):"
-        yield from _chart(jobs, watcher)
-        yield from _evaluation_lines(watcher, day)
+    for number, day in enumerate(days, start=1):
+        yield f"Day {number} ({day.date})"
+        for job in day.jobs:
+            asked = f"{job.status.total_steps} steps by {clock(job.deadline) if job.deadline else 'any time'}"
+            yield f"  {job.status.identity.task_id}: asked for {asked}"
+            yield f"    {job.verdict}: {readable(job.reason)}"
+            yield f"    deadline {'met' if job.met else 'MISSED'}: {job.summary()}"
+        if day.jobs:
+            yield from _chart(day.jobs)
+        evaluation = layout.models / "data" / day.date / "evaluation.json"
+        if evaluation.exists():
+            result = json.loads(evaluation.read_text())
+            models = ", ".join(f"{name} {accuracy:.1%}" for name, accuracy in result["models"].items())
+            guess = f"always guessing the most frequent class {result['majority']:.1%}"
+            yield f"  accuracy: {models}; a probe on the frozen encoder {result['probe']:.1%}, {guess}"
         yield ""
 
 
-def _job_lines(job: JobStatus, watcher: Watcher) -> Iterator[str]:
-    task = job.identity.task_id
-    deadline = "none" if job.deadline_at is None else clock(job.deadline_at)
-    yield f"  {task}: asked for {job.total_steps} steps by {deadline}"
-    for event in watcher.events[job.job_id]:
-        if event.kind in _DECISIVE:
-            yield f"    #{event.event_id:<4} {clock(event.at)}  {event.kind:<12} {watcher.readable(event.reason)}"
-    result = job.result
-    if result is not None and result.met is not None and result.slack_s is not None:
-        kept = "met" if result.met else "MISSED"
-        yield (
-            f"    deadline {kept}, {result.slack_s:.0f} s to spare; {result.rescales} "
-            f"{'change' if result.rescales == 1 else 'changes'} of size, {result.gpu_seconds:.0f} slot-seconds"
-        )
-
-
-def _span(jobs: Sequence[JobStatus], watcher: Watcher) -> tuple[float, float, float]:
-    began = min(job.submitted_at for job in jobs)
-    ended = max(watcher.events[job.job_id][-1].at for job in jobs)
-    return began, ended, max(1.0, ended - began) / _COLUMNS
-
-
-def _chart(jobs: Sequence[JobStatus], watcher: Watcher) -> Iterator[str]:
-    began, _, step_s = _span(jobs, watcher)
+def _chart(jobs: Sequence[JobOutcome]) -> Iterator[str]:
+    began = min(job.events[0].at for job in jobs)
+    column_s = max(1.0, max(job.events[-1].at for job in jobs) - began) / _COLUMNS
+    yield f"  workers over time (one character is {column_s:.1f} s; . = none, or starting):"
     for job in jobs:
-        events = watcher.events[job.job_id]
-        row = ""
-        for column in range(_COLUMNS):
-            at = began + (column + 0.5) * step_s
-            workers = workers_at(events, at)
-            row += str(workers) if workers else "."
-        yield f"    {job.identity.task_id:<18} |{row}|"
+        moments = [began + (column + 0.5) * column_s for column in range(_COLUMNS)]
+        row = "".join(str(_workers_at(job, at) or ".") for at in moments)
+        yield f"    {job.status.identity.task_id:<18} |{row}|"
 
 
-def workers_at(events: Sequence[Event], at: float) -> int:
-    """How many workers trained at a moment, by the events."""
+def _workers_at(job: JobOutcome, at: float) -> int:
     workers = 0
-    for event in events:
-        if event.at > at:
-            break
-        if event.kind in ("started", "rescaled"):
-            workers = int(event.data.get("workers", 0))
-        elif event.kind in _ENDS:
-            workers = 0
+    for event in job.events:
+        if event.at <= at and event.kind in ("started", "rescaled", *_ENDS):
+            workers = 0 if event.kind in _ENDS else int(event.data["workers"])
     return workers
 
 
-def _evaluation_lines(watcher: Watcher, day: str) -> Iterator[str]:
-    path = watcher.layout.models / "data" / day / "evaluation.json"
-    if not path.exists():
-        return
-    result = json.loads(path.read_text())
-    models = ", ".join(f"{name} {accuracy:.1%}" for name, accuracy in result["models"].items())
-    yield (
-        f"  accuracy: {models}; a probe on the frozen encoder {result['probe']:.1%}, "
-        f"always guessing the most frequent class {result['majority']:.1%}"
-    )
-
-
-def broken_promises(watcher: Watcher) -> list[str]:
-    """What the demo is meant to show, and did not; empty when all is well."""
-    days = days_of(watcher)
-    broken = []
-    if len(days) != len(watcher.days) or not days:
-        broken.append(f"{len(watcher.days)} days were run, and the service knows jobs of {len(days)}")
-    for state_day, state in watcher.states.items():
-        if state != "success":
-            broken.append(f"the DAG run of {state_day} ended as {state}")
-    for job in watcher.jobs.values():
-        task = job.identity.task_id
-        if job.state is not State.SUCCEEDED:
-            broken.append(f"{task} of run {job.identity.run_id} is {job.state}: {job.state_reason}")
-        elif job.result is None or not job.result.met:
-            broken.append(f"{task} of run {job.identity.run_id} missed its deadline")
-    if not any(job.result is not None and job.result.rescales for job in watcher.jobs.values()):
-        broken.append("no job changed its number of workers while it ran")
-    for job in days[1] if len(days) > 1 else ():
-        kinds = {event.kind for event in watcher.events[job.job_id]}
-        if "measured" in kinds or job.verdict.decision != "admitted":
-            broken.append(f"{job.identity.task_id} was not admitted at once on the second day")
-        if not any(e.kind == "initialised" and "weights of" in e.reason for e in watcher.events[job.job_id]):
-            broken.append(f"{job.identity.task_id} did not start from the first day's weights")
-    return broken
+def broken_promises(days: Sequence[Day]) -> Iterator[str]:
+    """What the demo is meant to show on two days, and did not; nothing when all is well."""
+    jobs = [job for day in days for job in day.jobs]
+    if [day.state for day in days] != ["success", "success"]:
+        yield f"two DAG runs were to succeed, and they ended as {', '.join(day.state for day in days)}"
+    for job in jobs:
+        if not job.met:
+            yield f"{job.status.identity.task_id} missed its deadline: {job.state} {job.status.state_reason}"
+    if all(len(job.sizes) < 2 for job in jobs):
+        yield "no job changed its number of workers while it ran"
+    for job in jobs[2:]:
+        if "measured" in job.kinds() or job.verdict != "admitted":
+            yield f"{job.status.identity.task_id} was not admitted at once on the second day"
+        if "starts from the weights of" not in job.story():
+            yield f"{job.status.identity.task_id} did not start from the first day's weights"

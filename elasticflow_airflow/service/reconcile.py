@@ -7,7 +7,6 @@ the engine may be repeated. A pass that fails on single jobs is begun again with
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 import time
@@ -158,7 +157,7 @@ class Reconciler:
     def copy_scheduler(self) -> Scheduler | None:
         """The scheduler as it is between two passes, to try things on; None while it is not there. Thread-safe."""
         with self._thinking:
-            return copy.deepcopy(self._scheduler)
+            return None if self._scheduler is None else self._scheduler.twin()
 
     def foresee(self) -> Foresight | None:
         """What the last pass has decided; None before there was one. Waits for nobody. Thread-safe."""

@@ -1,8 +1,8 @@
 """The calendar of the service: which runs are due, which have come, and what the scheduler is told of them.
 
-Each submission may say when the next runs of its task are due. What is due, and what past runs were like, is kept in
-the store; the scheduler is told the difference to what it knows, so that a crash at any point is repaired by the next
-pass. Rows in, rows and events out; calls no engine.
+Each submission may say when the next runs of its task are due, and a feed may say it of all tasks. What is due, and
+what past runs were like, is kept in the store; the scheduler is told the difference to what it knows, so that a crash
+at any point is repaired by the next pass. Rows in, rows and events out; calls no engine.
 """
 
 from __future__ import annotations
@@ -115,10 +115,8 @@ def arrive(books: Books, job: JobRow, row: IncarnationRow) -> str:
         "max_workers": row.submission["max_workers"],
         "logical_workers": row.logical_workers,
     }
-    task.updated_at = books.now
     if dues:
-        # What the newest run says of the future holds; what is due already may still come.
-        task.due = sorted({*(due for due in task.due if due <= books.now), *dues})
+        replace_due(task, dues, row.submitted_at)
         books.event(
             EventKind.RUN_EXPECTED,
             f"the next run of this task is due {when(dues[0])}"
@@ -126,13 +124,13 @@ def arrive(books: Books, job: JobRow, row: IncarnationRow) -> str:
             row,
             due_at=dues,
         )
-    task.next_due_at = min(task.due, default=None)
+    task.next_due_at, task.updated_at = min(task.due, default=None), books.now
     books.learned = True
     return job.recurring_key if expected else ""
 
 
 def replace_due(task: RecurringTaskRow, due_at: Iterable[float], now: float) -> bool:
-    """Take in what a timetable says of the runs to come; True if that is news.
+    """Take in what a timetable says at ``now`` of the runs to come, in a submission or a feed; True if that is news.
 
     What is due already may still come, and stays; what has come, or was given up, is not expected again.
     """

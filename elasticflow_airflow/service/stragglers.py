@@ -15,7 +15,6 @@ from statistics import median
 
 from elasticflow_airflow.engines.port import GangState, WorkerObservation
 from elasticflow_airflow.runtime.protocol import Report
-from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core import decisions as de
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
@@ -148,8 +147,7 @@ def _outcome(books: Books, row: IncarnationRow, training: GenerationRow, event: 
     if can_continue(books, row) is None:
         return "its session cannot change its workers while it trains", 0
     before = {state.job.job_id: state for state in books.scheduler.states()}
-    trial = Scheduler(books.scheduler.config, books.scheduler.nodes())
-    trial.restore(before.values(), books.now)
+    trial = books.scheduler.twin()
     decisions = trial.handle(event, books.now)
     after = {state.job.job_id: state for state in trial.states()}
     mine = after.get(row.job_id)

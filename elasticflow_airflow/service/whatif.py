@@ -5,7 +5,6 @@ Runs in the threads of HTTP handlers, on copies of the scheduler: nothing is cha
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -56,7 +55,7 @@ class WhatIfDesk:
         """Answer. Raises Refusal 404, 409, 422, 503."""
         as_is, now = self.forecasts.present(), self.forecasts.clock()
         self._check(request, as_is)
-        would_be = copy.deepcopy(as_is)
+        would_be = as_is.twin()
         before = self._outlook(as_is, request.hours, now)
         budget = _Budget(self.monotonic, self.monotonic() + _BUDGET_S)
         nodes, changes = _node_events(would_be, request), request.changes

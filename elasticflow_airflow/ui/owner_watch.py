@@ -26,7 +26,7 @@ from sqlalchemy import func, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from elasticflow_airflow.calendar_feed import elastic_tasks
+from elasticflow_airflow.calendar_feed import read_elastic_tasks
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.owner_report import TaskKey, find_states, name_of_airflow, report_owners
@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 _DEFAULT_EVERY_S = 10.0
 _LOOK_UP_S = 60.0
 _TIMEOUT_S = 10.0
-_DAGS_AT_ONCE = 100
 
 
 @asynccontextmanager
@@ -155,11 +154,8 @@ class Connections:
         dag_id, last_updated = SerializedDagModel.dag_id, func.max(SerializedDagModel.last_updated)
         found = session.execute(select(dag_id, last_updated).group_by(dag_id))
         changed = {name: at for name, at in found if self._read.get(name) != at}
-        dag_ids = sorted(changed)
-        for start in range(0, len(dag_ids), _DAGS_AT_ONCE):
-            some = dag_ids[start : start + _DAGS_AT_ONCE]
-            for row in SerializedDagModel.get_latest_serialized_dags(dag_ids=some, session=session):
-                self._named |= {task.conn_id for task in elastic_tasks(row.data or {}) if "{{" not in task.conn_id}
+        for _, tasks in read_elastic_tasks(session, sorted(changed)):
+            self._named |= {task.conn_id for task in tasks if task.names_service}
         self._read |= changed
         stored = session.scalars(select(Connection.conn_id).where(Connection.conn_type == ElasticFlowHook.conn_type))
         page = conf.get("elasticflow", "page_conn_id", fallback=ElasticFlowHook.default_conn_name)

@@ -6,13 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Protocol
 
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.decisions import Decision
 from elasticflow_airflow.scheduler_core.events import Event
-from elasticflow_airflow.scheduler_core.values import JobState, Node, Plan
+from elasticflow_airflow.scheduler_core.values import JobState, Node
 
 
 class Policy(Protocol):
@@ -23,8 +22,8 @@ class Policy(Protocol):
         ...
 
 
-class RestorablePolicy(Policy, Protocol):
-    """A policy that can be looked at, and that can go on from what it said of its jobs."""
+class InspectablePolicy(Policy, Protocol):
+    """A policy that says what it remembers of its jobs."""
 
     config: SchedulerConfig
 
@@ -38,14 +37,6 @@ class RestorablePolicy(Policy, Protocol):
 
     def state(self, job_id: str) -> JobState | None:
         """Everything remembered of one job; None when it is not live."""
-        ...
-
-    def restore(self, states: Iterable[JobState], now: float) -> list[Decision]:
-        """Take over live jobs of a policy that was there before."""
-        ...
-
-    def plan_of(self, job_id: str) -> Plan | None:
-        """What is planned for a live job; None while there is nothing."""
         ...
 
     def projected_finish_s(self, job_id: str) -> float | None:

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
-from elasticflow_airflow.scheduler_core.simulator.policy import RestorablePolicy
+from elasticflow_airflow.scheduler_core.simulator.policy import InspectablePolicy
 from elasticflow_airflow.scheduler_core.values import Node
 
 _PACKAGE = "elasticflow_airflow.scheduler_core"
@@ -43,7 +43,7 @@ POLICY_NAMES: tuple[str, ...] = tuple(_POLICIES)
 """All names that :func:`make_policy` knows, ours first."""
 
 
-def make_policy(name: str, nodes: Iterable[Node], config: SchedulerConfig | None = None) -> RestorablePolicy:
+def make_policy(name: str, nodes: Iterable[Node], config: SchedulerConfig | None = None) -> InspectablePolicy:
     """A fresh policy over ``nodes``.
 
     Raises:
@@ -52,5 +52,5 @@ def make_policy(name: str, nodes: Iterable[Node], config: SchedulerConfig | None
     if name not in _POLICIES:
         raise ValueError(f"there is no policy {name!r}; choose one of {', '.join(POLICY_NAMES)}")
     module, kind, options = _POLICIES[name]
-    make: Callable[..., RestorablePolicy] = getattr(import_module(f"{_PACKAGE}.{module}"), kind)
+    make: Callable[..., InspectablePolicy] = getattr(import_module(f"{_PACKAGE}.{module}"), kind)
     return make(config or SchedulerConfig(), nodes, **options)

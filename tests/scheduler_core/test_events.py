@@ -490,6 +490,21 @@ def test_restore_takes_the_stored_plan_over(make_job, nodes) -> None:
         again.restore(scheduler.states(), 50.0)
 
 
+def test_a_twin_decides_what_the_scheduler_would_and_changes_nothing(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(2, 4))
+    curve = {1: 1.0, 2: 1.8, 4: 3.0}
+    for number, name in enumerate("abc"):
+        scheduler.handle(ev.JobSubmitted(make_job(name, steps=300.0, deadline=260.0, curve=curve)), float(number))
+    scheduler.handle(ev.JobProgressed("a", 250.0, steps_per_s=1.1), 20.0)
+    before, twin = scheduler.states(), scheduler.twin()
+    assert twin.states() == before
+    events = [ev.JobFinished("b"), ev.NodeLost("n000"), ev.JobSubmitted(make_job("d", steps=50.0, deadline=900.0))]
+    tried = [twin.handle(event, 30.0 + i) for i, event in enumerate(events)]
+    assert scheduler.states() == before
+    assert [scheduler.handle(event, 30.0 + i) for i, event in enumerate(events)] == tried
+    assert scheduler.states() == twin.states()
+
+
 def test_a_pause_that_is_under_way_at_a_restart_is_no_start(make_job, nodes) -> None:
     """Though nobody has said yet that its gang makes steps: another change now would make it pay the pause again."""
     scheduler = Scheduler(nodes=nodes(4))

@@ -24,7 +24,7 @@ from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.simulator.baselines.gang import Claim, GangPolicy, Scene, Wanted
 from elasticflow_airflow.scheduler_core.simulator.baselines.live import GangJob, JobView
 from elasticflow_airflow.scheduler_core.timeline import Bookings
-from elasticflow_airflow.scheduler_core.values import JobState, Node, Phase, Placement, Plan
+from elasticflow_airflow.scheduler_core.values import Node, Phase, Placement
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding, Work, course_of, plan_of
 
 GUARD_S = 0.01
@@ -86,43 +86,6 @@ class BookingPolicy(GangPolicy):
             case ev.NodeJoined() | ev.NodeLost() | ev.NodeDraining() | ev.SlotSlow():
                 self._stale.update(self._courses)
         return super().handle(event, now)
-
-    def restore(self, states: Iterable[JobState], now: float) -> list[Decision]:
-        """Take over live jobs after a crash, their bookings included where their slots are still there."""
-        stored = tuple(states)
-        for state in stored:
-            holdings = []
-            for start, end, placement in ((r.start_s, r.end_s, r.placement) for r in state.reserved):
-                mask = self.layout.mask_of(placement)
-                if mask.bit_count() == placement.workers:
-                    holdings.append(Holding(start, end, mask))
-            if holdings and len(holdings) == len(state.reserved):
-                self._courses[state.job.job_id] = Course(tuple(holdings), holdings[-1].end_s, holdings[-1].end_s)
-        return super().restore(stored, now)
-
-    def states(self) -> tuple[JobState, ...]:
-        """Everything remembered of every live job, bookings included."""
-        for job in self.jobs.values():
-            job.course = self._courses.get(job.job_id)
-        return super().states()
-
-    def state(self, job_id: str) -> JobState | None:
-        """Everything remembered of one job, its bookings included; None when it is not live."""
-        job = self.jobs.get(job_id)
-        if job is not None:
-            job.course = self._courses.get(job_id)
-        return super().state(job_id)
-
-    def plan_of(self, job_id: str) -> Plan | None:
-        """What is booked for the job; None while nothing is.
-
-        Raises:
-            KeyError: there is no such live job.
-        """
-        job, course = self._job(job_id), self._courses.get(job_id)
-        if course is None:
-            return None
-        return plan_of(self._work(job, job.as_of_s, promised=True), course, job.as_of_s)
 
     def projected_finish_s(self, job_id: str) -> float | None:
         """When the last step is made by what is booked; None when that is not known.

@@ -16,11 +16,11 @@ from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.decisions import Admit, Decision, Reject, Wait, WakeMeAt
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.scheduler import Scheduler
-from elasticflow_airflow.scheduler_core.simulator.policy import RestorablePolicy
-from elasticflow_airflow.scheduler_core.values import Job, JobState, Node, OnReject, Plan
+from elasticflow_airflow.scheduler_core.simulator.policy import InspectablePolicy
+from elasticflow_airflow.scheduler_core.values import Job, JobState, Node, OnReject
 from elasticflow_airflow.scheduler_core.work import TOLERANCE_S
 
-Make = Callable[[SchedulerConfig, Iterable[Node]], RestorablePolicy]
+Make = Callable[[SchedulerConfig, Iterable[Node]], InspectablePolicy]
 
 
 class ByType:
@@ -29,7 +29,7 @@ class ByType:
     def __init__(self, make: Make, config: SchedulerConfig | None = None, nodes: Iterable[Node] = ()) -> None:
         self.config = config or SchedulerConfig()
         self._make = make
-        self._inner: dict[str, RestorablePolicy] = {}
+        self._inner: dict[str, InspectablePolicy] = {}
         self._type_of_node: dict[str, str] = {}
         self._type_of_job: dict[str, str] = {}
         self._wakes: dict[str, float] = {}
@@ -52,26 +52,6 @@ class ByType:
         """Everything remembered of one job; None when it is not live."""
         found = (inner.state(job_id) for inner in self._inner.values())
         return next((state for state in found if state is not None), None)
-
-    def restore(self, states: Iterable[JobState], now: float) -> list[Decision]:
-        """Take over live jobs after a crash: each by the type on which it stands, or whose curve it was told."""
-        shares: dict[str, list[JobState]] = {name: [] for name in self._inner}
-        for state in states:
-            name = self._home(state)
-            self._type_of_job[state.job.job_id] = name
-            shares[name].append(state)
-        out: list[Decision] = []
-        for name, share in shares.items():
-            out += self._heard(name, self._inner[name].restore(share, now))
-        return self._with_wake(out)
-
-    def plan_of(self, job_id: str) -> Plan | None:
-        """What is planned for a live job.
-
-        Raises:
-            KeyError: there is no such live job.
-        """
-        return self._inner[self._type_of_job[job_id]].plan_of(job_id)
 
     def projected_finish_s(self, job_id: str) -> float | None:
         """When the last step of a live job is expected.
@@ -165,13 +145,6 @@ class ByType:
 
     def _with_wake(self, out: list[Decision]) -> list[Decision]:
         return [*out, WakeMeAt(min(self._wakes.values()))] if self._wakes else out
-
-    def _home(self, state: JobState) -> str:
-        for slot in state.placement.slots:
-            if slot.node_id in self._type_of_node:
-                return self._type_of_node[slot.node_id]
-        told = [name for name in self._inner if state.job.curves.get(name) == state.job.curve]
-        return told[0] if told else min(self._inner)
 
 
 def schedulers_by_type(config: SchedulerConfig, nodes: Iterable[Node]) -> ByType:

@@ -36,7 +36,7 @@ from elasticflow_airflow.scheduler_core.simulator.baselines.gang import Claim, G
 from elasticflow_airflow.scheduler_core.simulator.baselines.live import GangJob, JobView
 from elasticflow_airflow.scheduler_core.simulator.baselines.seating import Room
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
-from elasticflow_airflow.scheduler_core.values import JobState, Node, Phase, Slot
+from elasticflow_airflow.scheduler_core.values import Node, Phase, Slot
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Work
 
 _LAST_STEP = "last_step_s"
@@ -101,18 +101,6 @@ class AdmittingEdf(Edf):
                 job = self.jobs.get(event.job_id)
                 self._anew = self._anew or (job is not None and not job.best_effort)
         return super().handle(event, now)
-
-    def restore(self, states: Iterable[JobState], now: float) -> list[Decision]:
-        """Take over live jobs after a crash. A restart concerns nobody, unless slots that were held are gone.
-
-        Raises:
-            ValueError: there are live jobs already.
-        """
-        known = tuple(states)
-        there = set(self.layout.slots)
-        self._anew = any(not there.issuperset(state.placement.slots) for state in known)
-        self._usable = self._usable_slots(now)
-        return super().restore(known, now)
 
     def wanted(self, scene: Scene) -> Wanted:
         """As EDF has it; between what concerns them, those who are promised stay as they are."""

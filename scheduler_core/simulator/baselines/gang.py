@@ -11,7 +11,7 @@ Knows no clock, disk, network or thread, and nothing of the future: what a subcl
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -33,12 +33,11 @@ from elasticflow_airflow.scheduler_core.decisions import (
     WakeMeAt,
 )
 from elasticflow_airflow.scheduler_core.explain import change, duration, moment
-from elasticflow_airflow.scheduler_core.simulator.baselines.live import GangJob, JobView, gang_job_of
+from elasticflow_airflow.scheduler_core.simulator.baselines.live import GangJob, JobView
 from elasticflow_airflow.scheduler_core.simulator.baselines.policy_state import LEAVE_S, PolicyState
 from elasticflow_airflow.scheduler_core.simulator.baselines.seating import Room, seat
 from elasticflow_airflow.scheduler_core.values import (
     Job,
-    JobState,
     OnReject,
     Phase,
 )
@@ -104,23 +103,6 @@ class GangPolicy(PolicyState, ABC):
         return self.take(newcomer, "runs when it is its turn; no deadline is promised")
 
     # -- the port --------------------------------------------------------------------------------------------------
-
-    def restore(self, states: Iterable[JobState], now: float) -> list[Decision]:
-        """Take over live jobs after a crash, or from another policy. Only on a policy without jobs.
-
-        Raises:
-            ValueError: there are live jobs already.
-        """
-        if self.jobs:
-            raise ValueError("restore() needs a policy that has no jobs yet")
-        for state in states:
-            job = gang_job_of(state, self.layout)
-            if job.phase is Phase.PROFILING:  # by another policy; nothing is profiled here, so it is judged at once
-                job.phase, job.best_effort = Phase.WAITING, True
-            self.jobs[job.job_id] = job
-            self._numbers = max(self._numbers, job.number + 1)
-        self._change_nodes(self._nodes.values(), now)
-        return self._replan(now, "the scheduler was restarted", retry=True)
 
     def handle(self, event: ev.Event, now: float) -> list[Decision]:
         """Take in one event and say what follows from it. Events of jobs that are gone are ignored.

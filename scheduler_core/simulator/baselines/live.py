@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.jobs import LiveJob
 from elasticflow_airflow.scheduler_core.placement import Layout
-from elasticflow_airflow.scheduler_core.values import JobState, Placement
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Work
-
-_ATTAINED, _RAN = "attained_slot_s", "ran_s"
 
 
 @dataclass(slots=True)
 class GangJob(LiveJob):
     """A live job with the service that it has had. Sizes are all measured ones, also beyond the knee of its curve.
 
-    ``memory`` is what a policy wants to find again after a restart (numbers by name).
+    ``memory`` is what a policy notes of it (numbers by name).
     """
 
     attained_slot_s: float = 0.0
@@ -57,11 +54,6 @@ class GangJob(LiveJob):
             self.ran_s += now - self.as_of_s
             self.attained_slot_s += self.mask.bit_count() * (now - self.as_of_s)
         LiveJob.settle(self, layout, config, now)  # super() does not work in a dataclass with slots
-
-    def state(self, layout: Layout) -> JobState:
-        """All of it as a value, for a store."""
-        memory = {**self.memory, _ATTAINED: self.attained_slot_s, _RAN: self.ran_s}
-        return replace(LiveJob.state(self, layout), memory=memory)
 
 
 @dataclass(slots=True)
@@ -150,36 +142,6 @@ class JobView:
     def end_s(self, size: int) -> float:
         """When its last step is made if it holds ``size`` slots from now on."""
         return self.now + self.cost_s(size) + self.run_s(size)
-
-
-def gang_job_of(state: JobState, layout: Layout) -> GangJob:
-    """A live job out of what was stored of it; a gang whose slots are not all there holds nothing."""
-    mask = layout.mask_of(state.placement)
-    whole = mask.bit_count() == state.placement.workers
-    memory = dict(state.memory)
-    return GangJob(
-        job=state.job,
-        phase=state.phase,
-        best_effort=state.best_effort,
-        number=state.number,
-        remaining=state.remaining_steps,
-        expected=state.expected_steps,
-        as_of_s=state.as_of_s,
-        waiting_since_s=state.waiting_since_s or state.as_of_s,
-        placement=state.placement if whole else Placement(),
-        mask=mask if whole else 0,
-        ready_s=state.no_progress_until_s,
-        starting=state.starting,
-        ever_started=state.ever_started,
-        at_risk=state.at_risk,
-        measured=dict(state.measured),
-        failed_sizes=set(state.failed_sizes),
-        promise=state.promise,
-        parked_from=state.parked_from,
-        attained_slot_s=memory.pop(_ATTAINED, 0.0),
-        ran_s=memory.pop(_RAN, 0.0),
-        memory=memory,
-    )
 
 
 def _power_below(number: int) -> int:

@@ -21,8 +21,6 @@ from elasticflow_airflow.scheduler_core.values import (
     Node,
     Phase,
     Placement,
-    Plan,
-    PlanSegment,
     ScalingCurve,
 )
 from elasticflow_airflow.scheduler_core.work import INFINITY
@@ -50,7 +48,7 @@ class PolicyState:
         return tuple(self._nodes.values())
 
     def states(self) -> tuple[JobState, ...]:
-        """Everything remembered of every live job, in order of arrival; input of :meth:`restore`."""
+        """Everything remembered of every live job, in order of arrival."""
         return tuple(job.state(self.layout) for job in self.jobs.values())
 
     def state(self, job_id: str) -> JobState | None:
@@ -69,19 +67,6 @@ class PolicyState:
         speed = work.speed(work.size) if work.size else 0.0
         left = min(work.remaining, work.expected)
         return work.since_s + left / speed if speed > 0.0 and left < INFINITY else None
-
-    def plan_of(self, job_id: str) -> Plan | None:
-        """What the job holds now, kept until its end; None while it holds nothing or its end is not known.
-
-        Raises:
-            KeyError: there is no such live job.
-        """
-        job, finish = self._job(job_id), self.projected_finish_s(job_id)
-        if finish is None:
-            return None
-        begin = min(job.as_of_s, finish)
-        lost = min(max(0.0, job.ready_s - begin), finish - begin)
-        return Plan(job_id, (PlanSegment(begin, finish, job.size, lost),), finish, finish + job.job.costs.tail_s)
 
     @property
     def largest(self) -> int:

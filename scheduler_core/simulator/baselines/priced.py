@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator
 from typing import Self
 
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
-from elasticflow_airflow.scheduler_core.decisions import Decision
 from elasticflow_airflow.scheduler_core.simulator.baselines.booking import BookingPolicy, rising
-from elasticflow_airflow.scheduler_core.simulator.baselines.live import JobView, gang_job_of
+from elasticflow_airflow.scheduler_core.simulator.baselines.live import JobView
 from elasticflow_airflow.scheduler_core.simulator.baselines.prices import (
     Bill,
     PriceRange,
@@ -21,7 +20,7 @@ from elasticflow_airflow.scheduler_core.simulator.baselines.prices import (
     stretches,
 )
 from elasticflow_airflow.scheduler_core.timeline import Bookings
-from elasticflow_airflow.scheduler_core.values import Job, JobState, Node
+from elasticflow_airflow.scheduler_core.values import Job, Node
 from elasticflow_airflow.scheduler_core.work import INFINITY, Course, Work
 
 HALF_LIFE_S = 86_400.0
@@ -86,16 +85,6 @@ class PricedPolicy(BookingPolicy):
         if cheapest == INFINITY:
             return "there is no room that would end it by its deadline beside what is booked"
         return f"its price of {cheapest:.3g} is above its value of {spec.value:.3g}: others are expected to pay more"
-
-    def restore(self, states: Iterable[JobState], now: float) -> list[Decision]:
-        """Take over live jobs after a crash, and learn prices from them again."""
-        known = tuple(states)
-        for state in known:
-            job = gang_job_of(state, self.layout)
-            work = job.work(self.layout, self.config)
-            if work.remaining < INFINITY and rising(work):
-                self.prices.see(state.job.value, *slot_seconds(work, rising(work)))
-        return super().restore(known, now)
 
     def twin(self) -> Self:
         """An independent copy."""

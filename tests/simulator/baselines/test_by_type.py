@@ -13,7 +13,6 @@ from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.simulator.mixed import mixed_cluster
 from elasticflow_airflow.scheduler_core.simulator.registry import make_policy
 from elasticflow_airflow.scheduler_core.values import Job, Node, ScalingCurve
-from elasticflow_airflow.service.codec import state_from_json, state_to_json
 
 MakeJob = Callable[..., Job]
 
@@ -66,17 +65,3 @@ def test_a_type_that_a_job_has_no_curve_for_is_not_asked(make: MakeJob, nodes: A
     nowhere = policy.handle(ev.JobSubmitted(typed(make("nowhere", 10.0, deadline=1000.0), other=1.0)), 0.0)
     assert isinstance(nowhere[0], de.Reject)
     assert "none of the types" in nowhere[0].reason
-
-
-def test_jobs_find_their_type_again_after_a_restart(make: MakeJob, nodes: Any) -> None:
-    policy = make_policy("elasticflow+types", nodes)
-    policy.handle(ev.JobSubmitted(typed(make("easy", 100.0, deadline=300.0), fast=4.0, slow=1.0)), 0.0)
-    policy.handle(ev.JobSubmitted(typed(make("hard", 100.0, deadline=40.0), fast=4.0, slow=1.0)), 0.0)
-    twin = make_policy("elasticflow+types", nodes)
-    twin.restore([state_from_json(state_to_json(state)) for state in policy.states()], 5.0)
-    for job_id in ("easy", "hard"):
-        assert twin.projected_finish_s(job_id) == pytest.approx(policy.projected_finish_s(job_id))
-    lost = twin.handle(ev.NodeLost("slow-0"), 6.0)
-    assert {d.job_id for d in lost if isinstance(d, de.AtRisk)} <= {"easy"}
-    twin.handle(ev.JobFinished("hard"), 30.0)
-    assert {state.job.job_id for state in twin.states()} == {"easy"}

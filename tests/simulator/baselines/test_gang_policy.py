@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core import decisions as de
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.simulator.baselines.edf import Edf
@@ -17,8 +16,7 @@ from elasticflow_airflow.scheduler_core.simulator.baselines.gandiva import Gandi
 from elasticflow_airflow.scheduler_core.simulator.baselines.gang import GangPolicy
 from elasticflow_airflow.scheduler_core.simulator.baselines.tiresias import Tiresias
 from elasticflow_airflow.scheduler_core.simulator.run import Disturbance
-from elasticflow_airflow.scheduler_core.values import Job, Node, Phase, Placement, Slot
-from elasticflow_airflow.service.codec import state_from_json, state_to_json
+from elasticflow_airflow.scheduler_core.values import Job, Node, Placement, Slot
 
 MakeJob = Callable[..., Job]
 
@@ -181,37 +179,3 @@ def test_a_job_that_fits_no_block_is_refused(make: MakeJob, nodes: Any) -> None:
     policy.handle(ev.JobSubmitted(make("b", 10.0)), 0.0)
     with pytest.raises(ValueError, match="live already"):
         policy.handle(ev.JobSubmitted(make("b", 10.0)), 0.0)
-
-
-@pytest.mark.parametrize("kind", [GangFifo, Edf, Gandiva, Tiresias])
-def test_after_a_crash_it_goes_on_as_if_nothing_had_been(kind: type[GangPolicy], make: MakeJob, nodes: Any) -> None:
-    policy = kind(nodes=nodes(1, 4))
-    for i in range(5):
-        policy.handle(ev.JobSubmitted(make(f"j{i}", 4000.0, at=10.0 * i, asks=2, deadline=5000.0 - i)), 10.0 * i)
-    policy.handle(ev.WakeUp(), 2000.0)
-    policy.handle(ev.JobFinished("j0"), 2100.0)
-    stored = [state_from_json(state_to_json(state)) for state in policy.states()]
-    again = kind(nodes=policy.nodes())
-    assert placed(again.restore(stored, 2100.0)) == {}
-    assert {s.job.job_id: s.placement for s in again.states()} == {s.job.job_id: s.placement for s in policy.states()}
-    for state in policy.states():
-        job_id = state.job.job_id
-        assert again.projected_finish_s(job_id) == policy.projected_finish_s(job_id)
-        assert again.plan_of(job_id) == policy.plan_of(job_id)
-        assert again.jobs[job_id].attained_slot_s == policy.jobs[job_id].attained_slot_s
-    with pytest.raises(ValueError, match="no jobs yet"):
-        again.restore(stored, 2100.0)
-    with pytest.raises(KeyError, match="no live job 'nobody'"):
-        again.plan_of("nobody")
-
-
-def test_it_takes_over_from_the_scheduler(make: MakeJob, nodes: Any) -> None:
-    before = Scheduler(SchedulerConfig(), nodes(1, 4))
-    before.handle(ev.JobSubmitted(make("promised", 400.0, deadline=500.0, asks=2)), 0.0)
-    unknown = replace(make("unknown", 400.0, at=1.0, deadline=900.0, asks=2), curve=None)
-    before.handle(ev.JobSubmitted(unknown), 1.0)
-    assert [state.phase for state in before.states()] == [Phase.ADMITTED, Phase.PROFILING]
-    after = GangFifo(nodes=before.nodes())
-    decided = after.restore(before.states(), 10.0)
-    assert [d.job_id for d in decided if isinstance(d, de.Admit)] == ["unknown"]
-    assert {state.job.job_id: state.placement.workers for state in after.states()} == {"promised": 2, "unknown": 2}

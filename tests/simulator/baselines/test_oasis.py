@@ -14,7 +14,6 @@ from elasticflow_airflow.scheduler_core.simulator.baselines.priced import utilit
 from elasticflow_airflow.scheduler_core.simulator.baselines.prices import PriceRange, Stretch
 from elasticflow_airflow.scheduler_core.simulator.run import Disturbance
 from elasticflow_airflow.scheduler_core.values import Job
-from elasticflow_airflow.service.codec import state_from_json, state_to_json
 
 MakeJob = Callable[..., Job]
 
@@ -71,19 +70,6 @@ def test_what_is_admitted_is_never_moved_for_a_newcomer(make: MakeJob, nodes: An
     played = play(Oasis(nodes=cluster), more, cluster)
     assert played.sizes("a") == alone
     assert all(not record.late_though_admitted for record in played.result.records)
-
-
-def test_bookings_survive_a_restart(make: MakeJob, nodes: Any) -> None:
-    cluster = nodes(1, 4)
-    policy = Oasis(nodes=cluster)
-    for i in range(3):
-        policy.handle(ev.JobSubmitted(make(f"j{i}", 150.0, at=float(i), deadline=400.0, pause=5.0)), float(i))
-    twin = Oasis(nodes=cluster)
-    twin.restore([state_from_json(state_to_json(state)) for state in policy.states()], 10.0)
-    assert [twin.projected_finish_s(f"j{i}") for i in range(3)] == pytest.approx(
-        [policy.projected_finish_s(f"j{i}") for i in range(3)]
-    )
-    assert 0.0 < twin.prices.lowest < twin.prices.highest < float("inf")
 
 
 def test_a_lost_node_is_booked_around_and_who_cannot_make_it_is_at_risk(make: MakeJob, nodes: Any, play: Any) -> None:

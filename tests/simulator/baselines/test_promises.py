@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from elasticflow_airflow.scheduler_core.decisions import Decision
-from elasticflow_airflow.scheduler_core.events import Event, JobSubmitted, NodeJoined, NodeLost, WakeUp
+from elasticflow_airflow.scheduler_core.events import JobSubmitted, NodeJoined, NodeLost, WakeUp
 from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES, make_policy
 from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, RescaleCosts
 
@@ -94,30 +93,6 @@ def test_a_job_that_is_in_its_tail_leaves_when_it_does(seed: int, shape: tuple[i
     """A trial that lets it leave later lets others grow later, and promises what does not happen."""
     cluster = nodes(*shape)
     played = play(make_policy("edf+admission", cluster), with_tail(crowd(make, seed), 40.0), cluster)
-    assert [record.job_id for record in played.result.records if record.late_though_admitted] == []
-
-
-class Restarted:
-    """A policy that is started anew, from what it said of its jobs, before every third event."""
-
-    def __init__(self, name: str, cluster: tuple[Node, ...]) -> None:
-        self._name, self._policy, self._events = name, make_policy(name, cluster), 0
-
-    def handle(self, event: Event, now: float) -> list[Decision]:
-        self._events += 1
-        decided: list[Decision] = []
-        if self._events % 3 == 0:
-            states, there = self._policy.states(), self._policy.nodes()
-            self._policy = make_policy(self._name, there)
-            decided = self._policy.restore(states, now)
-        return [*decided, *self._policy.handle(event, now)]
-
-
-@pytest.mark.parametrize(("seed", "shape"), [(718, (1, 8)), (1242, (1, 6)), *((seed, (1, 4)) for seed in range(8))])
-def test_a_restart_breaks_no_promise(seed: int, shape: tuple[int, int], make, nodes, play) -> None:
-    cluster = nodes(*shape)
-    jobs = [replace(job, costs=replace(job.costs, tail_s=0.0)) for job in crowd(make, seed)]
-    played = play(Restarted("edf+admission", cluster), jobs, cluster)
     assert [record.job_id for record in played.result.records if record.late_though_admitted] == []
 
 
