@@ -46,24 +46,24 @@ class Document(sa.types.TypeDecorator[_D], Generic[_D]):
     impl = sa.JSON
     cache_ok = True
 
-    def __init__(self, kind: type[_D], *, empty: Any = None) -> None:
-        """``empty``: what is stored where there is no document, in a column that takes no NULL."""
+    def __init__(self, kind: type[_D], *, none_is_empty: bool = False) -> None:
+        """``none_is_empty``: an empty object is stored where there is no document, in a column that takes no NULL."""
         super().__init__(none_as_null=True)
         self.kind = kind
-        self.empty = empty
+        self.none_is_empty = none_is_empty
         self._adapter = TypeAdapter(kind)
 
     def to_json(self, value: Any) -> Any:
         """What is stored for a value."""
         if value is None:
-            return self.empty
+            return {} if self.none_is_empty else None
         if isinstance(value, Unreadable):
             return value.stored
         return self._adapter.dump_python(value, mode="json", exclude_defaults=True, warnings=False)
 
     def from_json(self, stored: Any) -> Any:
         """The value for what is stored."""
-        if stored is None or stored == self.empty:
+        if stored is None or (self.none_is_empty and stored == {}):
             return None
         try:
             return self._adapter.validate_python(stored)

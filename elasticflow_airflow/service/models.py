@@ -121,7 +121,9 @@ class IncarnationRow(Base):
     seed: Mapped[int | None] = mapped_column(Integer, default=None)
     """As submitted, or as the session says that it trains with; None: it has not said so yet."""
     in_place: Mapped[InPlaceRecord] = mapped_column(Document(InPlaceRecord), default=InPlaceRecord)
-    target: Mapped[LossTarget | None] = mapped_column(Document(LossTarget, empty={}), nullable=False, default=None)
+    target: Mapped[LossTarget | None] = mapped_column(
+        Document(LossTarget, none_is_empty=True), nullable=False, default=None
+    )
     signature: Mapped[str] = mapped_column(Text, default="")
     step: Mapped[int] = mapped_column(Integer, default=0)
     total_steps: Mapped[int | None] = mapped_column(Integer, default=None)
