@@ -43,7 +43,7 @@ def _conclude(books: Books, row: IncarnationRow) -> None:
         row.ending = ending = replace(ending, failure=reason)
     row.finished_at = books.now
     row.failure = ending.failure
-    if state is State.SUCCEEDED and not ending.use_checkpoint:
+    if ending.is_done:
         _measure_tail(books, row)
         if row.deadline_at is not None:
             reason = f"{reason}, {_beside_the_deadline(row.deadline_at, books.now)}"

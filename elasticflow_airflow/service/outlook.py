@@ -50,9 +50,8 @@ def fold(books: Books, row: IncarnationRow, report: Report) -> None:
     if curve is None:
         return  # No new prediction: the last one holds.
     target = replace(target, curve=curve)
-    _take(
-        books, row, target, predict(curve, target.loss, earlier=target.earlier) if target.earlier else _reported(report)
-    )
+    made = predict(curve, target.loss, earlier=target.earlier) if target.earlier else _reported(report)
+    _take(books, row, target, made)
 
 
 def finished(books: Books, row: IncarnationRow, report: Report) -> None:
