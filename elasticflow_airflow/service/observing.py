@@ -114,10 +114,11 @@ def _fold_state(
     books: Books, row: IncarnationRow, generation: GenerationRow, gang: GangObservation, hidden: Mapping[str, str]
 ) -> None:
     generation.log_names = sorted({*generation.log_names, *(worker.log_name for worker in gang.workers)})
-    before, generation.state = generation.state, gang.state.value
+    generation.state = gang.state.value
     if gang.state in STANDING and generation.holding_at is None:
         generation.holding_at = books.now
-    if gang.state is GangState.RUNNING and before != GangState.RUNNING and generation.running_at is None:
+    # Not only where the state is news: while its job was set aside nobody took that in.
+    if gang.state is GangState.RUNNING and generation.running_at is None:
         _running(books, row, generation)
     if gang.state is GangState.RUNNING:
         _tell_started(books, row, generation)

@@ -163,6 +163,21 @@ def test_a_service_that_starts_anew_tries_the_job_again(pair, monkeypatch):
     assert world.ended(bad, limit_s=900).state == "succeeded"
 
 
+def test_workers_that_came_up_while_their_job_was_set_aside_train_on_once_it_is_tried_again(make_world, monkeypatch):
+    world = make_world()
+    with monkeypatch.context() as broken:
+        job = world.submit(task="bad", within=900, steps=3000, scaling_curve=CURVE, lease_s=5000)
+        assert world.status(job).state == "admitted"
+        break_for(broken, job, observing, "_fold_state")
+        world.run(30)
+        assert set_aside(world, job)
+    world.restart()
+    world.step(0.5)
+    assert world.status(job).state == "running"
+    assert len(world.events(job, "started")) == 1
+    assert world.ended(job).state == "succeeded"
+
+
 def test_what_fails_after_the_commit_is_the_trouble_of_that_job_alone(pair, monkeypatch):
     world, bad, good = pair
     actuator = world.reconciler._actuator
