@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import math
+from typing import Any, NoReturn
 
 import sqlalchemy as sa
 
@@ -23,3 +25,20 @@ def as_stored(table: Any, values: dict[str, Any]) -> dict[str, Any]:
         else value
         for name, value in values.items()
     }
+
+
+def check_numbers(engine: sa.Engine, table: Any, job_id: str) -> None:
+    """Raise ValueError if there is a number in the stored rows of a job that JSON does not know. On SQLite."""
+    columns = [sa.type_coerce(c, sa.Text) if holds_json(c) else c for c in table.__table__.columns]
+    with engine.connect() as connection:
+        rows = connection.execute(sa.select(*columns).where(table.job_id == job_id)).all()
+    for row in rows:
+        for column, value in zip(table.__table__.columns, row, strict=True):
+            if holds_json(column) and value is not None:
+                json.loads(value, parse_constant=_refuse)
+            elif isinstance(value, float) and not math.isfinite(value):
+                _refuse(f"{column.name}={value}")
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"stored is {constant}")
