@@ -19,12 +19,12 @@ from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.events import CalendarEvent, Event, GangStarted, JobProgressed
 from elasticflow_airflow.scheduler_core.values import JobState, RescaleCosts, Slot
 from elasticflow_airflow.service.faults import Faults, SchedulerFaultError
-from elasticflow_airflow.service.job_documents import Ending, InPlaceRecord
+from elasticflow_airflow.service.job_documents import Ending, InPlaceRecord, StoredVerdict
 from elasticflow_airflow.service.measuring import Enough
 from elasticflow_airflow.service.models import AmendmentRow, GenerationRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store import DATABASE_AWAY
-from elasticflow_airflow.service.unit_of_work import NewEvent, UnitOfWork
+from elasticflow_airflow.service.unit_of_work import UnitOfWork
 from elasticflow_airflow.wire import EventKind, State
 
 log = structlog.get_logger()
@@ -216,9 +216,14 @@ class Books:
             return False
         return self.scheduler.knows_curve(row.job_id)
 
-    def event(self, kind: EventKind, reason: str, row: IncarnationRow, **data: Any) -> NewEvent:
-        """Write an event of an incarnation; in a verdict it stands for its id."""
-        return self.tx.add_event(kind, reason, row, data)
+    def event(self, kind: EventKind, reason: str, row: IncarnationRow, **data: Any) -> None:
+        """Write an event of an incarnation."""
+        self.tx.add_event(kind, reason, row, data)
+
+    def give_verdict(self, row: IncarnationRow, kind: EventKind, verdict: StoredVerdict, **data: Any) -> None:
+        """Write down what was decided of a job, and the event that tells of it, with the verdict's reason."""
+        row.verdict = verdict
+        self.tx.add_event(kind, verdict.reason, row, data, is_verdict=True)
 
     def set_state(self, row: IncarnationRow, state: State, reason: str) -> None:
         """Move a job to another state."""

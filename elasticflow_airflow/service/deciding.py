@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from elasticflow_airflow.bounds import utc
 from elasticflow_airflow.engines.port import GangState
@@ -32,9 +33,17 @@ from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.codec import plan_to_json, slots_to_json
 from elasticflow_airflow.service.faults import SchedulerFaultError
 from elasticflow_airflow.service.generations import can_continue, order, unbegun_restart_of
+from elasticflow_airflow.service.job_documents import StoredVerdict
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.store import DATABASE_AWAY
 from elasticflow_airflow.wire import EventKind, State
+from elasticflow_airflow.wire.status import AdmissionDecision
+
+_DECISIONS: Mapping[Terms, AdmissionDecision] = {
+    Terms.DEADLINE: "admitted",
+    Terms.BEST_EFFORT: "best_effort",
+    Terms.RENEGOTIATED: "renegotiated",
+}
 
 
 def feed(books: Books, event: Event | CalendarEvent) -> None:
@@ -163,21 +172,20 @@ def _admit(books: Books, row: IncarnationRow, decision: Admit) -> None:
     elif decision.deadline_s is not None:
         row.deadline_at = decision.deadline_s
     reason = decision.reason + _limit_of(row)
-    event_id = books.event(
-        EventKind.ADMITTED,
-        reason,
+    verdict = StoredVerdict(
+        decision=_DECISIONS[decision.terms],
+        reason=reason,
+        deadline_at=row.deadline_at,
+        plan=plan_to_json(decision.plan),
+    )
+    books.give_verdict(
         row,
+        EventKind.ADMITTED,
+        verdict,
         terms=decision.terms.value,
         deadline_at=row.deadline_at,
         asked_deadline_at=asked,
     )
-    row.verdict = {
-        "decision": {"deadline": "admitted"}.get(decision.terms.value, decision.terms.value),
-        "reason": reason,
-        "deadline_at": row.deadline_at,
-        "event_id": event_id,
-        "plan": plan_to_json(decision.plan),
-    }
     _take_on(books, row, decision.reason)
     if books.knows_curve(row):
         history.remember(books.tx, books.jobs[row.job_id], row, books.now, complete=True)
@@ -186,7 +194,7 @@ def _admit(books: Books, row: IncarnationRow, decision: Admit) -> None:
 
 def _limit_of(row: IncarnationRow) -> str:
     """What limits its workers beside the cluster, as it was found when it was introduced; until it is decided on."""
-    return str(row.verdict.get("limit", ""))
+    return row.verdict.limit
 
 
 def _take_on(books: Books, row: IncarnationRow, reason: str) -> None:
@@ -200,24 +208,21 @@ def _take_on(books: Books, row: IncarnationRow, reason: str) -> None:
 
 def _reject(books: Books, row: IncarnationRow, decision: Reject) -> None:
     earliest, reason = decision.earliest_deadline_s, decision.reason + _limit_of(row)
-    event_id = books.event(EventKind.REJECTED, reason, row, deadline_at=row.deadline_at, earliest_deadline_at=earliest)
-    row.verdict = {
-        "decision": "rejected",
-        "reason": reason,
-        "deadline_at": row.deadline_at,
-        "earliest_deadline_at": earliest,
-        "event_id": event_id,
-    }
+    verdict = StoredVerdict(
+        decision="rejected", reason=reason, deadline_at=row.deadline_at, earliest_deadline_at=earliest
+    )
+    books.give_verdict(row, EventKind.REJECTED, verdict, deadline_at=row.deadline_at, earliest_deadline_at=earliest)
     books.end(row, State.REJECTED, reason)
 
 
 def _wait(books: Books, row: IncarnationRow, decision: Wait) -> None:
     if row.state == State.WAITING and row.state_reason == decision.reason:
         return
-    event_id = books.event(EventKind.WAITING, decision.reason, row, until=decision.until_s)
-    if row.verdict.get("decision", "undecided") == "undecided":
-        said = {"decision": "undecided", "reason": decision.reason, "event_id": event_id}
-        row.verdict = {**said, "limit": _limit_of(row)}
+    if row.verdict.decision == "undecided":
+        verdict = StoredVerdict(reason=decision.reason, limit=_limit_of(row))
+        books.give_verdict(row, EventKind.WAITING, verdict, until=decision.until_s)
+    else:
+        books.event(EventKind.WAITING, decision.reason, row, until=decision.until_s)
     if books.desired(row) is None:
         books.set_state(row, State.WAITING, decision.reason)
     else:
@@ -282,19 +287,21 @@ def _amended(books: Books, row: IncarnationRow, decision: Amended) -> None:
     row.deadline_passed = False
     until = "best effort" if decision.deadline_s is None else f"deadline {when(decision.deadline_s)}"
     reason = f"amended: {until}, value {decision.value:g}"
-    event_id = books.event(EventKind.AMENDED, reason, row, deadline_at=decision.deadline_s, value=decision.value)
-    undecided = row.verdict.get("decision", "undecided") == "undecided"
+    told = {"deadline_at": decision.deadline_s, "value": decision.value}
+    undecided = row.verdict.decision == "undecided"
     if undecided and decision.deadline_s is None and not row.parked:
         _take_on(books, row, reason)
     if not undecided or decision.deadline_s is None:
-        row.verdict = {
-            **row.verdict,
-            "decision": "best_effort" if decision.deadline_s is None else "admitted",
-            "reason": reason,
-            "deadline_at": decision.deadline_s,
-            "event_id": event_id,
-            "plan": plan_to_json(decision.plan),
-        }
+        verdict = replace(
+            row.verdict,
+            decision="best_effort" if decision.deadline_s is None else "admitted",
+            reason=reason,
+            deadline_at=decision.deadline_s,
+            plan=plan_to_json(decision.plan),
+        )
+        books.give_verdict(row, EventKind.AMENDED, verdict, **told)
+    else:
+        books.event(EventKind.AMENDED, reason, row, **told)
     if books.amendment is not None and books.amendment.job_id == row.job_id:
         books.amendment.answer = {"accepted": True, "reason": reason, "earliest_deadline_at": None}
 

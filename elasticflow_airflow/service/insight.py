@@ -30,6 +30,7 @@ from elasticflow_airflow.insight import (
     WorkerTimes,
 )
 from elasticflow_airflow.service import recurring, spans
+from elasticflow_airflow.service.documents import readable
 from elasticflow_airflow.service.endings import gpu_seconds, rescales
 from elasticflow_airflow.service.foresight import Foresight
 from elasticflow_airflow.service.models import (
@@ -237,8 +238,9 @@ def _why(row: IncarnationRow, foresight: Foresight | None, keys: Mapping[str, st
 
 def _decided_in(row: IncarnationRow) -> int | None:
     """The event of its verdict."""
-    said = row.verdict.get("event_id") if isinstance(row.verdict, dict) else None
-    return said if isinstance(said, int) and bounds.count_problem(said) is None else None
+    verdict = readable(row.verdict)
+    event_id = None if verdict is None else verdict.event_id
+    return event_id if event_id is not None and bounds.count_problem(event_id) is None else None
 
 
 def _check_moments(from_at: float, until_at: float) -> None:
@@ -306,11 +308,11 @@ def _admission(
             "submitted_at": row.submitted_at,
             "decided_at": decided.get(_decided_in(row) or 0),
             "started_at": began.get((row.job_id, row.incarnation)),
-            "decision": row.verdict.get("decision", "undecided"),
+            "decision": row.verdict.decision,
             "deadline_at": row.deadline_at,
             "finished_at": row.finished_at,
             "met": None if row.result is None else row.result.get("met"),
-            "reason": row.verdict.get("reason", ""),
+            "reason": row.verdict.reason,
         }
     )
 

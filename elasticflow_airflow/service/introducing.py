@@ -25,6 +25,7 @@ from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.candidates import CandidateDesk
 from elasticflow_airflow.service.codec import curve_from_json
 from elasticflow_airflow.service.deciding import feed, feed_submitted
+from elasticflow_airflow.service.job_documents import StoredVerdict
 from elasticflow_airflow.service.models import AmendmentRow, IncarnationRow
 from elasticflow_airflow.service.renewals import Renewals
 from elasticflow_airflow.service.view import UNREADABLE
@@ -44,7 +45,7 @@ def introduce(books: Books, device_type: str, slots: int, desk: CandidateDesk, w
             if row.target and row.target.at_most is not None and books.knows(row.job_id) and not row.ending:
                 outlook.tell(books, row)
             if row.state == State.SUBMITTED and not row.ending:
-                books.set_state(row, State.WAITING, row.verdict.get("reason") or "waits for slots")
+                books.set_state(row, State.WAITING, row.verdict.reason or "waits for slots")
 
 
 def _newcomers(
@@ -75,7 +76,7 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
     submission = row.submission
     job = books.jobs[row.job_id]
     row.introduced = True
-    row.verdict = {"decision": "undecided", "reason": ""}
+    row.verdict = StoredVerdict()
     row.signature = history.signature_of(submission, device_type, row.logical_workers)
     past = history.past_of(books.tx.history(job.recurring_key, row.signature))
     row.costs = {**past.costs, **row.costs}
@@ -121,7 +122,7 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
     if asked is None:
         return None
     limit = _limit(submission, row.logical_workers, slots)
-    row.verdict = {**row.verdict, "limit": limit}
+    row.verdict = replace(row.verdict, limit=limit)
     reason = _what_is_known(submission, speeds) + limit
     books.event(EventKind.SUBMITTED, f"submitted; {reason}", row, deadline_at=row.deadline_at, curve=speeds)
     return replace(asked, task=recurring.arrive(books, job, row))

@@ -1,4 +1,4 @@
-"""Documents that are stored of a job: how it is to end, how its changes in place went, the loss that it trains to."""
+"""Documents that are stored of a job: its verdict, its end, its changes in place, the loss that it trains to."""
 
 from __future__ import annotations
 
@@ -6,6 +6,23 @@ from dataclasses import dataclass, replace
 
 from elasticflow_airflow.scheduler_core.convergence import LossCurve
 from elasticflow_airflow.wire import State
+from elasticflow_airflow.wire.status import AdmissionDecision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredVerdict:
+    """What admission control decided of a job last. The API shows it as ``wire.Verdict``."""
+
+    decision: AdmissionDecision = "undecided"
+    reason: str = ""
+    deadline_at: float | None = None
+    earliest_deadline_at: float | None = None
+    event_id: int | None = None
+    """The event that tells of it; known once that is written (see ``NewEvent.is_verdict``)."""
+    plan: list[dict[str, float]] | None = None
+    """Segments of the plan that shows that the deadline can be kept, as ``codec.plan_to_json`` writes them."""
+    limit: str = ""
+    """What limits the workers beside the cluster, as a sentence; the reason ends with it."""
 
 
 @dataclass(frozen=True, slots=True)

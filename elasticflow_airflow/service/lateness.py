@@ -10,6 +10,7 @@ from dataclasses import replace
 from elasticflow_airflow.scheduler_core.values import Job, OnReject
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.deciding import when
+from elasticflow_airflow.service.job_documents import StoredVerdict
 from elasticflow_airflow.service.models import IncarnationRow
 from elasticflow_airflow.wire import EventKind, State
 
@@ -85,16 +86,10 @@ def _taken_on(books: Books, row: IncarnationRow) -> list[IncarnationRow]:
     while before is not None and (earlier := books.tx.incarnation(row.job_id, before)) is not None:
         found.append(earlier)
         before = earlier.resume_from
-    return found if any(one.verdict.get("decision") in _TAKEN_ON for one in found) else []
+    return found if any(one.verdict.decision in _TAKEN_ON for one in found) else []
 
 
 def _reject_at_once(books: Books, row: IncarnationRow, reason: str) -> None:
-    event_id = books.event(EventKind.REJECTED, reason, row, deadline_at=row.deadline_at)
-    row.verdict = {
-        "decision": "rejected",
-        "reason": reason,
-        "deadline_at": row.deadline_at,
-        "earliest_deadline_at": None,
-        "event_id": event_id,
-    }
+    verdict = StoredVerdict(decision="rejected", reason=reason, deadline_at=row.deadline_at)
+    books.give_verdict(row, EventKind.REJECTED, verdict, deadline_at=row.deadline_at)
     books.end(row, State.REJECTED, reason)

@@ -25,7 +25,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from elasticflow_airflow.service.documents import Document
 from elasticflow_airflow.service.generation_notes import GenerationNotes
-from elasticflow_airflow.service.job_documents import Ending, InPlaceRecord, LossTarget
+from elasticflow_airflow.service.job_documents import Ending, InPlaceRecord, LossTarget, StoredVerdict
 
 SCHEMA_HEAD = "0011"
 """Newest Alembic revision: a database that is already there needs no Alembic at start."""
@@ -104,7 +104,7 @@ class IncarnationRow(Base):
     drained: Mapped[bool] = mapped_column(Boolean, default=False)
     """Terminal, and the engine has forgotten its gangs."""
     state_reason: Mapped[str] = mapped_column(Text, default="")
-    verdict: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    verdict: Mapped[StoredVerdict] = mapped_column(Document(StoredVerdict), default=StoredVerdict)
     deadline_at: Mapped[float | None]
     best_effort: Mapped[bool] = mapped_column(Boolean)
     value: Mapped[float]

@@ -393,7 +393,7 @@ class Reader:
             sa.select(
                 sa.func.coalesce(JobRow.identity["namespace"].as_string(), "").label("namespace"),
                 JobRow.dag_id,
-                IncarnationRow.verdict["decision"].as_string().label("decision"),
+                sa.type_coerce(IncarnationRow.verdict, sa.JSON)["decision"].as_string().label("decision"),
                 IncarnationRow.result["met"].as_boolean().label("met"),
                 (began - IncarnationRow.submitted_at).label("wait_s"),
             )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
@@ -62,6 +62,8 @@ class NewEvent:
 
     row: IncarnationRow | None
     columns: dict[str, Any]
+    is_verdict: bool = False
+    """The verdict of the row names it."""
     event_id: int | None = None
 
 
@@ -197,9 +199,15 @@ class UnitOfWork(Reader):
         self.session.delete(row)
 
     def add_event(
-        self, kind: EventKind, reason: str, row: IncarnationRow | None = None, data: dict[str, Any] | None = None
+        self,
+        kind: EventKind,
+        reason: str,
+        row: IncarnationRow | None = None,
+        data: dict[str, Any] | None = None,
+        *,
+        is_verdict: bool = False,
     ) -> NewEvent:
-        """Note an event (of an incarnation). Its id may stand in a verdict before it is known."""
+        """Note an event (of an incarnation); with ``is_verdict`` the row's verdict names it once its id is known."""
         event = NewEvent(
             row,
             {
@@ -210,6 +218,7 @@ class UnitOfWork(Reader):
                 "reason": reason,
                 "data": data or {},
             },
+            is_verdict,
         )
         self._events.append(event)
         return event
@@ -229,8 +238,6 @@ class UnitOfWork(Reader):
         for row in (*self.session.new, *self.session.dirty):
             state = sa.inspect(row)
             values = {name: getattr(row, name) for name in set(state.mapper.column_attrs.keys()) - state.unmodified}
-            if _said_by(row) is not None:
-                values["verdict"] = {**values["verdict"], "event_id": None}
             self._check(getattr(row, "job_id", None), type(row), values)
 
     @staticmethod
@@ -287,17 +294,8 @@ class UnitOfWork(Reader):
             event.event_id = event_id
             if event.row is not None:
                 event.row.last_event_id = event_id
-        for row in (*self.session.new, *self.session.dirty):
-            said = _said_by(row)
-            if said is not None:
-                row.verdict = {**row.verdict, "event_id": said.event_id}
-
-
-def _said_by(row: Any) -> NewEvent | None:
-    """The event that the verdict of a row is to name; None when there is no new one, whatever else is stored there."""
-    verdict = row.verdict if isinstance(row, IncarnationRow) else None
-    said = verdict.get("event_id") if isinstance(verdict, dict) else None
-    return said if isinstance(said, NewEvent) else None
+                if event.is_verdict:
+                    event.row.verdict = replace(event.row.verdict, event_id=event_id)
 
 
 @contextmanager

@@ -62,8 +62,15 @@ def _status_of(job: JobRow, row: IncarnationRow, generations: Sequence[Generatio
     if trains and holding[-1].mode == RescaleMode.IN_PLACE:
         holding = trains  # Until a change in place has switched, those before it train on.
     slots = holding[-1].placement if holding else []
-    said = {name: value for name, value in row.verdict.items() if name != "limit"}  # It is part of the reason.
-    verdict = Verdict.model_validate({"decision": "undecided", **said})
+    stored = row.verdict
+    verdict = Verdict(
+        decision=stored.decision,
+        reason=stored.reason,
+        deadline_at=stored.deadline_at,
+        earliest_deadline_at=stored.earliest_deadline_at,
+        event_id=stored.event_id,
+        plan=stored.plan,
+    )
     target = row.target
     result = None if row.result is None else JobResult.model_validate(row.result)
     return JobStatus(

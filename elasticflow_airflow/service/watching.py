@@ -33,7 +33,7 @@ def watch_deadlines(books: Books) -> None:
 def _watch_deadline(books: Books, row: IncarnationRow) -> None:
     if row.terminal or row.ending or row.deadline_passed or row.deadline_at is None or not row.introduced:
         return
-    if books.now <= row.deadline_at or row.verdict.get("decision") not in ("admitted", "renegotiated"):
+    if books.now <= row.deadline_at or row.verdict.decision not in ("admitted", "renegotiated"):
         return
     row.deadline_passed = True
     on_miss = row.submission["on_miss"]
@@ -165,7 +165,7 @@ def _reports_nothing(books: Books, row: IncarnationRow, generation: GenerationRo
     books.event(EventKind.WARNING, reason, row)
     if not row.best_effort and books.knows(row.job_id):
         feed(books, ev.JobAmended(row.job_id, best_effort=True))
-        row.verdict = {**row.verdict, "decision": "best_effort", "reason": reason, "deadline_at": None}
+        row.verdict = replace(row.verdict, decision="best_effort", reason=reason, deadline_at=None)
 
 
 def _hang(books: Books, row: IncarnationRow, generation: GenerationRow, what: str) -> None:

@@ -37,10 +37,13 @@ class State(StrEnum):
         return self in (State.SUCCEEDED, State.FAILED, State.CANCELLED, State.REJECTED)
 
 
+AdmissionDecision = Literal["admitted", "best_effort", "renegotiated", "rejected", "undecided"]
+
+
 class Verdict(Wire):
     """What admission control said."""
 
-    decision: Literal["admitted", "best_effort", "renegotiated", "rejected", "undecided"]
+    decision: AdmissionDecision
     reason: str = ""
     deadline_at: float | None = None
     earliest_deadline_at: float | None = None

@@ -9,6 +9,7 @@ import string
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -229,7 +230,7 @@ async def test_an_event_that_nobody_can_have_seen_is_none_of_postgresql_s_troubl
     insight = insight_of(world)
     with world.store.write() as writer:
         row = writer.incarnation(job_id, 1)
-        row.verdict = {**(row.verdict or {}), "event_id": 2**40}
+        row.verdict = replace(row.verdict, event_id=2**40)
     async with asking(world) as http:
         for path in (f"/v1/jobs/{job_id}/events", "/v1/events"):
             assert (await http.get(path, params={"after": 2**31})).status_code == 422

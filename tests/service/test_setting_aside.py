@@ -573,7 +573,7 @@ def test_whatever_is_stored_of_some_jobs_all_others_are_decided_on(make_world, c
         world.restart()
     late = world.submit(task="late", within=900, steps=40, scaling_curve=CURVE)
     world.until(lambda: world.row(late, 1).introduced, "the late one is decided on", limit_s=10)
-    assert world.row(late, 1).verdict["decision"] == "admitted"
+    assert world.row(late, 1).verdict.decision == "admitted"
     assert not world.reconciler.problem, world.reconciler.problem
     read_all_pages(world, bad, late)
     next_one = world.submission(task="bad", run="run2", **BAD)
