@@ -19,7 +19,7 @@ from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.events import CalendarEvent, Event, GangStarted, JobProgressed
 from elasticflow_airflow.scheduler_core.values import JobState, RescaleCosts, Slot
 from elasticflow_airflow.service.faults import Faults, SchedulerFaultError
-from elasticflow_airflow.service.job_documents import Ending, InPlaceRecord, StoredVerdict
+from elasticflow_airflow.service.job_documents import Ending, InPlaceRecord, MeasuredCosts, StoredVerdict
 from elasticflow_airflow.service.measuring import Enough
 from elasticflow_airflow.service.models import AmendmentRow, GenerationRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.settings import ServiceSettings
@@ -260,30 +260,19 @@ class Books:
         return Enough(skip_steps=s.profile_skip_steps, steps=s.profile_steps, seconds=s.profile_s)
 
 
-def costs_from(s: ServiceSettings, known: Mapping[str, Any], in_place: InPlaceRecord) -> RescaleCosts:
-    """Costs out of what was measured (``known``), and of how changes in place went."""
-    least_s = float(known.get("startup_s", 0.0))  # of a restart, which ends with a start
-    pause_s, join_s = float(known.get("pause_s", max(s.default_pause_s, least_s))), 0.0
-    able = "in_place_pause_s" in known if in_place.able is None else in_place.able
+def costs_from(s: ServiceSettings, measured: MeasuredCosts, in_place: InPlaceRecord) -> RescaleCosts:
+    """Costs to plan with: what was measured, else the settings' defaults. ``in_place``: how such changes went."""
+    known = measured.known()
+    startup_s = known.get("startup_s", s.default_startup_s)
+    least_s = known.get("startup_s", 0.0)  # of a restart, which ends with a start
+    pause_s, join_s = known.get("pause_s", max(s.default_pause_s, least_s)), 0.0
+    able = measured.in_place_pause_s is not None if in_place.able is None else in_place.able
     if able and in_place.failures < s.in_place_attempts:
-        join_s = float(known.get("join_s", s.default_join_s))
-        pause_s = float(known.get("in_place_pause_s", s.default_in_place_pause_s))
+        join_s = known.get("join_s", s.default_join_s)
+        pause_s = known.get("in_place_pause_s", s.default_in_place_pause_s)
     return RescaleCosts(
-        startup_s=float(known.get("startup_s", s.default_startup_s)),
-        pause_s=pause_s,
-        tail_s=float(known.get("tail_s", s.default_tail_s)),
-        join_s=join_s,
+        startup_s=startup_s, pause_s=pause_s, tail_s=known.get("tail_s", s.default_tail_s), join_s=join_s
     )
-
-
-def with_cost(known: Mapping[str, Any], name: str, measured_s: float) -> dict[str, Any]:
-    """The costs to plan with after another measurement of one: a higher one counts at once, a lower one half.
-
-    One that is far higher counts in part: what happens once must not keep a task out for days.
-    """
-    before_s = float(known.get(name, measured_s))
-    believed_s = min(measured_s, max(3.0 * before_s, before_s + 60.0))
-    return {**known, name: max(believed_s, (before_s + believed_s) / 2)}
 
 
 def incarnation_dir(state_dir: Path, job_id: str, incarnation: int) -> Path:

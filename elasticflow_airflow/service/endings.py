@@ -14,7 +14,7 @@ from elasticflow_airflow.runtime.protocol import UNTRAINED, RescaleMode
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.service import history, outlook
-from elasticflow_airflow.service.books import Books, with_cost
+from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.deciding import feed, when
 from elasticflow_airflow.service.generation_notes import OutOfMemory
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
@@ -87,7 +87,7 @@ def _beside_the_deadline(deadline_at: float, now: float) -> str:
 def _measure_tail(books: Books, row: IncarnationRow) -> None:
     if row.last_step_at is not None:
         tail_s = min(max(0.0, books.now - row.last_step_at), books.lived_s(row)) + books.settings.wake_up_allowance_s
-        row.costs = with_cost(row.costs, "tail_s", tail_s)
+        row.costs = row.costs.updated(tail_s=tail_s)
 
 
 def result_of(books: Books, row: IncarnationRow, state: State) -> JobResult:

@@ -11,19 +11,21 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from elasticflow_airflow import bounds
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.learning import believed, sigma_of_errors
 from elasticflow_airflow.scheduler_core.values import ScalingCurve
+from elasticflow_airflow.service.job_documents import MeasuredCosts
 from elasticflow_airflow.service.models import HistoryRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.reported import loss_curve
 from elasticflow_airflow.service.unit_of_work import UnitOfWork
 from elasticflow_airflow.wire import Length
 
 _KEPT_ERRORS = 20
+_COSTS = [cost.name for cost in fields(MeasuredCosts)]
 _MOST_ERROR = 50.0
 _LONGEST_ENTRY_BYTES = 500
 """A longer path stands there as its digest: the signature is indexed, together with the task."""
@@ -48,7 +50,7 @@ class Past:
     """All speeds that any run has shown, also one that was refused: perhaps not at all sizes."""
     errors: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """By workers (as text), how wrong the speeds were with which the last runs were decided on, as it is stored."""
-    costs: Mapping[str, float] = field(default_factory=dict)
+    costs: MeasuredCosts = field(default_factory=MeasuredCosts)
     total_steps: int | None = None
     epochs: int | None = None
     loss_curve: Mapping[str, Any] | None = None
@@ -77,8 +79,9 @@ def _speeds(raw: Any) -> dict[str, float]:
     return {str(size): float(speed) for size, speed in _items(raw) if _is_speed(size, speed)}
 
 
-def _costs(raw: Any) -> dict[str, float]:
-    return {str(name): float(cost) for name, cost in _items(raw) if _is_number(cost, 0.0, bounds.LONGEST_S)}
+def _costs(raw: Any) -> MeasuredCosts:
+    numbers = {name: float(cost) for name, cost in _items(raw) if _is_number(cost, 0.0, bounds.LONGEST_S)}
+    return MeasuredCosts(**{name: numbers[name] for name in _COSTS if name in numbers})
 
 
 def _errors(raw: Any) -> dict[str, tuple[float, ...]]:
@@ -193,7 +196,7 @@ def remember(
         )
         tx.add(past)
     past.speeds = {**_speeds(past.speeds), **row.speeds}
-    past.costs = {**_costs(past.costs), **row.costs}
+    past.costs = {**_costs(past.costs).known(), **row.costs.known()}
     past.complete = past.complete or complete
     length = Length.as_stored(row.submission["length"])
     if success and row.total_steps is not None and length.steps is None:

@@ -79,7 +79,7 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
     row.verdict = StoredVerdict()
     row.signature = history.signature_of(submission, device_type, row.logical_workers)
     past = history.past_of(books.tx.history(job.recurring_key, row.signature))
-    row.costs = {**past.costs, **row.costs}
+    row.costs = replace(past.costs, **row.costs.known())
     length = Length.as_stored(submission["length"])
     row.total_steps = history.length_of(length, int(submission["global_batch_size"]), past)
     # Where only its script can tell how long it is, it is measured once more: meanwhile the script tells.

@@ -1,8 +1,8 @@
-"""Documents that are stored of a job: its verdict, its end, its changes in place, the loss that it trains to."""
+"""Documents that are stored of a job: its verdict, its costs and changes in place, its loss target, its end."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from elasticflow_airflow.scheduler_core.convergence import LossCurve
 from elasticflow_airflow.wire import State
@@ -43,6 +43,37 @@ class Ending:
     def is_done(self) -> bool:
         """Its gang has finished and left: workers that are there still came to join, and have nothing to save."""
         return self.state is State.SUCCEEDED and not self.use_checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCosts:
+    """What starts, changes of workers and ends of a job took, in seconds; None: not measured yet."""
+
+    startup_s: float | None = None
+    pause_s: float | None = None
+    """Of a restart with other workers."""
+    tail_s: float | None = None
+    """From the last step until the job is over."""
+    in_place_pause_s: float | None = None
+    join_s: float | None = None
+    """What workers need to join in place; the others train on meanwhile."""
+
+    def known(self) -> dict[str, float]:
+        """Those that were measured, by name."""
+        return {name: cost for name, cost in asdict(self).items() if cost is not None}
+
+    def updated(self, **measured_s: float) -> MeasuredCosts:
+        """The costs to plan with after another measurement: a higher one counts at once, a lower one half.
+
+        One that is far higher counts in part: what happens once must not keep a task out for days.
+        """
+        before = self.known()
+        return replace(self, **{name: _blend(before.get(name, cost), cost) for name, cost in measured_s.items()})
+
+
+def _blend(before_s: float, measured_s: float) -> float:
+    believed_s = min(measured_s, max(3.0 * before_s, before_s + 60.0))
+    return max(believed_s, (before_s + believed_s) / 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from elasticflow_airflow.service.documents import Document
 from elasticflow_airflow.service.generation_notes import GenerationNotes
-from elasticflow_airflow.service.job_documents import Ending, InPlaceRecord, LossTarget, StoredVerdict
+from elasticflow_airflow.service.job_documents import Ending, InPlaceRecord, LossTarget, MeasuredCosts, StoredVerdict
 
 SCHEMA_HEAD = "0011"
 """Newest Alembic revision: a database that is already there needs no Alembic at start."""
@@ -133,8 +133,7 @@ class IncarnationRow(Base):
     """Measured steps/s by number of workers (as text)."""
     told_speeds: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     """Those that it was decided on with, before anything was measured in this run."""
-    costs: Mapped[dict[str, Any]] = mapped_column(default=dict)
-    """Measured startup_s, pause_s (of a restart), tail_s; in_place_pause_s and join_s of a change in place."""
+    costs: Mapped[MeasuredCosts] = mapped_column(Document(MeasuredCosts), default=MeasuredCosts)
     metrics: Mapped[dict[str, Any]] = mapped_column(default=dict)
     last_step_at: Mapped[float | None] = mapped_column(default=None)
     ever_reported: Mapped[bool] = mapped_column(Boolean, default=False)

@@ -19,7 +19,7 @@ from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.scheduler_core.values import Phase
 from elasticflow_airflow.service import history, measuring, outlook, samples, stragglers
-from elasticflow_airflow.service.books import Books, with_cost
+from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.candidates import CANDIDATE_PATH
 from elasticflow_airflow.service.codec import placement_from_json
 from elasticflow_airflow.service.deciding import feed, feed_reports
@@ -174,13 +174,13 @@ def _switched(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
         pause_s=pause_s,
         state_bytes=size_bytes,
     )
-    costs = dict(row.costs)
+    costs = row.costs
     if pause_s is not None and not generation.lost:
-        costs = with_cost(costs, "in_place_pause_s", pause_s)
+        costs = costs.updated(in_place_pause_s=pause_s)
     if new and not generation.lost:
         began_at = generation.created_at if generation.holding_at is None else generation.holding_at
         joined_s = max(0.0, (books.now if switch.at_s is None else switch.at_s) - began_at)
-        costs = with_cost(costs, "join_s", joined_s)
+        costs = costs.updated(join_s=joined_s)
         row.in_place = replace(row.in_place, failures=0)
     if costs != row.costs:
         row.costs = costs
@@ -483,13 +483,13 @@ def _measure(books: Books, row: IncarnationRow, generation: GenerationRow) -> No
     began_at = measuring.training_began_at(generation.window, generation.last_step_at, speed)
     lost_s = began_at - generation.created_at
     if generation.fresh_start:
-        row.costs = with_cost(row.costs, "startup_s", max(0.0, lost_s))
+        row.costs = row.costs.updated(startup_s=max(0.0, lost_s))
         return
     # The gang before trained on while this one was getting ready: what it did counts, at this one's speed.
     ordered_step, first_step = generation.notes.ordered_at_step, generation.first_step
     if ordered_step is not None and first_step is not None:
         lost_s -= max(0, first_step - ordered_step) / speed
-        row.costs = with_cost(row.costs, "pause_s", max(0.0, lost_s))
+        row.costs = row.costs.updated(pause_s=max(0.0, lost_s))
 
 
 def _candidate(books: Books, row: IncarnationRow, generation: GenerationRow, path: str, report: Report) -> None:

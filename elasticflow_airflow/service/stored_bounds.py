@@ -48,7 +48,7 @@ def course_out_of_bounds(row: IncarnationRow) -> str | None:
         "seed": row.seed,
     }
     lengths = {"lease_s": row.lease_s, "orphan_s": row.orphan_s}
-    lengths |= {f"costs.{name}": float(value) for name, value in row.costs.items()}
+    lengths |= {f"costs.{name}": value for name, value in row.costs.known().items()}
     return _first(
         *(_named(name, bounds.time_problem(at)) for name, at in times.items() if at is not None),
         *(_named(name, bounds.count_problem(count)) for name, count in counts.items() if count is not None),

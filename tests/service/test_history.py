@@ -9,6 +9,7 @@ import pytest
 from elasticflow_airflow.runtime.protocol import Report, ReportKind
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.service.history import Past, length_of, past_of, sigmas_of, speeds_to_plan_with
+from elasticflow_airflow.service.job_documents import MeasuredCosts
 from elasticflow_airflow.service.models import HistoryRow
 from elasticflow_airflow.wire import Length
 
@@ -71,7 +72,7 @@ def test_what_is_stored_out_of_bounds_is_as_if_it_were_not_there(rubbish):
         loss_curve={"width": rubbish, "losses": [1.0]},
     )
     speeds = {"1": 10.0, "2": 18.0}
-    assert past_of(row) == Past(speeds=speeds, measured=speeds, costs={"startup_s": 3.0}, epochs=2)
+    assert past_of(row) == Past(speeds=speeds, measured=speeds, costs=MeasuredCosts(startup_s=3.0), epochs=2)
     row.errors = {"1": [0.1, rubbish], "x": [0.1], "2": rubbish}
     assert past_of(row).errors in ({"1": (0.1,)}, {"1": (0.1, rubbish)})
     row.errors = rubbish
@@ -103,8 +104,8 @@ def test_a_run_that_reports_rubbish_does_not_spoil_the_next_ones(world):
     assert world.ended(first).state == "succeeded"
     with world.store.read() as reader:
         learned = past_of(reader.history(reader.job(first.job.job_id).recurring_key, world.row(first).signature))
-    assert learned.costs
-    assert max(learned.costs.values()) < 60
+    assert learned.costs.known()
+    assert max(learned.costs.known().values()) < 60
     assert min(world.row(first).speeds.values()) > 1.0
     after = world.submit(run="run1", within=300, steps=60, max_workers=2)
     assert world.ended(after).result.met
@@ -207,7 +208,7 @@ def test_a_slow_start_counts_at_once_and_is_forgotten_slowly(world):
     for number, startup_s in enumerate([2.0, 12.0, 2.0, 2.0]):
         run = world.submit(run=f"run{number}", fake={"startup_s": startup_s}, scaling_curve={1: 10.0}, max_workers=1)
         assert world.ended(run).state == "succeeded"
-        planned.append(world.row(run).costs["startup_s"])
+        planned.append(world.row(run).costs.startup_s)
     first, slow, third, fourth = planned
     assert first < 4.0
     assert slow >= 12.0
@@ -219,4 +220,4 @@ def test_one_start_that_hung_does_not_keep_the_next_runs_out(world):
     for number, startup_s in enumerate([2.0, 2000.0]):
         run = world.submit(run=f"run{number}", fake={"startup_s": startup_s}, scaling_curve={1: 10.0}, lease_s=1e5)
         world.until(lambda run=run: world.status(run).state.terminal, "it ends", limit_s=3000.0, every=5.0)
-    assert world.row(run).costs["startup_s"] < 120.0
+    assert world.row(run).costs.startup_s < 120.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticflow_airflow.service.books import costs_from
-from elasticflow_airflow.service.job_documents import InPlaceRecord
+from elasticflow_airflow.service.job_documents import InPlaceRecord, MeasuredCosts
 from elasticflow_airflow.service.settings import ServiceSettings
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
@@ -44,4 +44,4 @@ def test_a_change_that_is_taken_back_before_it_has_begun_stops_nobody(world):
 )
 def test_a_restart_takes_at_least_as_long_as_the_start_that_was_measured(known, pause_s):
     """Else a size would be tried for a time that is over before its workers have started."""
-    assert costs_from(ServiceSettings(), known, InPlaceRecord()).pause_s == pause_s
+    assert costs_from(ServiceSettings(), MeasuredCosts(**known), InPlaceRecord()).pause_s == pause_s
