@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import structlog
 
@@ -69,7 +68,7 @@ class Actuator:
     _renewed_at_s: float = -math.inf
     _applied: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By job: the generation, and the fence with it, that the engine took."""
-    _written: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
+    _written: dict[tuple[str, int], Promotion] = field(default_factory=dict)
     _held: list[str] | None = None
     """Jobs that had workers at the last pass; None before there was one."""
 
@@ -161,7 +160,7 @@ class Actuator:
         if _promotion_in(checkpoint_dir(folder)) != promotion:
             promotion.write(folder)
             crashpoints.point("after promotion")
-        self._written[key] = dict(row.promoted)
+        self._written[key] = promotion
 
     def _apply(self, row: IncarnationRow, generation: GenerationRow, now: float) -> None:
         crashpoints.point("before apply")

@@ -96,12 +96,12 @@ def result_of(books: Books, row: IncarnationRow, state: State) -> JobResult:
     path = None
     if row.promoted is not None:
         checkpoints = books.checkpoints_of(row.job_id, row.incarnation)
-        path = str(checkpoints / row.promoted["path"])
+        path = str(checkpoints / row.promoted.path)
     deadline_at = row.deadline_at
     finished_at = books.now
     return JobResult(
         checkpoint_path=path,
-        checkpoint_digest=row.promoted["digest"] if row.promoted else None,
+        checkpoint_digest=row.promoted.digest if row.promoted else None,
         steps=row.step,
         final_loss=row.loss,
         metrics=row.metrics,
@@ -233,7 +233,7 @@ def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
         )
         books.end(row, State.FAILED, reason, failure=reason)
         return
-    if finished is not None and finished.path and (row.promoted or {}).get("path") != finished.path:
+    if finished is not None and finished.path and (row.promoted is None or row.promoted.path != finished.path):
         reason = f"the final checkpoint {finished.path} is missing or damaged"
         _restart_or_fail(books, row, generation, reason, progressed=True)
         return
@@ -317,13 +317,14 @@ def _failed(books: Books, row: IncarnationRow, generation: GenerationRow) -> Non
     by_signal = generation.notes.signalled
     if generation.notes.kind == "bad_checkpoint":
         by_signal = True
-    progressed = row.step > max(row.restart_step, 0) or (row.promoted or {}).get("step", -1) > row.restart_step
+    progressed = row.step > max(row.restart_step, 0) or (
+        row.promoted is not None and _saved_step(row) > row.restart_step
+    )
     _restart_or_fail(books, row, generation, _first_line(generation), progressed=progressed or by_signal)
 
 
 def _lost(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
-    promoted = (row.promoted or {}).get("step", 0)
-    row.losses = 1 if promoted > max(row.restart_step, 0) else row.losses + 1
+    row.losses = 1 if _saved_step(row) > max(row.restart_step, 0) else row.losses + 1
     if row.losses > books.settings.max_losses:
         reason = f"lost its workers {row.losses} times in a row without progress: {_first_line(generation)}"
         books.end(row, State.FAILED, reason, failure=_failure(generation))
@@ -345,7 +346,7 @@ def _restart_or_fail(
 
 def _again(books: Books, row: IncarnationRow, reason: str) -> None:
     """The gang is gone; the scheduler decides when and where the next one starts."""
-    step, lost = (row.promoted or {}).get("step", 0), row.step
+    step, lost = _saved_step(row), row.step
     row.restart_step = step
     row.desired_generation = None
     row.step = min(row.step, step) if row.promoted else row.step
@@ -358,6 +359,11 @@ def _again(books: Books, row: IncarnationRow, reason: str) -> None:
         if row.promoted:
             outlook.tell(books, row, step=step)
         feed(books, ev.GangLost(row.job_id))
+
+
+def _saved_step(row: IncarnationRow) -> int:
+    """From which step its next workers go on."""
+    return 0 if row.promoted is None else row.promoted.step
 
 
 def _failure(generation: GenerationRow) -> str:

@@ -356,7 +356,7 @@ def _checkpoint(candidate: CandidateRow, row: IncarnationRow) -> Checkpoint:
         digest=candidate.digest,
         at=candidate.at,
         size_bytes=candidate.size_bytes,
-        promoted=row.promoted is not None and row.promoted["path"] == candidate.path,
+        promoted=row.promoted is not None and row.promoted.path == candidate.path,
         status=candidate.status,
     )
 

@@ -1,22 +1,31 @@
-"""Turns progress reports into speeds and costs. Pure functions over the measurement of one generation.
-
-A measurement is a small JSON object, so that it survives a restart of the service:
-``skipped`` steps that do not count (warming up), ``steps`` and ``seconds`` that do, ``recent_steps`` and
-``recent_seconds`` decaying over ``_MEMORY_S``, ``done`` steps since the generation began, ``before_at`` the time of
-the last step of the generation before.
-"""
+"""Turns progress reports into speeds and costs. Pure functions over the measurement of one generation."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from elasticflow_airflow.bounds import FASTEST_STEPS_PER_S
 
 _MEMORY_S = 15.0
 _FEWEST_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedMeasurement:
+    """How fast a generation has been; stored with it, so that it survives a restart of the service."""
+
+    done: int = 0
+    """Steps since it began."""
+    skipped: int = 0
+    """Of these, steps that do not count: it was warming up."""
+    steps: int = 0
+    """Steps that count ..."""
+    seconds: float = 0.0
+    """... and how long they took."""
+    recent_steps: float = 0.0
+    """The same of late: what is older than ``_MEMORY_S`` hardly counts."""
+    recent_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,39 +37,41 @@ class Enough:
     seconds: float
 
 
-def add_window(window: Mapping[str, Any], steps: int, seconds: float, enough: Enough) -> dict[str, Any]:
+def add_window(before: SpeedMeasurement, steps: int, seconds: float, enough: Enough) -> SpeedMeasurement:
     """The measurement after another ``steps`` steps in ``seconds`` seconds."""
     if steps > seconds * FASTEST_STEPS_PER_S:
-        return dict(window)  # Two reports within the resolution of a clock measure nothing.
-    new = dict(window)
-    new["done"] = new.get("done", 0) + steps
-    if new.get("skipped", 0) < enough.skip_steps:
-        new["skipped"] = new.get("skipped", 0) + steps
-        return new
+        return before  # Two reports within the resolution of a clock measure nothing.
+    done = before.done + steps
+    if before.skipped < enough.skip_steps:
+        return replace(before, done=done, skipped=before.skipped + steps)
     fade = math.exp(-seconds / _MEMORY_S)
-    for name, value in (("steps", steps), ("seconds", seconds)):
-        new[name] = new.get(name, 0) + value
-        new[f"recent_{name}"] = new.get(f"recent_{name}", 0.0) * fade + value
-    return new
+    return replace(
+        before,
+        done=done,
+        steps=before.steps + steps,
+        seconds=before.seconds + seconds,
+        recent_steps=before.recent_steps * fade + steps,
+        recent_seconds=before.recent_seconds * fade + seconds,
+    )
 
 
-def measured_speed(window: Mapping[str, Any], enough: Enough) -> float | None:
+def measured_speed(measurement: SpeedMeasurement, enough: Enough) -> float | None:
     """Steps/s over the whole generation; None while that is not known well enough."""
-    steps, seconds = window.get("steps", 0), window.get("seconds", 0.0)
+    steps, seconds = measurement.steps, measurement.seconds
     if seconds <= 0 or steps < _FEWEST_STEPS:
         return None
     if seconds >= enough.seconds or (steps >= enough.steps and seconds >= enough.seconds / 3):
-        return float(steps) / float(seconds)
+        return steps / seconds
     return None
 
 
-def recent_speed(window: Mapping[str, Any], enough: Enough) -> float | None:
+def recent_speed(measurement: SpeedMeasurement, enough: Enough) -> float | None:
     """Steps/s of late; None while :func:`measured_speed` is."""
-    if measured_speed(window, enough) is None:
+    if measured_speed(measurement, enough) is None:
         return None
-    return float(window["recent_steps"]) / float(window["recent_seconds"])
+    return measurement.recent_steps / measurement.recent_seconds
 
 
-def training_began_at(window: Mapping[str, Any], last_step_at: float, speed: float) -> float:
+def training_began_at(measurement: SpeedMeasurement, last_step_at: float, speed: float) -> float:
     """When steps would have begun had all of them been as fast as the steady ones: what came before was lost."""
-    return last_step_at - float(window.get("done", 0)) / speed
+    return last_step_at - measurement.done / speed

@@ -23,9 +23,11 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from elasticflow_airflow.runtime.protocol import Promotion
 from elasticflow_airflow.service.documents import Document
 from elasticflow_airflow.service.generation_notes import GenerationNotes
 from elasticflow_airflow.service.job_documents import Ending, InPlaceRecord, LossTarget, MeasuredCosts, StoredVerdict
+from elasticflow_airflow.service.measuring import SpeedMeasurement
 
 SCHEMA_HEAD = "0011"
 """Newest Alembic revision: a database that is already there needs no Alembic at start."""
@@ -145,7 +147,7 @@ class IncarnationRow(Base):
     hangs: Mapped[int] = mapped_column(Integer, default=0)
     restart_step: Mapped[int] = mapped_column(Integer, default=-1)
     """Where the last restart after a failure began: a failure without progress since is final."""
-    promoted: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    promoted: Mapped[Promotion | None] = mapped_column(Document(Promotion), default=None)
     result: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     failure: Mapped[str | None] = mapped_column(Text, default=None)
     finished_at: Mapped[float | None] = mapped_column(default=None)
@@ -200,8 +202,7 @@ class GenerationRow(Base):
     first_step: Mapped[int | None] = mapped_column(Integer, default=None)
     last_step: Mapped[int | None] = mapped_column(Integer, default=None)
     last_step_at: Mapped[float | None] = mapped_column(default=None)
-    window: Mapped[dict[str, Any]] = mapped_column(default=dict)
-    """Measurement under way: skipped_steps, steps, seconds, and so on (see measuring.py)."""
+    window: Mapped[SpeedMeasurement] = mapped_column(Document(SpeedMeasurement), default=SpeedMeasurement)
     folded: Mapped[dict[str, Any]] = mapped_column(default=dict)
     """How many reports of each worker are folded in: reports come at least once."""
     notes: Mapped[GenerationNotes] = mapped_column(Document(GenerationNotes), default=GenerationNotes)

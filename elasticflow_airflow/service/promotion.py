@@ -7,8 +7,10 @@ nothing. Rows in, rows out; ``promoted.json`` is written by the loop once the ro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from elasticflow_airflow.engines.port import GangState
+from elasticflow_airflow.runtime.protocol import Promotion
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.candidates import CandidateDesk, Looked, Verified
 from elasticflow_airflow.service.models import CandidateRow, GenerationRow, IncarnationRow
@@ -67,12 +69,12 @@ def _promote_best(books: Books, row: IncarnationRow) -> None:
         return
     best = max(valid, key=lambda c: (c.generation, c.step))
     current = row.promoted
-    if current is not None and (current["generation"], current["step"]) >= (best.generation, best.step):
+    if current is not None and (current.generation, current.step) >= (best.generation, best.step):
         return
-    row.promoted = {"path": best.path, "generation": best.generation, "step": best.step, "digest": best.digest}
+    row.promoted = Promotion(path=best.path, generation=best.generation, step=best.step, digest=best.digest)
     where = books.checkpoints_of(row.job_id, row.incarnation) / best.path
     reason = f"the checkpoint of step {best.step} counts from now on"
-    books.event(EventKind.CHECKPOINT, reason, row, **row.promoted, checkpoint_path=str(where))
+    books.event(EventKind.CHECKPOINT, reason, row, **asdict(row.promoted), checkpoint_path=str(where))
 
 
 def ask(books: Books, desk: CandidateDesk) -> None:
@@ -105,6 +107,6 @@ def _ask_to_delete(books: Books, desk: CandidateDesk, row: IncarnationRow) -> No
         return
     valid = [c for c in books.tx.candidates(row.job_id, row.incarnation) if c.status == "valid"]
     for candidate in valid[: -books.settings.keep_checkpoints]:
-        if candidate.path != row.promoted["path"]:
+        if candidate.path != row.promoted.path:
             checkpoints = books.checkpoints_of(row.job_id, row.incarnation)
             desk.ask_delete(row.job_id, row.incarnation, checkpoints, candidate.path)

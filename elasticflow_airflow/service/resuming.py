@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elasticflow_airflow.runtime.manifest import CandidateInfo
-from elasticflow_airflow.runtime.protocol import candidate_name
+from elasticflow_airflow.runtime.protocol import Promotion, candidate_name
 from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.candidates import Adopted, CandidateDesk, Looked
 from elasticflow_airflow.service.models import CandidateRow, IncarnationRow
@@ -84,7 +84,7 @@ def _go_on(books: Books, row: IncarnationRow, info: CandidateInfo) -> None:
     before = _origin(books, row)
     if before is None:
         raise LookupError(f"{row.job_id} has a copy of a checkpoint, and no incarnation {row.resume_from} it is of")
-    row.promoted = {"path": info.name, "generation": info.generation, "step": info.step, "digest": info.digest}
+    row.promoted = Promotion(path=info.name, generation=info.generation, step=info.step, digest=info.digest)
     row.step = row.restart_step = info.step
     _add_copy(books, row, info.name, step=info.step, digest=info.digest, status="valid")
     reason = f"goes on from step {info.step}, the last valid checkpoint of incarnation {before.incarnation}"

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from elasticflow_airflow import bounds
 from elasticflow_airflow.runtime.protocol import Promotion
 from elasticflow_airflow.scheduler_core.values import JobState
-from elasticflow_airflow.service.documents import Unreadable
+from elasticflow_airflow.service.documents import Unreadable, readable
 from elasticflow_airflow.service.models import AmendmentRow, IncarnationRow
 from elasticflow_airflow.wire import JobSubmission
 from elasticflow_airflow.wire.fields import OUT_OF_BOUNDS
@@ -63,14 +63,16 @@ def course_out_of_bounds(row: IncarnationRow) -> str | None:
 
 def promotion_of(row: IncarnationRow) -> Promotion | None:
     """The checkpoint that counts; None if there is none, or which it is cannot be read."""
+    found = readable(row.promoted)
+    if found is None:
+        return None
     try:
-        found = Promotion(**(row.promoted or {}))
         counts = [bounds.count_problem(found.generation), bounds.count_problem(found.step)]
         path = PurePosixPath(found.path)
         is_inside = bounds.path_problem(found.path) is None and not path.is_absolute() and ".." not in path.parts
     except (TypeError, ValueError, AttributeError):
         return None
-    return found if is_inside and counts == [None, None] and isinstance(found.digest, str) else None
+    return found if is_inside and counts == [None, None] else None
 
 
 def state_out_of_bounds(state: JobState) -> str | None:

@@ -42,7 +42,7 @@ def _watch_deadline(books: Books, row: IncarnationRow) -> None:
     if on_miss == "fail":
         books.end(row, State.FAILED, reason, failure=reason)
     elif on_miss == "use_last_checkpoint":
-        step = (row.promoted or {}).get("step")
+        step = None if row.promoted is None else row.promoted.step
         books.end(row, State.SUCCEEDED, f"{reason}; its last checkpoint is used (step {step})", use_checkpoint=True)
 
 

@@ -170,7 +170,7 @@ def test_a_cancel_in_the_middle_of_a_change(world):
     world.desk.cancel(job.job.job_id, job.claim, "no longer wanted")
     done = world.ended(job)
     assert done.state == "cancelled"
-    assert world.row(job).promoted["step"] > 20
+    assert world.row(job).promoted.step > 20
     world.until(lambda: not world.engine.world.gangs, "nobody is left")
 
 
@@ -196,7 +196,7 @@ def test_an_owner_goes_away_in_the_middle_of_a_change_and_comes_back(world):
     world.reach(job, "suspended")
     world.until(lambda: world.status(job).workers == 0, "its workers have left")
     world.run(2)
-    saved = world.row(job).promoted["step"]
+    saved = world.row(job).promoted.step
     world.desk.renew(job.job.job_id, job.claim)
     world.reach(job, "running")
     assert world.events(job, "started")[-1].data["step"] == saved

@@ -113,7 +113,7 @@ def cancel(world):
 @pytest.mark.parametrize("end", [fail, cancel])
 def test_after_a_failure_or_cancel_the_next_attempt_goes_on_from_the_last_valid_checkpoint(world, end):
     first = end(world)
-    saved = world.row(first).promoted["step"]
+    saved = world.row(first).promoted.step
     assert saved >= 60
     second = world.submit(within=600, scaling_curve=CURVE)
     assert (second.created, second.job.incarnation) == (True, 2)
@@ -132,7 +132,7 @@ def test_after_a_failure_or_cancel_the_next_attempt_goes_on_from_the_last_valid_
 
 def test_a_damaged_checkpoint_is_not_taken_over_and_the_log_says_so(world):
     first = cancel(world)
-    folder = world.incarnation_dir(first) / "checkpoints" / world.row(first).promoted["path"]
+    folder = world.incarnation_dir(first) / "checkpoints" / world.row(first).promoted.path
     (folder / "fake.json").write_text("torn")
     second = world.submit(within=600, scaling_curve=CURVE)
     world.step()
@@ -146,7 +146,7 @@ def test_a_damaged_checkpoint_is_not_taken_over_and_the_log_says_so(world):
 def test_a_checkpoint_that_cannot_be_read_now_is_waited_for(world, monkeypatch, module, call):
     """A disk that is full, or a file system that is away: to begin anew would throw away what was trained."""
     first = cancel(world)
-    saved, real, tries = world.row(first).promoted["step"], getattr(module, call), []
+    saved, real, tries = world.row(first).promoted.step, getattr(module, call), []
 
     def no_room(*_: object, **__: object) -> None:
         tries.append(world.elapsed_s)
@@ -186,7 +186,7 @@ def hold_copies(world, monkeypatch) -> Callable[[], None]:
 
 def test_while_a_checkpoint_is_copied_everything_else_goes_on(world, monkeypatch):
     """Copying gigabytes may take minutes."""
-    saved = world.row(cancel(world)).promoted["step"]
+    saved = world.row(cancel(world)).promoted.step
     may_go_on = hold_copies(world, monkeypatch)
     second = world.submit(within=600, scaling_curve=CURVE)
     other = world.submit(task="other", within=600, scaling_curve=CURVE)
@@ -199,7 +199,7 @@ def test_while_a_checkpoint_is_copied_everything_else_goes_on(world, monkeypatch
 
 
 def test_a_service_that_was_killed_while_a_checkpoint_was_copied_copies_it(world, monkeypatch):
-    saved = world.row(cancel(world)).promoted["step"]
+    saved = world.row(cancel(world)).promoted.step
     monkeypatch.setattr(candidates, "take_over", lambda *_: candidates.Adopted(None, "not yet", again=True))
     second = world.submit(within=600, scaling_curve=CURVE)
     monkeypatch.undo()
@@ -210,7 +210,7 @@ def test_a_service_that_was_killed_while_a_checkpoint_was_copied_copies_it(world
 
 
 def test_a_job_that_is_cancelled_while_its_checkpoint_is_copied_leaves_it_to_the_next(world, monkeypatch):
-    saved = world.row(cancel(world)).promoted["step"]
+    saved = world.row(cancel(world)).promoted.step
     monkeypatch.setattr(candidates, "take_over", lambda *_: candidates.Adopted(None, "not yet", again=True))
     second = world.submit(within=600, scaling_curve=CURVE)
     world.desk.cancel(second.job.job_id, second.claim, "no longer wanted")
@@ -238,7 +238,7 @@ def test_a_copy_that_comes_after_the_job_was_cancelled_is_deleted(world, monkeyp
 def test_what_was_away_for_one_incarnation_is_there_for_the_next(world):
     first = cancel(world)
     promoted = world.row(first).promoted
-    folder, away = world.incarnation_dir(first) / "checkpoints" / promoted["path"], world.base / "away"
+    folder, away = world.incarnation_dir(first) / "checkpoints" / promoted.path, world.base / "away"
     folder.rename(away)
     second = world.submit(within=600, scaling_curve=CURVE)
     world.step()
@@ -250,7 +250,7 @@ def test_what_was_away_for_one_incarnation_is_there_for_the_next(world):
     third = world.submit(within=600, scaling_curve=CURVE)
     world.step()
     (resumed,) = world.events(third, "resumed")
-    assert resumed.data["step"] == promoted["step"]
+    assert resumed.data["step"] == promoted.step
 
 
 def test_a_rejected_job_may_be_submitted_again(world):

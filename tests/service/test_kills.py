@@ -246,7 +246,7 @@ class Lives:
                     checkpoints = checkpoint_dir(world.settings.state_dir / "jobs" / job_id / "i000001")
                     promotion = Promotion.read(checkpoints)
                     assert promotion is not None, story
-                    assert promotion == Promotion(**row.promoted), story
+                    assert promotion == row.promoted, story
                     assert promotion.step == row.total_steps, story
                     assert verify_candidate(checkpoints / promotion.path).digest == row.result["checkpoint_digest"]
                     assert row.acknowledged, story

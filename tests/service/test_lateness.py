@@ -70,7 +70,7 @@ def promised_and_failed(world, on_miss):
 def test_a_retry_after_the_deadline_goes_on_as_its_on_miss_says(make_world):
     world = make_world(checkpoint_interval_s=3.0)
     first, asked = promised_and_failed(world, "finish")
-    saved = world.row(first).promoted["step"]
+    saved = world.row(first).promoted.step
     world.run(150)
     second = world.submit(**asked)
     world.step()
@@ -144,13 +144,13 @@ def test_a_late_retry_that_must_not_be_late_fails(make_world):
 def test_a_late_retry_may_use_the_last_checkpoint(make_world):
     world = make_world(checkpoint_interval_s=3.0)
     first, asked = promised_and_failed(world, "use_last_checkpoint")
-    saved = world.row(first).promoted["step"]
+    saved = world.row(first).promoted.step
     world.run(150)
     second = world.submit(**asked)
     done = world.ended(second)
     assert (done.state, done.result.met, done.result.steps) == ("succeeded", False, saved)
     assert done.result.checkpoint_path == str(
-        world.incarnation_dir(second, 2) / "checkpoints" / world.row(second).promoted["path"]
+        world.incarnation_dir(second, 2) / "checkpoints" / world.row(second).promoted.path
     )
 
 

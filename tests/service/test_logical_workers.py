@@ -63,7 +63,7 @@ def test_a_cluster_that_grows_later_gives_more_workers_to_the_same_shares(make_w
 def failed(world, **given):
     job = world.submit(steps=400, scaling_curve=CURVE, fake={"fail_at_step": 150, "report_interval_s": 0.1}, **given)
     assert world.ended(job).state == "failed"
-    assert world.row(job).promoted["step"] > 0
+    assert world.row(job).promoted.step > 0
     return job
 
 

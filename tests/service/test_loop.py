@@ -228,9 +228,9 @@ def test_on_miss_fail(make_world):
 def test_on_miss_use_last_checkpoint(make_world):
     world, job, done = miss(make_world, "use_last_checkpoint")
     assert (done.state, done.result.met) == ("succeeded", False)
-    assert 0 < world.row(job).promoted["step"] < 2500
-    assert done.result.checkpoint_path.endswith(world.row(job).promoted["path"])
-    assert done.result.steps == world.row(job).promoted["step"], "the steps of what is used"
+    assert 0 < world.row(job).promoted.step < 2500
+    assert done.result.checkpoint_path.endswith(world.row(job).promoted.path)
+    assert done.result.steps == world.row(job).promoted.step, "the steps of what is used"
 
 
 # -- owners that go away -----------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_a_job_without_an_owner_is_parked_and_goes_on_when_one_is_back(world):
     (parked,) = world.events(job, "parked")
     assert "suspended with a checkpoint" in parked.reason
     world.until(lambda: world.status(job).workers == 0 and world.row(job).promoted, "its workers have saved and left")
-    saved = world.row(job).promoted["step"]
+    saved = world.row(job).promoted.step
     assert saved == world.status(job).step
     world.run(30)
     world.desk.renew(job.job.job_id, job.claim)
@@ -267,7 +267,7 @@ def test_a_job_whose_owner_stays_away_is_cancelled(world):
     assert done.state == "cancelled"
     assert "nobody has asked for the job for" in done.state_reason
     assert 60 <= world.elapsed_s < 70
-    assert world.row(job).promoted["step"] > 0
+    assert world.row(job).promoted.step > 0
     assert done.orphaned, "by nobody's wish: who comes back submits it again"
     again = world.submit(within=3600, steps=9000, scaling_curve=CURVE, lease_s=20, orphan_s=400)
     assert (again.created, again.job.incarnation) == (True, 2)
@@ -539,8 +539,8 @@ def test_reports_are_folded_in_once_whatever_fails(world):
     (row,) = world.generations(job)
     assert row.folded == {"g000001-r000": len(gang.reports)}
     window = row.window
-    assert window["done"] == gang.reports[-1].step
-    assert window["steps"] / window["seconds"] == pytest.approx(10.0, rel=0.05)
+    assert window.done == gang.reports[-1].step
+    assert window.steps / window.seconds == pytest.approx(10.0, rel=0.05)
 
 
 @pytest.mark.trouble

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
 
 import pytest
 
@@ -115,7 +114,7 @@ def test_a_failing_script_is_restarted_while_it_progresses_and_then_fails_with_i
     assert "restart 1 of 2" in restarts(world, job)[0]
     spec = world.reconciler._actuator.spec_of(world.row(job), world.generations(job)[-1])
     assert spec.session.failures == 1, "who fails often saves often"
-    assert asdict(spec.session.promoted) == world.row(job).promoted, "the workers miss it where its disk is gone"
+    assert spec.session.promoted == world.row(job).promoted, "the workers miss it where its disk is gone"
 
 
 def test_a_script_that_fails_at_once_is_not_tried_again(world):
@@ -164,12 +163,12 @@ def test_a_gang_that_is_lost_again_and_again_without_progress_fails(make_world):
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(world):
     job = world.submit(within=900, steps=400, scaling_curve=CURVE, max_workers=1)
-    world.until(lambda: world.row(job).promoted and world.row(job).promoted["step"] >= 60, "two checkpoints")
-    good = world.row(job).promoted["step"]
+    world.until(lambda: world.row(job).promoted and world.row(job).promoted.step >= 60, "two checkpoints")
+    good = world.row(job).promoted.step
     gang = world.engine.world.gangs[job.job.job_id, 1]
     gang.behaviour = type(gang.behaviour)(damaged_checkpoints=True)
     world.until(lambda: world.events(job, "checkpoint_damaged"), "a damaged one is found")
-    assert world.row(job).promoted["step"] == good
+    assert world.row(job).promoted.step == good
     world.engine.fail_worker(job.job.job_id)
     done = world.ended(job)
     assert (done.state, done.result.steps) == ("succeeded", 400)
@@ -202,7 +201,7 @@ def test_a_cancel_saves_first(world):
     world.until(lambda: world.status(job).step > 10, "some steps")
     world.desk.cancel(job.job.job_id, job.claim, "no longer wanted")
     assert world.ended(job).state == "cancelled"
-    assert world.row(job).promoted["step"] > 10
+    assert world.row(job).promoted.step > 10
 
 
 def test_a_cancel_of_a_job_that_is_done_leaves_the_success(world):

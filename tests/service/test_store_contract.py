@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
+from elasticflow_airflow.runtime.protocol import Promotion
 from elasticflow_airflow.scheduler_core.values import (
     Job,
     JobState,
@@ -367,7 +368,7 @@ def test_the_limit_counts_only_jobs_of_the_identity_that_was_asked_for(store):
 
 def test_the_last_success_is_that_of_another_run(store):
     with store.write() as tx:
-        promoted = {"path": "g000001/step-000000000010"}
+        promoted = Promotion(path="g000001/step-000000000010", generation=1, step=10, digest="a")
         for job_id, finished_at in (("a-1", 10.0), ("b-1", 30.0), ("c-1", 20.0)):
             add_job(tx, job_id, state="succeeded", promoted=promoted, finished_at=finished_at)
         add_job(tx, "d-1", state="failed", promoted=promoted, finished_at=40.0)
