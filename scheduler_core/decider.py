@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from elasticflow_airflow.scheduler_core.admission import Admission, Verdict, no_block
 from elasticflow_airflow.scheduler_core.board import Board
-from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, stand_in_id
+from elasticflow_airflow.scheduler_core.calendar import ExpectedRun, stand_in_id
 from elasticflow_airflow.scheduler_core.calendar_guard import keepable, reserved, stand_ins
 from elasticflow_airflow.scheduler_core.config import Objective, SchedulerConfig
 from elasticflow_airflow.scheduler_core.decisions import (
@@ -40,7 +40,6 @@ from elasticflow_airflow.scheduler_core.profiling import (
 )
 from elasticflow_airflow.scheduler_core.values import (
     Job,
-    Node,
     OnReject,
     Phase,
     Plan,
@@ -57,14 +56,8 @@ _WORTH_OF_LATENESS = 0.05
 class Decider:
     """Live jobs, their plans, and the decisions about them."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig | None = None,
-        nodes: Iterable[Node] = (),
-        calendar: CalendarPolicy | None = None,
-    ) -> None:
-        self.config = config or SchedulerConfig()
-        self._board = Board(self.config, nodes, calendar)
+    def __init__(self, config: SchedulerConfig, board: Board) -> None:
+        self.config, self.board = config, board
         self._numbers = 0
         self._promises = 0
         self._put_off: list[str] | None = None
@@ -83,10 +76,10 @@ class Decider:
         Raises:
             KeyError: there is no such live job.
         """
-        job = self._job(job_id)
+        job = self.job(job_id)
         if job.course is None:
             return None
-        work, course = job.work(self._board.layout, self.config), job.course
+        work, course = job.work(self.board.layout, self.config), job.course
         if not course.holdings:
             return Plan(job_id, (), course.finish_s, course.promised_s)
         first = course.holdings[0]
@@ -98,68 +91,77 @@ class Decider:
         course = Course(holdings, course.finish_s, course.promised_s)
         return public_plan(work, course, max(job.as_of_s, course.holdings[0].start_s))
 
-    def _job(self, job_id: str) -> LiveJob:
-        job = self._board.jobs.get(job_id)
+    def job(self, job_id: str) -> LiveJob:
+        """Find a live job. Raises KeyError."""
+        job = self.board.jobs.get(job_id)
         if job is None:
-            raise KeyError(f"no live job {job_id!r}; known are {sorted(self._board.jobs)}")
+            raise KeyError(f"no live job {job_id!r}; known are {sorted(self.board.jobs)}")
         return job
 
-    def _new(self, job: Job, now: float) -> LiveJob:
+    def newcomer(self, job: Job, now: float) -> LiveJob:
+        """A job that has just come, with the next number; it is live once it was decided on."""
         return LiveJob.newcomer(job, self._numbers, now, best_effort=job.deadline_s is None)
 
     def _register(self, live: LiveJob) -> None:
-        if live.job_id not in self._board.jobs:
-            self._board.jobs[live.job_id] = live
+        if live.job_id not in self.board.jobs:
+            self.board.jobs[live.job_id] = live
             self._numbers += 1
 
-    def _take_best_effort(self, live: LiveJob, now: float, reason: str) -> list[Decision]:
+    def count_from(self, restored: LiveJob) -> None:
+        """Number the jobs and promises to come after this one."""
+        self._numbers = max(self._numbers, restored.number + 1)
+        self._promises = max(self._promises, restored.promise + 1)
+
+    def take_best_effort(self, live: LiveJob, now: float, reason: str) -> list[Decision]:
+        """Take a job on slots that no promise needs."""
         live.phase, live.best_effort, live.at_risk = Phase.ADMITTED, True, False
         live.profiling, live.trial = None, 0
         live.course = None
         live.changed()
         self._register(live)
-        rest = self._replan(now, "slots are free", retry=False)
-        plan = self._plan_now(live)
+        rest = self.replan(now, "slots are free", retry=False)
+        plan = self.plan_now(live)
         return [Admit(live.job_id, Terms.BEST_EFFORT, None, plan, reason), *rest]
 
-    def _plan_now(self, live: LiveJob) -> Plan | None:
+    def plan_now(self, live: LiveJob) -> Plan | None:
         """The plan of a job just decided on; None without a known end."""
         if live.course is None or live.course.finish_s == INFINITY:
             return None
         return self.plan_of(live.job_id)
 
-    def _begin_profiling(self, live: LiveJob, now: float) -> list[Decision]:
+    def begin_profiling(self, live: LiveJob, now: float) -> list[Decision]:
+        """Measure a job of which no speed is known, before it is decided on."""
         deadline = live.job.last_deadline_s
         if deadline is not None and deadline <= now:
             return [
                 Reject(live.job_id, f"the deadline {moment(deadline)} is past: it is {moment(now)} now", None),
                 *self._wake(now),
             ]
-        if not candidate_sizes(live, self._board.layout.largest_block) or not self._board.nodes:
+        if not candidate_sizes(live, self.board.layout.largest_block) or not self.board.nodes:
             reason = f"no block of at least {live.job.min_workers} slots exists in this cluster"
             return [Reject(live.job_id, reason, None), *self._wake(now)]
         live.phase = Phase.PROFILING
         self._register(live)
-        return self._replan(now, "a job has to be measured", retry=False)
+        return self.replan(now, "a job has to be measured", retry=False)
 
-    def _decide(self, live: LiveJob, now: float) -> list[Decision]:
+    def decide(self, live: LiveJob, now: float) -> list[Decision]:
         """Admission of a job with a known speed; with the consequences its submitter asked for.
 
         Where only a part of its curve is known, a no that the rest may turn into a yes is none yet.
         """
-        before = [] if live.job_id in self._board.jobs or self._put_off is not None else self._catch_up(now)
-        self._note_arrival(live, now)
+        before = [] if live.job_id in self.board.jobs or self._put_off is not None else self._catch_up(now)
+        self.note_arrival(live, now)
         live.trial = 0
-        verdict = self._ask(live, now)
+        verdict = self.ask(live, now)
         if verdict.draft is not None:
-            return before + self._admit(live, verdict, Terms.DEADLINE, now)
+            return before + self.admit(live, verdict, Terms.DEADLINE, now)
         if self._may_still_be_kept(live, now):
             late = not self._may_still_be_kept(live, now, live.job.deadline_s)
             taken = self._take_later(live, verdict, now) if late else None
             return before + (self._measure_more(live, now) if taken is None else taken)
         if size := self._worth_a_trial(live, now):
             return before + self._try_out(live, size, now)
-        if live.job.partial and (missing := missing_sizes(live, self._board.layout, self.config)):
+        if live.job.partial and (missing := missing_sizes(live, self.board.layout, self.config)):
             verdict.reason += f"; its speed with {_among_sizes(missing)} could not be measured in time"
         return before + self._refuse(live, verdict, now)
 
@@ -168,7 +170,7 @@ class Decider:
         job = live.job
         if not job.partial or not job.profile or not job.explore or live.remaining is None:
             return False
-        return now < undecided_until(live, self._board.layout, now, self.config, deadline_s) - TOLERANCE_S
+        return now < undecided_until(live, self.board.layout, now, self.config, deadline_s) - TOLERANCE_S
 
     def _worth_a_trial(self, live: LiveJob, now: float) -> int:
         """The size to measure first, on slots that are free now, at a job that is refused only for want of certainty.
@@ -182,7 +184,7 @@ class Decider:
         most = free.bit_count() - spoken_for
         if most < live.job.min_workers:
             return 0
-        draft = self._ask(twin, now, thorough=False).draft
+        draft = self.ask(twin, now, thorough=False).draft
         if draft is None:
             return 0
         first = draft.courses[live.job_id].holdings[0]
@@ -193,8 +195,8 @@ class Decider:
 
     def _slots_to_try_on(self, now: float) -> tuple[int, int]:
         """The slots that nobody holds, and on how many of them others are about to be measured."""
-        free, spoken_for = self._board.layout.usable_at(now), 0
-        for job in self._board.jobs.values():
+        free, spoken_for = self.board.layout.usable_at(now), 0
+        for job in self.board.jobs.values():
             free &= ~job.mask
             if not job.mask:
                 spoken_for += job.trial
@@ -206,38 +208,38 @@ class Decider:
         live.said_waiting = ""
         live.thorough_s = now + self.config.overdue_s
         self._register(live)
-        return self._replan(now, "a job is measured before it is promised", retry=False)
+        return self.replan(now, "a job is measured before it is promised", retry=False)
 
     def _measure_more(self, live: LiveJob, now: float) -> list[Decision]:
         """Go on measuring a job that what is known of its speed cannot admit."""
         live.phase, live.judged = Phase.PROFILING, len(known_speeds(live))
-        own = undecided_until(live, self._board.layout, now, self.config, live.job.deadline_s)
+        own = undecided_until(live, self.board.layout, now, self.config, live.job.deadline_s)
         live.thorough_s = now + self.config.waiting_retry_s
         if now < own < live.thorough_s:  # from then on a later deadline will do, if it takes one
             live.thorough_s = max(own, now + self.config.overdue_s)
         self._register(live)
-        return self._replan(now, "a job has to be measured", retry=False)
+        return self.replan(now, "a job has to be measured", retry=False)
 
     def _catch_up(self, now: float) -> list[Decision]:
         """Plan again where that is due, before somebody is asked about.
 
         A rejected arrival must leave no trace: time passes in the stored courses only when it stays.
         """
-        stale = self._board.broken or bool(self._board.late) or self._behind(now)
+        stale = self.board.broken or bool(self.board.late) or self._behind(now)
         return self._plan_again(now, "the plan of the cluster says so", retry=False) if stale else []
 
-    def _note_arrival(self, live: LiveJob, now: float) -> None:
+    def note_arrival(self, live: LiveJob, now: float) -> None:
         """Let the protection price learn from a job that asks for the first time."""
         deadline = live.job.deadline_s
         if self._protection is None or live.noted or deadline is None:
             return
         live.noted = True
-        footprint = footprint_of(live.work(self._board.layout, self.config), now, deadline)
+        footprint = footprint_of(live.work(self.board.layout, self.config), now, deadline)
         if footprint is not None:
             self._protection.note(Arrival(now, footprint, max(1.0, deadline - now), live.job.value))
 
     def _behind(self, now: float) -> bool:
-        for job in self._board.jobs.values():
+        for job in self.board.jobs.values():
             course = job.course
             if course is not None and course.holdings:
                 first = course.holdings[0]
@@ -245,8 +247,9 @@ class Decider:
                     return True
         return False
 
-    def _ask(self, live: LiveJob, now: float, *, thorough: bool = True) -> Verdict:
-        board = self._board
+    def ask(self, live: LiveJob, now: float, *, thorough: bool = True) -> Verdict:
+        """Ask admission control about a job beside all others; changes no plan."""
+        board = self.board
         live.asked_s = now
         jobs = [j for j in board.jobs.values() if j.job_id != live.job_id]
         runs = tuple(board.calendar.runs.values())
@@ -263,13 +266,18 @@ class Decider:
     def _verdict(
         self, live: LiveJob, jobs: Sequence[LiveJob], runs: Sequence[ExpectedRun], now: float, *, thorough: bool
     ) -> Verdict:
-        layout = self._board.layout
-        planner = self._board.planner_over(jobs, now)
+        layout = self.board.layout
+        planner = self.board.planner_over(jobs, now)
         if runs:
-            planner.expected = keepable(planner, reserved(runs, layout, self.config, self._board.calendar.policy, now))
+            planner.expected = keepable(planner, reserved(runs, layout, self.config, self.board.calendar.policy, now))
         return Admission(planner, live, self._protection, thorough=thorough).decide()
 
-    def _admit(self, live: LiveJob, verdict: Verdict, terms: Terms, now: float) -> list[Decision]:
+    def admit(self, live: LiveJob, verdict: Verdict, terms: Terms, now: float) -> list[Decision]:
+        """Promise the deadline, and adopt the plan that shows that it can be kept.
+
+        Raises:
+            ValueError: the verdict has no such plan.
+        """
         if verdict.draft is None:
             raise ValueError(f"{live.job_id!r} has no proven plan; only a plan admits")
         live.phase, live.best_effort, live.at_risk = Phase.ADMITTED, False, False
@@ -280,27 +288,27 @@ class Decider:
         live.changed()
         self._register(live)
         out: list[Decision] = []
-        planner, why = self._board.planner(now), f"{live.job_id} was admitted"
+        planner, why = self.board.planner(now), f"{live.job_id} was admitted"
         if self._put_off is not None:
-            self._board.keep(planner.reserve(verdict.draft), now)
+            self.board.keep(planner.reserve(verdict.draft), now)
             self._put_off.append(why)
         else:
-            self._finish(planner, verdict.draft, now, out, why)
+            self.complete_and_adopt(planner, verdict.draft, now, out, why)
         plan = self.plan_of(live.job_id)
         return [Admit(live.job_id, terms, live.job.deadline_s, plan, verdict.reason), *out, *self._wake(now)]
 
     def _refuse(self, live: LiveJob, verdict: Verdict, now: float) -> list[Decision]:
         job = live.job
-        known = live.job_id in self._board.jobs
+        known = live.job_id in self.board.jobs
         if known and live.phase is Phase.PROFILING:
-            self._board.ask_again_s = now + 2 * TOLERANCE_S  # what it was measured on may be what others wait for
+            self.board.ask_again_s = now + 2 * TOLERANCE_S  # what it was measured on may be what others wait for
         choice = job.on_reject
         if choice is OnReject.BEST_EFFORT:
-            return self._take_best_effort(live, now, f"cannot be promised: {verdict.reason}; runs as best effort")
+            return self.take_best_effort(live, now, f"cannot be promised: {verdict.reason}; runs as best effort")
         if (taken := self._take_later(live, verdict, now)) is not None:
             return taken
         if choice is OnReject.WAIT and job.deadline_s is not None:
-            until = live.latest_start_s(self._board.layout, self.config)
+            until = live.latest_start_s(self.board.layout, self.config)
             if until > now:
                 changed = known and live.phase is not Phase.WAITING
                 if live.phase is not Phase.WAITING:
@@ -308,17 +316,17 @@ class Decider:
                 live.thorough_s = now + max(self.config.waiting_retry_s, (until - now) / 2)
                 live.until_s = until
                 self._register(live)
-                rest = self._replan(now, f"{live.job_id} waits", retry=False) if changed else self._wake(now)
+                rest = self.replan(now, f"{live.job_id} waits", retry=False) if changed else self._wake(now)
                 if live.said_waiting == "wait":
                     return rest
                 live.said_waiting = "wait"
                 reason = f"waits for capacity until {moment(until)}: {verdict.reason}"
                 return [*rest, Wait(live.job_id, reason, until)]
-        decision = Reject(live.job_id, self._advice(verdict), verdict.earliest_deadline_s)
+        decision = Reject(live.job_id, self.advice(verdict), verdict.earliest_deadline_s)
         if not known:
             return [decision, *self._wake(now)]
-        del self._board.jobs[live.job_id]
-        return [decision, *self._replan(now, f"{live.job_id} was rejected", retry=False)]
+        del self.board.jobs[live.job_id]
+        return [decision, *self.replan(now, f"{live.job_id} was rejected", retry=False)]
 
     def _take_later(self, live: LiveJob, verdict: Verdict, now: float) -> list[Decision] | None:
         """Admit it for the deadline that was offered, if it takes that; None if not."""
@@ -328,19 +336,20 @@ class Decider:
             return None
         live.job = replace(job, deadline_s=offer, asked_deadline_s=job.deadline_s)
         live.changed()
-        again = self._ask(live, now)
+        again = self.ask(live, now)
         if again.draft is not None:
             left = f", for {live.job.part_at(offer):.0%} of its value" if choice is OnReject.LATE else ""
             again.reason = (
                 f"the deadline {moment(job.deadline_s or 0.0)} cannot be promised ({verdict.reason}); "
                 f"accepted {moment(offer)} instead{left}: {again.reason}"
             )
-            return self._admit(live, again, Terms.RENEGOTIATED, now)
+            return self.admit(live, again, Terms.RENEGOTIATED, now)
         live.job = job
         live.changed()
         return None
 
-    def _advice(self, verdict: Verdict) -> str:
+    def advice(self, verdict: Verdict) -> str:
+        """Why it was refused, and what its submitter can do."""
         offer = verdict.earliest_deadline_s
         if offer is None:
             return f"{verdict.reason}; it could run as best effort, or on more capacity"
@@ -349,7 +358,9 @@ class Decider:
             "or submit it as best effort, or add capacity"
         )
 
-    def _together(self, jobs: Iterable[Job], decide: Callable[[Job], list[Decision]], now: float) -> list[Decision]:
+    def decide_together(
+        self, jobs: Iterable[Job], decide: Callable[[Job], list[Decision]], now: float
+    ) -> list[Decision]:
         """Decide on jobs one by one, in order, and plan once for all that follows from it.
 
         Each verdict comes with its proof beside all that are promised already, as if the job had come alone; what is
@@ -362,27 +373,27 @@ class Decider:
             out += [decision for job in jobs for decision in decide(job)]
         finally:
             self._put_off = None
-        self._board.forget_what_was_cut()
-        rest = self._replan(now, among(put_off), retry=False) if put_off else self._board.wake(now)
+        self.board.forget_what_was_cut()
+        rest = self.replan(now, among(put_off), retry=False) if put_off else self.board.wake(now)
         for i, decision in enumerate(out):
-            if isinstance(decision, Admit) and (job := self._board.jobs.get(decision.job_id)) is not None:
-                out[i] = replace(decision, plan=self._plan_now(job))
+            if isinstance(decision, Admit) and (job := self.board.jobs.get(decision.job_id)) is not None:
+                out[i] = replace(decision, plan=self.plan_now(job))
         return out + rest
 
     def _wake(self, now: float) -> list[Decision]:
         """The next time at which the plan asks for something; asked once when decisions are made together."""
-        return [] if self._put_off is not None else self._board.wake(now)
+        return [] if self._put_off is not None else self.board.wake(now)
 
-    def _replan(self, now: float, why: str, *, retry: bool) -> list[Decision]:
+    def replan(self, now: float, why: str, *, retry: bool) -> list[Decision]:
         """Plan again, and say when next; later, when decisions are made together."""
         if self._put_off is not None:
             self._put_off.append(why)
             return []
-        return self._plan_again(now, why, retry=retry) + self._board.wake(now)
+        return self._plan_again(now, why, retry=retry) + self.board.wake(now)
 
     def _plan_again(self, now: float, why: str, *, retry: bool) -> list[Decision]:
         """Make the stored courses true, mend what is broken, use what is free; ``retry``: ask again for who waits."""
-        board, out = self._board, list[Decision]()
+        board, out = self.board, list[Decision]()
         board.refresh(now)
         self._expire_profiling(now, out)
         planner = board.planner(now)
@@ -391,7 +402,7 @@ class Decider:
             board.broken = False
         else:
             draft = planner.stored()
-        self._finish(planner, draft, now, out, why)
+        self.complete_and_adopt(planner, draft, now, out, why)
         if retry:
             self._retry(now, out)
         self._say_waiting(now, out)
@@ -399,44 +410,44 @@ class Decider:
 
     def _retry(self, now: float, out: list[Decision]) -> None:
         """Ask again for those who wait: who needs least for its value first; in order of arrival if first come."""
-        waiting = [job for job in self._board.jobs.values() if job.phase is Phase.WAITING]
+        waiting = [job for job in self.board.jobs.values() if job.phase is Phase.WAITING]
         if self._protection is not None:
             waiting.sort(key=lambda job: self._price(job, now))
         for job in waiting:
             thorough = now >= min(job.thorough_s, job.until_s) - TOLERANCE_S
-            verdict = self._ask(job, now, thorough=thorough)
+            verdict = self.ask(job, now, thorough=thorough)
             if verdict.draft is not None:
-                out += [d for d in self._admit(job, verdict, Terms.DEADLINE, now) if not is_wake(d)]
+                out += [d for d in self.admit(job, verdict, Terms.DEADLINE, now) if not is_wake(d)]
             elif size := self._worth_a_trial(job, now):
                 out += [d for d in self._try_out(job, size, now) if not is_wake(d)]
             elif thorough:
                 out += [d for d in self._refuse(job, verdict, now) if not is_wake(d)]
-        for job in list(self._board.jobs.values()):
-            waits = job.phase is Phase.PROFILING and job.profiling is None and job.job_id in self._board.jobs
+        for job in list(self.board.jobs.values()):
+            waits = job.phase is Phase.PROFILING and job.profiling is None and job.job_id in self.board.jobs
             if waits and job.remaining is not None and known_speeds(job):
                 out += self._ask_again(job, now)
 
     def _ask_again(self, job: LiveJob, now: float) -> list[Decision]:
         """Look whether a job that waits to be measured with more can be promised as it is: something has changed."""
         if job.judged != len(known_speeds(job)):
-            return [d for d in self._decide_measured(job, now) if not is_wake(d)]
-        verdict = self._ask(job, now, thorough=False)
+            return [d for d in self.decide_measured(job, now) if not is_wake(d)]
+        verdict = self.ask(job, now, thorough=False)
         if verdict.draft is None:
             return []
-        return [d for d in self._admit(job, verdict, Terms.DEADLINE, now) if not is_wake(d)]
+        return [d for d in self.admit(job, verdict, Terms.DEADLINE, now) if not is_wake(d)]
 
     def _price(self, job: LiveJob, now: float) -> float:
         """Slot-seconds that a job needs at least for a value of 1 (infinite: it cannot be kept any more)."""
-        work = job.work(self._board.layout, self.config)
+        work = job.work(self.board.layout, self.config)
         footprint = footprint_of(work, now, job.job.deadline_s or INFINITY)
         return INFINITY if footprint is None or job.job.value <= 0.0 else footprint / job.job.value
 
-    def _finish(self, planner: Planner, draft: Draft, now: float, out: list[Decision], why: str) -> None:
+    def complete_and_adopt(self, planner: Planner, draft: Draft, now: float, out: list[Decision], why: str) -> None:
         """Complete a draft of promises, prefer a fresh plan if that feeds more jobs, and adopt."""
         draft = planner.complete(planner.reserve(draft))
         starved, (endless, late_s) = planner.starved(draft), planner.lateness(draft)
         late = bool(endless or late_s)
-        if (starved or (late and now >= self._board.hopeful_s)) and planner.luxury(draft):
+        if (starved or (late and now >= self.board.hopeful_s)) and planner.luxury(draft):
             other = self._afresh(planner, draft)
             if other is not None:
                 other = planner.complete(planner.reserve(other))
@@ -448,18 +459,18 @@ class Decider:
                 if helps or (planner.starved(other) < starved and not hurts):
                     draft = other
                 elif late:
-                    self._board.hopeful_s = now + self.config.waiting_retry_s / _LOOKS
-        self._board.adopt(draft, now, out, why)
+                    self.board.hopeful_s = now + self.config.waiting_retry_s / _LOOKS
+        self.board.adopt(draft, now, out, why)
 
     def _worth_a_new_plan_s(self, late_s: float) -> float:
         """By how much jobs at risk have to end earlier that others give up for it what exceeds their share."""
-        pauses = [job.job.costs.pause_s for job in self._board.jobs.values() if job.mask]
+        pauses = [job.job.costs.pause_s for job in self.board.jobs.values() if job.mask]
         least = self.config.patience_pauses * max(pauses, default=0.0)
         return max(least, _WORTH_OF_LATENESS * late_s, TOLERANCE_S)
 
     def _afresh(self, planner: Planner, draft: Draft) -> Draft | None:
         """All promises planned anew, with every reservation that the draft holds; None when no plan proves them."""
-        calendar, now = self._board.calendar, planner.now
+        calendar, now = self.board.calendar, planner.now
         runs = [run for run in calendar.runs.values() if stand_in_id(run.run_id) in draft.courses]
         if not runs:
             return planner.fresh()
@@ -468,35 +479,36 @@ class Decider:
         planner.expected = ()
         return None if other is None else planner.unguarded(other)
 
-    def _after_measuring(self, job: LiveJob, now: float) -> list[Decision]:
-        board = self._board
+    def after_measuring(self, job: LiveJob, now: float) -> list[Decision]:
+        """Decide on a job whose measurement is over, or measure it with more workers."""
+        board = self.board
         job.profiling = None
         if job.trial:
-            return self._decide_measured(job, now)
+            return self.decide_measured(job, now)
         goes_on = known_speeds(job) == {} or now < undecided_until(job, board.layout, now, self.config)
         if not missing_sizes(job, board.layout, self.config) or not goes_on or in_a_hurry(job, now, self.config):
-            return self._decide_measured(job, now)
+            return self.decide_measured(job, now)
         job.course = None
-        out = self._replan(now, "the next size is measured", retry=False)
+        out = self.replan(now, "the next size is measured", retry=False)
         decided = job.job_id not in board.jobs or job.phase is not Phase.PROFILING
         if decided or job.profiling is not None or job.judged == len(known_speeds(job)):
             return out
-        return [d for d in out if not is_wake(d)] + self._decide_measured(job, now)
+        return [d for d in out if not is_wake(d)] + self.decide_measured(job, now)
 
-    def _decide_measured(self, job: LiveJob, now: float) -> list[Decision]:
+    def decide_measured(self, job: LiveJob, now: float) -> list[Decision]:
         """Admission on what was measured: all that can be, or all that there were slots for up to now."""
         if not known_speeds(job):
             reason = "no number of workers could be measured; give scaling_curve= (steps/s by number of workers)"
             if job.job.on_reject is OnReject.BEST_EFFORT:
-                return self._take_best_effort(job, now, f"{reason}; runs as best effort")
-            del self._board.jobs[job.job_id]
-            return [Reject(job.job_id, reason, None), *self._replan(now, f"{job.job_id} was rejected", retry=False)]
+                return self.take_best_effort(job, now, f"{reason}; runs as best effort")
+            del self.board.jobs[job.job_id]
+            return [Reject(job.job_id, reason, None), *self.replan(now, f"{job.job_id} was rejected", retry=False)]
         if job.remaining is None:
             return self._wake(now)
-        job.settle(self._board.layout, self.config, now)
+        job.settle(self.board.layout, self.config, now)
         job.take_measured(self.config)
         job.course = job.course if job.profiling is not None else None  # which may have to go on
-        return self._decide(job, now)
+        return self.decide(job, now)
 
     def _expire_profiling(self, now: float, out: list[Decision]) -> None:
         """Give up sizes that take too long, and jobs that waited too long for slots to be measured on.
@@ -512,27 +524,27 @@ class Decider:
             self._expiring = False
 
     def _expire_each(self, now: float, out: list[Decision]) -> None:
-        for job in list(self._board.jobs.values()):
-            if job.phase is not Phase.PROFILING or job.job_id not in self._board.jobs:
+        for job in list(self.board.jobs.values()):
+            if job.phase is not Phase.PROFILING or job.job_id not in self.board.jobs:
                 continue
             if job.profiling is not None and now >= job.profiling.until_s - TOLERANCE_S:
                 job.failed_sizes.add(job.profiling.size)
-                out += [d for d in self._after_measuring(job, now) if not is_wake(d)]
+                out += [d for d in self.after_measuring(job, now) if not is_wake(d)]
             elif job.trial and job.profiling is None and now >= job.thorough_s - TOLERANCE_S:
                 if job.job.on_reject is not OnReject.WAIT:  # the slots went to somebody else; who waits may get others
                     job.failed_sizes.add(job.trial)
-                out += [d for d in self._decide_measured(job, now) if not is_wake(d)]
+                out += [d for d in self.decide_measured(job, now) if not is_wake(d)]
             elif job.profiling is None:
-                limit = wait_limit(job, self._board.layout, now, self.config)
+                limit = wait_limit(job, self.board.layout, now, self.config)
                 if limit is not None and now >= limit - TOLERANCE_S:
                     out += [d for d in self._waited_in_vain(job, now) if not is_wake(d)]
                 elif job.judged and job.judged == len(known_speeds(job)) and now >= job.thorough_s - TOLERANCE_S:
-                    out += [d for d in self._decide_measured(job, now) if not is_wake(d)]
+                    out += [d for d in self.decide_measured(job, now) if not is_wake(d)]
 
     def _waited_in_vain(self, job: LiveJob, now: float) -> list[Decision]:
         """No slots were free to measure a job on, or to measure it with more, while that could still help."""
         if known_speeds(job) and job.remaining is not None:
-            return self._decide_measured(job, now)
+            return self.decide_measured(job, now)
         what = "measure its speed on" if not known_speeds(job) else "hear from it how long it is"
         reason = (
             f"waited {duration(now - job.waiting_since_s)} for slots to {what}, and the "
@@ -540,12 +552,12 @@ class Decider:
             "best_effort=True, or scaling_curve= (steps/s by number of workers) for a decision at once"
         )
         if job.job.on_reject is OnReject.BEST_EFFORT:
-            return self._take_best_effort(job, now, reason)
-        del self._board.jobs[job.job_id]
+            return self.take_best_effort(job, now, reason)
+        del self.board.jobs[job.job_id]
         return [Reject(job.job_id, reason, None)]
 
     def _say_waiting(self, now: float, out: list[Decision]) -> None:
-        for job in self._board.jobs.values():
+        for job in self.board.jobs.values():
             if job.phase is not Phase.PROFILING:
                 if job.competes and job.best_effort:
                     self._say_no_block(job, now, out)
@@ -559,12 +571,12 @@ class Decider:
                 continue  # it was lent slots to say how long it is, or is decided on next
             elif job.said_waiting != (saying := f"profile {len(known)}"):
                 job.said_waiting = saying
-                limit = wait_limit(job, self._board.layout, now, self.config)
+                limit = wait_limit(job, self.board.layout, now, self.config)
                 out.append(Wait(job.job_id, self._for_what(job, known, now), limit))
 
     def _say_no_block(self, job: LiveJob, now: float, out: list[Decision]) -> None:
         """Say once of a best-effort job that it waits for a larger cluster, and not for others to make room."""
-        layout = self._board.layout
+        layout = self.board.layout
         sizes = () if job.mask else job.work(layout, self.config).sizes
         if job.mask or (sizes and layout.blocks(layout.usable_at(now), level_of(sizes[0]))):
             job.said_waiting = ""
@@ -575,7 +587,7 @@ class Decider:
 
     def _for_what(self, job: LiveJob, known: Iterable[int], now: float) -> str:
         """What a job waits for whose speed, or length, is not known; ``known`` are the sizes at which its speed is."""
-        more = sizes_to_measure(job, self._board.layout, now, self.config)[:1]
+        more = sizes_to_measure(job, self.board.layout, now, self.config)[:1]
         if not known:
             return "waits for slots that no promise needs, to measure its speed on them"
         if job.remaining is None or not more:

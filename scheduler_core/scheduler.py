@@ -13,8 +13,10 @@ from typing import Self
 
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.admission import Verdict
+from elasticflow_airflow.scheduler_core.board import Board
 from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, stand_in_id
 from elasticflow_airflow.scheduler_core.cluster import nodes_after, nodes_avoiding, slots_cut_off
+from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.decider import Decider, among, is_wake
 from elasticflow_airflow.scheduler_core.decisions import (
     Amended,
@@ -33,16 +35,27 @@ from elasticflow_airflow.scheduler_core.values import (
     Node,
     Phase,
     Placement,
+    Plan,
     Reservation,
 )
 from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding, likely_end
 
 
-class Scheduler(Decider):
+class Scheduler:
     """Admits jobs with deadlines only with a plan that proves them, and sizes all jobs while they run.
 
     Deterministic: the same events at the same times give the same decisions.
     """
+
+    def __init__(
+        self,
+        config: SchedulerConfig | None = None,
+        nodes: Iterable[Node] = (),
+        calendar: CalendarPolicy | None = None,
+    ) -> None:
+        self.config = config or SchedulerConfig()
+        self._board = Board(self.config, nodes, calendar)
+        self._decider = Decider(self.config, self._board)
 
     def twin(self) -> Self:
         """An independent copy, to try things on: it decides what this one would. What never changes is shared.
@@ -98,12 +111,20 @@ class Scheduler(Decider):
         job = self._board.jobs.get(job_id)
         return job is not None and not missing_sizes(job, self._board.layout, self.config)
 
+    def plan_of(self, job_id: str) -> Plan | None:
+        """The stored plan of a live job from its last change on; None while it has none.
+
+        Raises:
+            KeyError: there is no such live job.
+        """
+        return self._decider.plan_of(job_id)
+
     def projected_finish_s(self, job_id: str) -> float | None:
         """When the last step of a live job is expected, by its plan; None when that is not known.
 
         Of a job whose length is predicted, by the prediction: earlier than what is booked for it.
         """
-        job = self._job(job_id)
+        job = self._decider.job(job_id)
         if job.course is None or job.course.finish_s == INFINITY:
             return None
         return likely_end(job.work(self._board.layout, self.config), job.course, job.as_of_s)
@@ -119,7 +140,7 @@ class Scheduler(Decider):
             case ev.JobSubmitted():
                 return self._submitted(event.job, now)
             case ev.WakeUp():
-                return self._replan(now, "the plan of the cluster says so", retry=True)
+                return self._decider.replan(now, "the plan of the cluster says so", retry=True)
             case ev.NodeJoined() | ev.NodeLost() | ev.NodeDraining():
                 return self._nodes_changed(event, now)
             case ev.RunExpected():
@@ -128,7 +149,7 @@ class Scheduler(Decider):
             case ev.RunForgotten():
                 if not self._board.calendar.forget(event.run_id):
                     return self._board.wake(now)
-                return self._replan(now, "a run that was expected does not come", retry=True)
+                return self._decider.replan(now, "a run that was expected does not come", retry=True)
             case _:
                 job = self._board.jobs.get(event.job_id)
                 if job is None:
@@ -136,7 +157,7 @@ class Scheduler(Decider):
         match event:
             case ev.JobFinished() | ev.JobFailed() | ev.JobCancelled():
                 del self._board.jobs[job.job_id]
-                return self._replan(now, f"{job.job_id} has left", retry=True)
+                return self._decider.replan(now, f"{job.job_id} has left", retry=True)
             case ev.JobProgressed() | ev.GangStarted():
                 return self.reported([event], now)
             case ev.JobMeasured():
@@ -149,7 +170,7 @@ class Scheduler(Decider):
                 return self._unparked(job, now)
             case ev.GangLost():
                 self._lose_gang(job, now)
-                return self._replan(now, f"the gang of {job.job_id} was lost", retry=False)
+                return self._decider.replan(now, f"the gang of {job.job_id} was lost", retry=False)
             case ev.GangReformed():
                 return self._gang_reformed(job, event.placement, now)
             case ev.SlotSlow():
@@ -169,7 +190,7 @@ class Scheduler(Decider):
         few = list(islice(coming, 2))
         if len(few) == 1:
             return self._submitted(few[0], now)
-        return self._together(chain(few, coming), lambda job: self._submitted(job, now), now)
+        return self._decider.decide_together(chain(few, coming), lambda job: self._submitted(job, now), now)
 
     def reported(self, reports: Sequence[ev.JobProgressed | ev.GangStarted], now: float) -> list[Decision]:
         """Take in what several jobs report at the same time, and plan once for all of them: see :meth:`handle`."""
@@ -179,11 +200,11 @@ class Scheduler(Decider):
         out: list[Decision] = []
         for job in measured:
             if self._board.jobs.get(job.job_id) is job and job.phase is Phase.PROFILING:  # not decided on with another
-                out += [d for d in self._decide_measured(job, now) if not is_wake(d)]
+                out += [d for d in self._decider.decide_measured(job, now) if not is_wake(d)]
         if news:
-            return out + self._replan(now, among(news), retry=False)
+            return out + self._decider.replan(now, among(news), retry=False)
         if self._board.is_due(now):
-            return out + self._replan(now, "the plan of the cluster says so", retry=False)
+            return out + self._decider.replan(now, "the plan of the cluster says so", retry=False)
         return out + self._board.wake(now)
 
     def _news(self, event: ev.JobProgressed | ev.GangStarted, now: float, measured: list[LiveJob]) -> str:
@@ -220,13 +241,12 @@ class Scheduler(Decider):
             elif job.promised:
                 self._board.broken = True
             self._board.jobs[job.job_id] = job
-            self._numbers = max(self._numbers, job.number + 1)
-            self._promises = max(self._promises, job.promise + 1)
-            self._note_arrival(job, job.job.submitted_s)
+            self._decider.count_from(job)
+            self._decider.note_arrival(job, job.job.submitted_s)
         spanning = any(len({slot.node_id for slot in job.placement.slots}) > 1 for job in self._board.jobs.values())
         if spanning:
             self._board.change_nodes(list(self._board.nodes.values()))
-        return out + self._replan(now, "the scheduler was restarted", retry=True)
+        return out + self._decider.replan(now, "the scheduler was restarted", retry=True)
 
     def recall(self, jobs: Iterable[Job]) -> None:
         """Learn from jobs with deadlines that came and went before a restart; in order of submission.
@@ -235,26 +255,26 @@ class Scheduler(Decider):
         their part by :meth:`restore`.
         """
         for job in jobs:
-            self._note_arrival(self._new(job, job.submitted_s), job.submitted_s)
+            self._decider.note_arrival(self._decider.newcomer(job, job.submitted_s), job.submitted_s)
 
     def _submitted(self, job: Job, now: float) -> list[Decision]:
         if job.job_id in self._board.jobs:
             raise ValueError(f"job {job.job_id!r} is live already; a new incarnation needs the old one to end first")
         if job.curve is None and not job.profile and job.deadline_s is not None:
             reason = "its speed is not known and cannot be measured (a script that reports nothing)"
-            return self._take_best_effort(
-                self._new(job, now), now, f"{reason}: runs as best effort; no deadline is kept"
+            return self._decider.take_best_effort(
+                self._decider.newcomer(job, now), now, f"{reason}: runs as best effort; no deadline is kept"
             )
-        live = self._new(job, now)
+        live = self._decider.newcomer(job, now)
         run = self._board.calendar.take(job.task, now)
         if run is not None:
             live.foreseen = True
             live.reservation = self._board.reservations.pop(stand_in_id(run.run_id), None)
         if job.deadline_s is None:
-            return self._take_best_effort(live, now, "best effort: runs on slots that no promise needs")
+            return self._decider.take_best_effort(live, now, "best effort: runs on slots that no promise needs")
         if job.curve is None:
-            return self._begin_profiling(live, now)
-        return self._decide(live, now)
+            return self._decider.begin_profiling(live, now)
+        return self._decider.decide(live, now)
 
     def _hear(self, job: LiveJob, event: ev.JobProgressed, now: float, measured: list[LiveJob]) -> bool:
         """Take in what a job has done; True: it is to be planned again.
@@ -315,14 +335,14 @@ class Scheduler(Decider):
                 job.learn(event.workers, event.steps_per_s, self.config)
             job.changed()
             board.late.add(job.job_id)
-            return self._replan(now, f"{job.job_id} was measured with {event.workers}", retry=False)
+            return self._decider.replan(now, f"{job.job_id} was measured with {event.workers}", retry=False)
         if usable and event.steps_per_s is not None:
             job.measured[event.workers] = event.steps_per_s
             job.take_measured(self.config)
         else:
             job.failed_sizes.add(event.workers)
         job.changed()
-        return self._after_measuring(job, now)
+        return self._decider.after_measuring(job, now)
 
     def _amended(self, job: LiveJob, event: ev.JobAmended, now: float) -> list[Decision]:
         if event.max_workers is not None:
@@ -330,7 +350,7 @@ class Scheduler(Decider):
             job.job, job.course = replace(job.job, max_workers=event.max_workers), None
             self._board.broken = self._board.broken or job.promised
             job.changed()
-            return self._replan(now, f"at most {event.max_workers} workers can train {job.job_id}", retry=True)
+            return self._decider.replan(now, f"at most {event.max_workers} workers can train {job.job_id}", retry=True)
         board, before = self._board, job.job
         value = before.value if event.value is None else event.value
         if event.best_effort:
@@ -343,7 +363,7 @@ class Scheduler(Decider):
             job.changed()
             return [
                 Amended(job.job_id, None, value, None),
-                *self._replan(now, f"{job.job_id} gave its deadline up", retry=True),
+                *self._decider.replan(now, f"{job.job_id} gave its deadline up", retry=True),
             ]
         deadline = before.deadline_s if event.deadline_s is None else event.deadline_s
         asked = before.asked_deadline_s if event.deadline_s is None else None
@@ -352,12 +372,12 @@ class Scheduler(Decider):
         job.changed()
         if job.phase is Phase.WAITING and deadline is not None and deadline != before.deadline_s:
             if job.latest_start_s(board.layout, self.config) <= now:
-                return self._refuse_amendment(job, before, self._ask(job, now), now)
+                return self._refuse_amendment(job, before, self._decider.ask(job, now), now)
             job.thorough_s, job.said_waiting = now, ""  # a new question, with an answer of its own
         if deadline is None or deadline == before.deadline_s or job.phase is not Phase.ADMITTED:
             out: list[Decision] = [Amended(job.job_id, deadline, value, None)]
             return out + (
-                self._replan(now, f"{job.job_id} was amended", retry=True)
+                self._decider.replan(now, f"{job.job_id} was amended", retry=True)
                 if job.phase is not Phase.ADMITTED
                 else board.wake(now)
             )
@@ -369,14 +389,14 @@ class Scheduler(Decider):
         )
         later = job.promised and before.deadline_s is not None and deadline >= before.deadline_s
         if kept or later:
-            rest = self._replan(now, f"{job.job_id} has another deadline", retry=True)
-            return [Amended(job.job_id, deadline, value, self._plan_now(job)), *rest]
+            rest = self._decider.replan(now, f"{job.job_id} has another deadline", retry=True)
+            return [Amended(job.job_id, deadline, value, self._decider.plan_now(job)), *rest]
         was_best_effort, job.best_effort = job.best_effort, False
         job.changed()
-        verdict = self._ask(job, now)
+        verdict = self._decider.ask(job, now)
         if verdict.draft is not None:
-            admitted = self._admit(job, verdict, Terms.DEADLINE, now)
-            return [Amended(job.job_id, deadline, value, self._plan_now(job)), *admitted[1:]]
+            admitted = self._decider.admit(job, verdict, Terms.DEADLINE, now)
+            return [Amended(job.job_id, deadline, value, self._decider.plan_now(job)), *admitted[1:]]
         job.best_effort = was_best_effort
         return self._refuse_amendment(job, before, verdict, now)
 
@@ -384,7 +404,7 @@ class Scheduler(Decider):
         """Leave a job as it was."""
         job.job = before
         job.changed()
-        rejected = AmendRejected(job.job_id, self._advice(verdict), verdict.earliest_deadline_s)
+        rejected = AmendRejected(job.job_id, self._decider.advice(verdict), verdict.earliest_deadline_s)
         return [rejected, *self._board.wake(now)]
 
     def _parked(self, job: LiveJob, now: float) -> list[Decision]:
@@ -397,7 +417,7 @@ class Scheduler(Decider):
             out.append(Suspend(job.job_id, "parked: its owner is away, so it holds nothing until one is back"))
         job.parked_from, job.phase = job.phase, Phase.PARKED
         job.course, job.profiling = None, None
-        return out + self._replan(now, f"{job.job_id} is parked", retry=True)
+        return out + self._decider.replan(now, f"{job.job_id} is parked", retry=True)
 
     def _unparked(self, job: LiveJob, now: float) -> list[Decision]:
         board = self._board
@@ -407,12 +427,13 @@ class Scheduler(Decider):
         job.renew_trial(now, self.config)
         job.waiting_since_s = now
         if job.promised and not job.at_risk and job.job.deadline_s is not None:
-            verdict = self._ask(job, now)
+            verdict = self._decider.ask(job, now)
             if verdict.draft is not None:
                 out: list[Decision] = []
-                self._finish(board.planner(now), verdict.draft, now, out, f"the owner of {job.job_id} is back")
+                why = f"the owner of {job.job_id} is back"
+                self._decider.complete_and_adopt(board.planner(now), verdict.draft, now, out, why)
                 return out + board.wake(now)
-        return self._replan(now, f"the owner of {job.job_id} is back", retry=True)
+        return self._decider.replan(now, f"the owner of {job.job_id} is back", retry=True)
 
     def _gang_started(self, job: LiveJob, placement: Placement, now: float) -> bool:
         """Note that a gang makes steps; True: it is to be planned again, because that was not expected now."""
@@ -454,7 +475,7 @@ class Scheduler(Decider):
             job.course = job.course._replace(holdings=(Holding(now, max(end, now + 2 * TOLERANCE_S), mask),))
             board.late.add(job.job_id)
         workers = "1 worker" if placement.workers == 1 else f"{placement.workers} workers"
-        return self._replan(now, f"{job.job_id} goes on with {workers}", retry=False)
+        return self._decider.replan(now, f"{job.job_id} goes on with {workers}", retry=False)
 
     def _lose_gang(self, job: LiveJob, now: float) -> None:
         board = self._board
@@ -479,7 +500,7 @@ class Scheduler(Decider):
         board.change_nodes(nodes_avoiding(board.nodes, event).values())
         if job.course is not None:
             board.late.add(job.job_id)
-        return self._replan(now, f"a worker of {job.job_id} is slow on {node_id}:{index}", retry=False)
+        return self._decider.replan(now, f"a worker of {job.job_id} is slow on {node_id}:{index}", retry=False)
 
     def _nodes_changed(self, event: ev.NodeJoined | ev.NodeLost | ev.NodeDraining, now: float) -> list[Decision]:
         board = self._board
@@ -494,7 +515,7 @@ class Scheduler(Decider):
                 self._lose_gang(job, now)
                 out.append(Suspend(job.job_id, reason))
         board.change_nodes(nodes.values())
-        return out + self._replan(now, why, retry=True)
+        return out + self._decider.replan(now, why, retry=True)
 
 
 def _job_of(state: JobState, mask: int) -> LiveJob:

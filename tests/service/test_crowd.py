@@ -78,10 +78,11 @@ def test_what_jobs_report_together_is_planned_with_once(world, monkeypatch):
     for job in jobs:
         world.reach(job, "running")
     world.run(30)
-    planned, replan = [], world.reconciler._scheduler._replan
+    decider = world.reconciler._scheduler._decider
+    planned, replan = [], decider.replan
     monkeypatch.setattr(
-        world.reconciler._scheduler,
-        "_replan",
+        decider,
+        "replan",
         lambda *given, **more: planned.append(given[1]) or replan(*given, **more),
     )
     world.run(30, every=10.0)

@@ -14,6 +14,7 @@ from support.raw_columns import as_stored, holds_json
 from support.service_parts import insight_of, parts_of
 
 from elasticflow_airflow.scheduler_core import Scheduler
+from elasticflow_airflow.scheduler_core.decider import Decider
 from elasticflow_airflow.service import observing
 from elasticflow_airflow.service.api import build_app
 from elasticflow_airflow.service.faults import Faults, ServiceFaultError, find_culprits
@@ -219,14 +220,14 @@ def test_a_job_whose_files_cannot_be_read_is_set_aside_and_can_be_cancelled(pair
 def test_a_job_with_which_planning_fails_is_found_by_leaving_jobs_out(pair, monkeypatch, who):
     world, bad, good = pair
     culprit = bad.job.job_id if who == "trains" else world.submission(task="new").identity.job_id
-    real = Scheduler._replan
+    real = Decider.replan
 
     def broken(self, now, *more, **named):
-        if culprit in self._board.jobs:
+        if culprit in self.board.jobs:
             raise ZeroDivisionError("no plan with this job")
         return real(self, now, *more, **named)
 
-    monkeypatch.setattr(Scheduler, "_replan", broken)
+    monkeypatch.setattr(Decider, "replan", broken)
     world.submit(task="new", steps=50, scaling_curve=CURVE)
     late = world.submit(task="late", within=900, steps=100, scaling_curve=CURVE)
     assert world.status(late).verdict.decision == "admitted"
