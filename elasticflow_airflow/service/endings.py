@@ -317,9 +317,8 @@ def _failed(books: Books, row: IncarnationRow, generation: GenerationRow) -> Non
     by_signal = generation.notes.signalled
     if generation.notes.kind == "bad_checkpoint":
         by_signal = True
-    progressed = row.step > max(row.restart_step, 0) or (
-        row.promoted is not None and _saved_step(row) > row.restart_step
-    )
+    saved = row.promoted is not None and row.promoted.step > row.restart_step
+    progressed = saved or row.step > max(row.restart_step, 0)
     _restart_or_fail(books, row, generation, _first_line(generation), progressed=progressed or by_signal)
 
 
