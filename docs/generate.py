@@ -1,7 +1,7 @@
 """Writes what the code knows best: ``make reference``, or ``--check`` to compare only.
 
-That is parts of the reference, what Airflow's parser has to know of the commands of ``airflow elasticflow``, how the
-page shows each kind of event, and the arguments in the operator's docstring.
+That is parts of the reference and of the architecture page, what Airflow's parser has to know of the commands of
+``airflow elasticflow``, how the page shows each kind of event, and the arguments in the operator's docstring.
 A page has such a part between ``<!-- generated: NAME -->`` and ``<!-- end -->``; all else on it is written by hand.
 """
 
@@ -16,7 +16,7 @@ import re
 import sys
 import textwrap
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from typer.models import OptionInfo, ParamMeta
 from typer.utils import get_params_from_function
 
 REFERENCE = Path(__file__).resolve().parent / "reference"
+ARCHITECTURE = REFERENCE.parent / "explanation" / "architecture.md"
 PACKAGE = REFERENCE.parents[1] / "elasticflow_airflow"
 OPERATOR = REFERENCE.parents[1] / "operators" / "elastic_train.py"
 _PART = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -82,6 +83,29 @@ def events() -> str:
 
     rows = ["| kind | meaning |", "|---|---|"]
     return "\n".join([*rows, *(f"| `{kind}` | {_cell(kind.meaning)} |" for kind in EventKind)])
+
+
+def job_states() -> str:
+    """Return the table of what may follow each state of a job."""
+    from elasticflow_airflow.service.transitions import JOB_TRANSITIONS
+
+    return _transitions(JOB_TRANSITIONS)
+
+
+def generation_states() -> str:
+    """Return the table of what may follow each state of a generation."""
+    from elasticflow_airflow.service.transitions import GENERATION_TRANSITIONS
+
+    return _transitions(GENERATION_TRANSITIONS)
+
+
+def _transitions(table: Mapping[str, frozenset[str]]) -> str:
+    order = list(table)
+    rows = ["| state | may be followed by |", "|---|---|"]
+    for state, following in table.items():
+        names = [f"`{after!s}`" for after in sorted(following, key=order.index)]
+        rows.append(f"| `{state!s}` | {', '.join(names) or 'nothing: it is over'} |")
+    return "\n".join(rows)
 
 
 def tones_for_page() -> str:
@@ -281,6 +305,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "options": options_of_airflow,
     "commands": commands,
     "events": events,
+    "job-states": job_states,
+    "generation-states": generation_states,
     "what-to-train": partial(training_options, "WhatToTrain"),
     "how-much": partial(training_options, "HowMuch"),
     "by-when": partial(training_options, "ByWhen"),
@@ -289,7 +315,7 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def files() -> dict[Path, str]:
-    """What each page of the reference with a generated part, ``openapi.json`` and ``airflow_cli.json`` should be."""
+    """What each page with a generated part, ``openapi.json`` and ``airflow_cli.json`` should be."""
     from elasticflow_airflow.service.openapi import document
 
     made = {
@@ -298,7 +324,7 @@ def files() -> dict[Path, str]:
         PACKAGE / "ui" / "static" / "event_kinds.js": tones_for_page(),
         OPERATOR: with_parameters(OPERATOR.read_text()),
     }
-    for page in sorted(REFERENCE.glob("*.md")):
+    for page in (ARCHITECTURE, *sorted(REFERENCE.glob("*.md"))):
         text = page.read_text()
         if _PART.search(text):
             text = made[page] = _PART.sub(lambda part: f"{part[1]}\n{PARTS[part['name']]()}\n\n{part[3]}", text)

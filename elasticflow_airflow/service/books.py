@@ -225,10 +225,6 @@ class Books:
         row.verdict = verdict
         self.tx.add_event(kind, verdict.reason, row, data, is_verdict=True)
 
-    def set_state(self, row: IncarnationRow, state: State, reason: str) -> None:
-        """Move a job to another state."""
-        row.state, row.state_reason = state.value, reason
-
     def end(
         self,
         row: IncarnationRow,

@@ -36,6 +36,7 @@ from elasticflow_airflow.service.generations import can_continue, order, unbegun
 from elasticflow_airflow.service.job_documents import StoredVerdict
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.store import DATABASE_AWAY
+from elasticflow_airflow.service.transitions import move
 from elasticflow_airflow.wire import EventKind, State
 from elasticflow_airflow.wire.status import AdmissionDecision
 
@@ -203,7 +204,7 @@ def _take_on(books: Books, row: IncarnationRow, reason: str) -> None:
     if generation is not None and generation.purpose == Purpose.PROFILE:
         generation.purpose = Purpose.TRAIN.value  # Unless a Resize follows, it simply goes on.
     running = generation is not None and generation.state == GangState.RUNNING
-    books.set_state(row, State.RUNNING if running else State.ADMITTED, reason)
+    move(row, State.RUNNING if running else State.ADMITTED, reason)
 
 
 def _reject(books: Books, row: IncarnationRow, decision: Reject) -> None:
@@ -224,7 +225,7 @@ def _wait(books: Books, row: IncarnationRow, decision: Wait) -> None:
     else:
         books.event(EventKind.WAITING, decision.reason, row, until=decision.until_s)
     if books.desired(row) is None:
-        books.set_state(row, State.WAITING, decision.reason)
+        move(row, State.WAITING, decision.reason)
     else:
         row.state_reason = decision.reason
 
@@ -268,9 +269,9 @@ def _resize(books: Books, row: IncarnationRow, decision: Resize) -> None:
         mode=generation.mode,
     )
     if profile:
-        books.set_state(row, State.PROFILING, decision.reason)
+        move(row, State.PROFILING, decision.reason)
     elif row.state in (State.SUBMITTED, State.WAITING, State.PROFILING):
-        books.set_state(row, State.ADMITTED, decision.reason)
+        move(row, State.ADMITTED, decision.reason)
     else:
         row.state_reason = decision.reason
 
@@ -278,7 +279,7 @@ def _resize(books: Books, row: IncarnationRow, decision: Resize) -> None:
 def _suspend(books: Books, row: IncarnationRow, decision: Suspend) -> None:
     row.desired_generation = None
     books.event(EventKind.SUSPENDED, decision.reason, row)
-    books.set_state(row, State.SUSPENDED, decision.reason)
+    move(row, State.SUSPENDED, decision.reason)
 
 
 def _amended(books: Books, row: IncarnationRow, decision: Amended) -> None:

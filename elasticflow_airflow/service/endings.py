@@ -18,6 +18,7 @@ from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.deciding import feed, when
 from elasticflow_airflow.service.generation_notes import OutOfMemory
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.transitions import move
 from elasticflow_airflow.wire import EventKind, JobResult, State
 
 _NOTHING_KNOWN = (
@@ -66,7 +67,7 @@ def _conclude(books: Books, row: IncarnationRow) -> None:
     row.at_risk = False
     row.lease_expires_at = None
     row.projected_finish_at = row.finished_at if state is State.SUCCEEDED else None
-    books.set_state(row, state, reason)
+    move(row, state, reason)
     if state is not State.REJECTED:
         books.event(EventKind[state.name], reason, row, **(_summary(row) if row.result else {}))
     # Only now may the scheduler give the slots away for good; by id, it knows no incarnations.

@@ -14,6 +14,7 @@ from elasticflow_airflow.service.books import Books, alive
 from elasticflow_airflow.service.generation_notes import GenerationNotes
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.sessions import threads_begun_with
+from elasticflow_airflow.service.transitions import ORDERED
 
 
 def can_continue(books: Books, row: IncarnationRow) -> GenerationRow | None:
@@ -32,9 +33,9 @@ def can_continue(books: Books, row: IncarnationRow) -> GenerationRow | None:
 
 def unbegun_restart_of(books: Books, row: IncarnationRow, ordered: GenerationRow) -> GenerationRow | None:
     """The gang that trains and was not told to leave yet, as the restart that was ordered waits for its slots."""
-    if ordered.state != "ordered" or ordered.mode != RescaleMode.RESTART or ordered.notes.vacate:
+    if ordered.state != ORDERED or ordered.mode != RescaleMode.RESTART or ordered.notes.vacate:
         return None
-    open_ones = [g for g in books.open_of(row) if g is not ordered and g.state != "ordered"]
+    open_ones = [g for g in books.open_of(row) if g is not ordered and g.state != ORDERED]
     alone = open_ones[0] if len(open_ones) == 1 else None
     if alone is None or alone.state != GangState.RUNNING or alone.desired != "run" or alone.notes.finished:
         return None
@@ -79,7 +80,7 @@ def order(
         lost=[] if continues is None else sorted(books.lost_since(row, continues) | (lost or set())),
         desired="run",
         stop_cause="",
-        state="ordered",
+        state=ORDERED,
         judged=False,
         handled=False,
         window={},

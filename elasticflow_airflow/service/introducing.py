@@ -28,6 +28,7 @@ from elasticflow_airflow.service.deciding import feed, feed_submitted
 from elasticflow_airflow.service.job_documents import StoredVerdict
 from elasticflow_airflow.service.models import AmendmentRow, IncarnationRow
 from elasticflow_airflow.service.renewals import Renewals
+from elasticflow_airflow.service.transitions import move
 from elasticflow_airflow.service.view import UNREADABLE
 from elasticflow_airflow.wire import EventKind, Length, State, largest_share
 
@@ -45,7 +46,7 @@ def introduce(books: Books, device_type: str, slots: int, desk: CandidateDesk, w
             if row.target and row.target.at_most is not None and books.knows(row.job_id) and not row.ending:
                 outlook.tell(books, row)
             if row.state == State.SUBMITTED and not row.ending:
-                books.set_state(row, State.WAITING, row.verdict.reason or "waits for slots")
+                move(row, State.WAITING, row.verdict.reason or "waits for slots")
 
 
 def _newcomers(
@@ -322,12 +323,12 @@ def _expire(books: Books, row: IncarnationRow, away_s: float) -> None:
         books.event(EventKind.PARKED, reason, row)
         feed(books, ev.JobParked(row.job_id))
         row.desired_generation = None
-        books.set_state(row, State.SUSPENDED, reason)
+        move(row, State.SUSPENDED, reason)
 
 
 def _unpark(books: Books, row: IncarnationRow) -> None:
     row.parked = False
     reason = "its owner is back"
     books.event(EventKind.UNPARKED, reason, row)
-    books.set_state(row, State.ADMITTED, reason)
+    move(row, State.ADMITTED, reason)
     feed(books, ev.JobUnparked(row.job_id))

@@ -29,6 +29,7 @@ from elasticflow_airflow.service.reported import within_bounds
 from elasticflow_airflow.service.rescaling import go_on_as_planned
 from elasticflow_airflow.service.secrets import redact, redact_all
 from elasticflow_airflow.service.sessions import script_decides
+from elasticflow_airflow.service.transitions import ORDERED, advance, move
 from elasticflow_airflow.wire import EventKind, State
 
 Secrets = Callable[[IncarnationRow], Mapping[str, str]]
@@ -100,12 +101,14 @@ def fold(books: Books, observations: Sequence[GangObservation], inbox: Inbox, se
 
 def _fold_absence(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
     """The engine does not know it: it was never started, or all trace of it is gone."""
-    if generation.state == "ordered":
+    if generation.state == ORDERED:
         if row.desired_generation != generation.generation:
-            generation.state, generation.outcome = GangState.ENDED.value, GangOutcome.STOPPED.value
+            advance(generation, GangState.ENDED)
+            generation.outcome = GangOutcome.STOPPED.value
             generation.judged = True
         return
-    generation.state, generation.outcome = GangState.ENDED.value, GangOutcome.LOST.value
+    advance(generation, GangState.ENDED)
+    generation.outcome = GangOutcome.LOST.value
     generation.ended_at = books.now
     generation.failure = "the engine knows nothing of it any more"
 
@@ -114,7 +117,7 @@ def _fold_state(
     books: Books, row: IncarnationRow, generation: GenerationRow, gang: GangObservation, hidden: Mapping[str, str]
 ) -> None:
     generation.log_names = sorted({*generation.log_names, *(worker.log_name for worker in gang.workers)})
-    generation.state = gang.state.value
+    advance(generation, gang.state)
     if gang.state in STANDING and generation.holding_at is None:
         generation.holding_at = books.now
     # Not only where the state is news: while its job was set aside nobody took that in.
@@ -141,7 +144,7 @@ def _running(books: Books, row: IncarnationRow, generation: GenerationRow) -> No
         return
     desired = row.desired_generation == generation.generation
     if desired and generation.purpose == Purpose.TRAIN and row.state in (State.ADMITTED, State.SUSPENDED):
-        books.set_state(row, State.RUNNING, generation.reason)
+        move(row, State.RUNNING, generation.reason)
     if generation.mode == RescaleMode.IN_PLACE:
         _switched(books, row, generation)
     elif desired:

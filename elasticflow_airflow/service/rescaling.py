@@ -27,6 +27,7 @@ from elasticflow_airflow.service.codec import slots_to_json
 from elasticflow_airflow.service.deciding import feed
 from elasticflow_airflow.service.generations import can_continue, gave_up, order
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.transitions import ORDERED
 from elasticflow_airflow.wire import EventKind, State
 
 LEFT_ALONE_S = 5.0
@@ -174,7 +175,7 @@ def break_circles(books: Books) -> None:
     for row in books.rows:
         with books.on_behalf_of(row.job_id, "looking for whom it waits"):
             due = books.due(row)
-            if due is None or due.state != "ordered" or row.ending or due.notes.vacate:
+            if due is None or due.state != ORDERED or row.ending or due.notes.vacate:
                 continue
             holders = on_slots.before(due)
             if holders and any(alive(g) for g in books.open_of(row)):

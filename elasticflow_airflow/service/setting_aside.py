@@ -26,6 +26,7 @@ from elasticflow_airflow.service.stored_bounds import (
     course_out_of_bounds,
     submission_out_of_bounds,
 )
+from elasticflow_airflow.service.transitions import ORDERED, overwrite, overwrite_generation
 from elasticflow_airflow.wire import EventKind, State
 
 
@@ -150,9 +151,9 @@ def look_after(books: Books, observations: Sequence[GangObservation]) -> None:
         for generation in books.open_of(row):
             gang = seen.get((generation.job_id, generation.generation))
             if gang is not None:
-                generation.state = gang.state.value
-            elif generation.state != "ordered" or row.desired_generation != generation.generation:
-                generation.state = GangState.ENDED.value
+                overwrite_generation(generation, gang.state)
+            elif generation.state != ORDERED or row.desired_generation != generation.generation:
+                overwrite_generation(generation, GangState.ENDED)
             if generation.state == GangState.ENDED:
                 outcome = GangOutcome.LOST if gang is None or gang.outcome is None else gang.outcome
                 generation.outcome, generation.ended_at = outcome.value, books.now
@@ -166,7 +167,8 @@ def look_after(books: Books, observations: Sequence[GangObservation]) -> None:
 def _end(books: Books, row: IncarnationRow) -> None:
     """Of what it has reached nothing is read: that may be what the service fails on."""
     for generation in books.open_of(row):
-        generation.state, generation.outcome = GangState.ENDED.value, GangOutcome.STOPPED.value
+        overwrite_generation(generation, GangState.ENDED)
+        generation.outcome = GangOutcome.STOPPED.value
         generation.judged = generation.handled = True
     ending = readable(row.ending) or Ending(State.FAILED, "it was to end, and how cannot be read any more")
     state, reason = ending.state, ending.reason
@@ -177,7 +179,7 @@ def _end(books: Books, row: IncarnationRow) -> None:
     row.terminal = True
     row.secret_env = row.scheduler_state = row.lease_expires_at = row.projected_finish_at = None
     row.at_risk = False
-    books.set_state(row, state, reason)
+    overwrite(row, state, reason)
     books.event(EventKind[state.name], reason, row)
 
 

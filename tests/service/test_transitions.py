@@ -1,0 +1,68 @@
+"""The table of states: what may follow what, and whose trouble it is when something else does."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticflow_airflow.engines.port import GangState
+from elasticflow_airflow.service import endings
+from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.transitions import (
+    GENERATION_TRANSITIONS,
+    JOB_TRANSITIONS,
+    ORDERED,
+    TransitionError,
+    advance,
+    move,
+)
+from elasticflow_airflow.wire import State
+
+CURVE = {1: 10.0, 2: 18.0}
+
+
+def test_the_tables_know_every_state():
+    assert JOB_TRANSITIONS.keys() == set(State)
+    assert GENERATION_TRANSITIONS.keys() == {ORDERED, *GangState}
+    assert set(State) == {State.SUBMITTED}.union(*JOB_TRANSITIONS.values()), "each can be reached"
+
+
+@pytest.mark.parametrize("state", list(State))
+def test_what_is_over_stays_so_and_all_else_can_end(state):
+    assert bool(JOB_TRANSITIONS[state]) is not state.terminal
+    row = IncarnationRow(state=state.value)
+    if state.terminal:
+        with pytest.raises(TransitionError, match=f"is {state.value}, and cannot become running"):
+            move(row, State.RUNNING, "again")
+        assert row.state == state.value
+    else:
+        move(row, State.CANCELLED, "enough")
+        assert (row.state, row.state_reason) == ("cancelled", "enough")
+
+
+def test_to_stay_gives_another_reason():
+    row = IncarnationRow(state="succeeded", state_reason="done")
+    move(row, State.SUCCEEDED, "done, and kept")
+    assert row.state_reason == "done, and kept"
+
+
+def test_a_generation_that_has_ended_does_not_come_back():
+    generation = GenerationRow(generation=3, state="ended")
+    with pytest.raises(TransitionError, match="generation 3 is ended, and cannot become running"):
+        advance(generation, GangState.RUNNING)
+    assert generation.state == "ended"
+
+
+@pytest.mark.trouble
+def test_a_state_that_cannot_follow_sets_aside_the_one_job(make_world, monkeypatch):
+    world = make_world(nodes=2)
+    bad = world.submit(task="bad", within=900, steps=60, scaling_curve=CURVE)
+    good = world.submit(task="good", within=900, steps=300, scaling_curve=CURVE)
+    world.reach(bad, "running")
+
+    def wrong(row, state, reason):
+        move(row, State.SUBMITTED if row.job_id == bad.job.job_id else state, reason)
+
+    monkeypatch.setattr(endings, "move", wrong)
+    assert world.ended(good).state == "succeeded"
+    assert "cannot become submitted" in world.status(bad).set_aside
+    assert not world.reconciler.problem
