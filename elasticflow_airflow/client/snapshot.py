@@ -20,6 +20,7 @@ from typing import Final
 
 from elasticflow_airflow.client.errors import SnapshotError
 from elasticflow_airflow.client.ignore import IgnoreRules
+from elasticflow_airflow.wire.card import LOCK_FILE
 
 MAX_BYTES: Final = 64 * 1024 * 1024
 MAX_FILES: Final = 4000
@@ -107,10 +108,17 @@ def snapshot_folder(
 ) -> Snapshot:
     """Snapshot a folder: sorted names, no times, no owners. ``entry`` (relative) is taken along even when ignored.
 
-    ``prefix`` stands before every name in the tar. Links are followed inside the folder. Raises SnapshotError when
-    a link leaves the folder, or there are more than ``max_files`` files or ``max_bytes`` bytes.
+    ``prefix`` stands before every name in the tar. Links are followed inside the folder. The state directory of a
+    service is left out. Raises SnapshotError when it is the folder itself, a link leaves the folder, or there are more
+    than ``max_files`` files or ``max_bytes`` bytes.
     """
     root = folder.resolve()
+    if (root / LOCK_FILE).exists():
+        raise SnapshotError(
+            f"{folder} is the state directory of a service, with its keys and its database",
+            "keep the training code in a folder of its own, or set ELASTICFLOW_STATE_DIR to another one",
+            "snapshot_state",
+        )
     found: list[tuple[str, Path]] = []
     ignored: list[str] = []
     for name, path in _walk(root, "", IgnoreRules.for_folder(root), (root,), entry, ignored):
@@ -138,6 +146,9 @@ def _walk(
         if relative != entry and rules.ignores(path, is_folder=is_folder):
             if not rules.is_rubbish(name):
                 ignored.append(relative + "/" * is_folder)
+            continue
+        if is_folder and (path / LOCK_FILE).exists():
+            ignored.append(f"{relative}/")
             continue
         if path.is_symlink():
             target = path.resolve()

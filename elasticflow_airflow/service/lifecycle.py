@@ -46,6 +46,7 @@ from elasticflow_airflow.service.store import Store
 from elasticflow_airflow.service.traces import traces_from_environment
 from elasticflow_airflow.service.whatif import WhatIfDesk
 from elasticflow_airflow.wire import ServiceCard
+from elasticflow_airflow.wire.card import LOCK_FILE
 
 SOCKET_PATH_LIMIT = 107
 _IDLE_LOOK_S = 0.5
@@ -70,7 +71,7 @@ def lock_state_dir(state_dir: Path) -> Iterator[bool]:
     """
     try:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(state_dir / "service.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(state_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise CannotServeError(
             f"the state directory {state_dir} cannot be used: {error}. Choose another with ELASTICFLOW_STATE_DIR."

@@ -10,6 +10,8 @@ from pydantic import ConfigDict, ValidationError
 
 from elasticflow_airflow.wire.base import Wire
 
+LOCK_FILE = "service.lock"
+"""Whoever serves a state directory holds a lock on this file in it; it stays there, so that it tells one."""
 _FILE = "service.json"
 _NEW = f".{_FILE}.new"  # One name: who writes holds the directory's lock, and what a killed one left is replaced.
 

@@ -94,6 +94,18 @@ def test_links_are_followed_inside_and_refused_outside(tmp_path):
     assert "leak" not in names(snapshot_folder(root))
 
 
+def test_a_state_directory_is_no_code(tmp_path):
+    """A service below the script's folder has its keys and its database there, which change all the time."""
+    write(tmp_path, train_py="x", sub__train_py="x")
+    before = snapshot_folder(tmp_path)
+    write(tmp_path / "sub" / "state", service_lock="", token="hush", elasticflow_db="rows")
+    (tmp_path / "sub" / "state" / "service_lock").rename(tmp_path / "sub" / "state" / "service.lock")
+    after = snapshot_folder(tmp_path)
+    assert (after.sha256, after.ignored) == (before.sha256, ("sub/state/",))
+    with pytest.raises(SnapshotError, match=r"state directory of a service.*a folder of its own"):
+        snapshot_folder(tmp_path / "sub" / "state")
+
+
 def test_limits_name_the_largest(tmp_path):
     write(tmp_path, train_py="x", weights="w" * 5000)
     with pytest.raises(SnapshotError, match=r"largest are weights .*data belongs outside"):
