@@ -210,6 +210,10 @@ class GenerationRow(Base):
     failure: Mapped[str | None] = mapped_column(Text, default=None)
 
 
+CANDIDATE_IS_THERE = ("new", "valid")
+"""Statuses of candidates that nobody has found to be damaged, or deleted."""
+
+
 class CandidateRow(Base):
     """One candidate checkpoint and what its verification said."""
 

@@ -80,7 +80,11 @@ def _promote_best(books: Books, row: IncarnationRow) -> None:
 def ask(books: Books, desk: CandidateDesk) -> None:
     """Have candidates verified, ended generations looked through, and old candidates deleted."""
     doing = "asking what its checkpoints are worth"
-    for candidate in books.tx.new_candidates():
+    valid: dict[tuple[str, int], list[CandidateRow]] = {}
+    for candidate in books.tx.open_candidates():
+        if candidate.status == "valid":
+            valid.setdefault((candidate.job_id, candidate.incarnation), []).append(candidate)
+            continue
         row = books.row(candidate.job_id, candidate.incarnation)
         if row is not None:
             with books.on_behalf_of(row.job_id, doing):
@@ -92,7 +96,7 @@ def ask(books: Books, desk: CandidateDesk) -> None:
                 _ask_of_generation(books, desk, generation)
     for row in books.rows:
         with books.on_behalf_of(row.job_id, doing):
-            _ask_to_delete(books, desk, row)
+            _ask_to_delete(books, desk, row, valid.get((row.job_id, row.incarnation), []))
 
 
 def _ask_of_generation(books: Books, desk: CandidateDesk, generation: GenerationRow) -> None:
@@ -102,10 +106,9 @@ def _ask_of_generation(books: Books, desk: CandidateDesk, generation: Generation
     desk.ask_generation(generation.job_id, generation.incarnation, generation.generation, checkpoints, known)
 
 
-def _ask_to_delete(books: Books, desk: CandidateDesk, row: IncarnationRow) -> None:
+def _ask_to_delete(books: Books, desk: CandidateDesk, row: IncarnationRow, valid: Sequence[CandidateRow]) -> None:
     if row.promoted is None:
         return
-    valid = [c for c in books.tx.candidates(row.job_id, row.incarnation) if c.status == "valid"]
     for candidate in valid[: -books.settings.keep_checkpoints]:
         if candidate.path != row.promoted.path:
             checkpoints = books.checkpoints_of(row.job_id, row.incarnation)

@@ -23,6 +23,7 @@ from elasticflow_airflow.insight import DagAsked
 from elasticflow_airflow.service import crashpoints
 from elasticflow_airflow.service.generation_notes import GenerationNotes
 from elasticflow_airflow.service.models import (
+    CANDIDATE_IS_THERE,
     AmendmentRow,
     AvoidedSlotRow,
     CandidateRow,
@@ -527,10 +528,20 @@ class Reader:
         )
         return list(self.session.scalars(query.order_by(WorkerTimesRow.rank, WorkerTimesRow.worker_id)))
 
-    def new_candidates(self) -> list[CandidateRow]:
-        """Candidates that nobody has verified yet."""
-        query = sa.select(CandidateRow).where(CandidateRow.status == "new")
-        return list(self.session.scalars(query.order_by(CandidateRow.generation, CandidateRow.step)))
+    def open_candidates(self) -> list[CandidateRow]:
+        """Candidates of all undrained incarnations that are there: not verified yet, or valid. Oldest first."""
+        query = (
+            sa.select(CandidateRow)
+            .join(
+                IncarnationRow,
+                sa.and_(
+                    IncarnationRow.job_id == CandidateRow.job_id, IncarnationRow.incarnation == CandidateRow.incarnation
+                ),
+            )
+            .where(IncarnationRow.drained.is_(False), CandidateRow.status.in_(CANDIDATE_IS_THERE))
+            .order_by(CandidateRow.generation, CandidateRow.step)
+        )
+        return list(self.session.scalars(query))
 
     def open_amendments(self) -> list[AmendmentRow]:
         """Amendments without an answer, oldest first."""

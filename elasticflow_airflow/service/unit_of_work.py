@@ -19,6 +19,7 @@ from sqlalchemy.orm import Session
 
 from elasticflow_airflow.service import crashpoints
 from elasticflow_airflow.service.models import (
+    CANDIDATE_IS_THERE,
     AmendmentRow,
     AvoidedSlotRow,
     Base,
@@ -106,10 +107,11 @@ class UnitOfWork(Reader):
         new = self._new(CandidateRow, lambda row: (row.job_id, row.incarnation) == (job_id, incarnation))
         return sorted([*super().candidates(job_id, incarnation), *new], key=lambda row: (row.generation, row.step))
 
-    def new_candidates(self) -> list[CandidateRow]:
-        """Candidates that nobody has verified yet."""
-        found = [*super().new_candidates(), *self._new(CandidateRow)]
-        return sorted((row for row in found if row.status == "new"), key=lambda row: (row.generation, row.step))
+    def open_candidates(self) -> list[CandidateRow]:
+        """Candidates of all undrained incarnations that are there: not verified yet, or valid. Oldest first."""
+        found = [*super().open_candidates(), *self._new(CandidateRow)]
+        there = (row for row in found if row.status in CANDIDATE_IS_THERE)
+        return sorted(there, key=lambda row: (row.generation, row.step))
 
     def open_amendments(self) -> list[AmendmentRow]:
         """Amendments without an answer, oldest first."""

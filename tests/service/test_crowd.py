@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import pytest
+import sqlalchemy as sa
 
 from elasticflow_airflow.service.actuating import Actuator
 
@@ -112,3 +113,18 @@ def test_of_orders_that_are_given_together_the_last_one_of_each_job_counts(monke
     monkeypatch.setattr(deciding, "_trains_there", lambda _books, _job_id: False)
     deciding.record_all(SimpleNamespace(on_behalf_of=lambda *_: nullcontext(), scheduler=None, singly=True), orders)
     assert written == [orders[1], orders[4]]
+
+
+@pytest.mark.parametrize("jobs", [1, 6])
+def test_a_pass_asks_the_database_as_little_however_many_train(make_world, jobs):
+    """What has come to lie there of their checkpoints, too."""
+    world = make_world(nodes=2, checkpoint_interval_s=2.0)
+    made = [world.submit(task=f"t{n}", steps=10**6, scaling_curve={1: 10.0}, max_workers=1) for n in range(jobs)]
+    world.until(lambda: all((done := world.row(job).promoted) and done.step > 60 for job in made), "some checkpoints")
+    for _ in range(3):
+        world.step(0.001)  # What was found out about checkpoints is taken in.
+    asked = []
+    sa.event.listen(world.store.engine, "before_cursor_execute", lambda *given: asked.append(given[2]))
+    world.step(0.01)
+    assert sum("FROM candidate" in one for one in asked) == 1
+    assert sum(one.startswith("SELECT") for one in asked) < 15

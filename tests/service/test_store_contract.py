@@ -30,6 +30,7 @@ from elasticflow_airflow.service.job_documents import InPlaceRecord
 from elasticflow_airflow.service.models import (
     SCHEMA_HEAD,
     Base,
+    CandidateRow,
     DrainRow,
     GenerationRow,
     HistoryRow,
@@ -288,6 +289,23 @@ def test_the_id_of_an_event_is_never_given_again(store):
         connection.execute(sa.text("DELETE FROM event"))
     with store.write() as tx:
         assert tx.add_event(EventKind.NODE_CHANGED, "b") > first
+
+
+def test_candidates_that_are_there_are_those_of_jobs_that_are_not_drained(store):
+    with store.write() as tx:
+        for job_id, drained in (("a-1", False), ("b-1", True), ("c-1", False)):
+            add_job(tx, job_id, drained=drained)
+            for step, status in ((30, "valid"), (10, "deleted"), (20, "invalid"), (40, "new")):
+                path = f"g000001/step-{step:012}"
+                tx.add(
+                    CandidateRow(
+                        job_id=job_id, incarnation=1, path=path, generation=1, step=step, digest="", status=status
+                    )
+                )
+    with store.read() as reader:
+        found = [(row.step, row.job_id, row.status) for row in reader.open_candidates()]
+    assert sorted(found) == [(30, "a-1", "valid"), (30, "c-1", "valid"), (40, "a-1", "new"), (40, "c-1", "new")]
+    assert [step for step, _, _ in found] == [30, 30, 40, 40]
 
 
 # -- queries -----------------------------------------------------------------------------------------------------
