@@ -38,7 +38,7 @@ from results import add_write, show, table
 
 from elasticflow_airflow.scheduler_core import planner
 from elasticflow_airflow.scheduler_core.config import Objective, SchedulerConfig
-from elasticflow_airflow.scheduler_core.filling import Shape
+from elasticflow_airflow.scheduler_core.minimum_share import Shape
 from elasticflow_airflow.scheduler_core.proof import Attempt, rescues
 from elasticflow_airflow.scheduler_core.scheduler import Scheduler
 from elasticflow_airflow.scheduler_core.simulator.outcome import Result, quantile

@@ -43,8 +43,8 @@ from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Admit, Reject, Resize
 from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, Placement
-from elasticflow_airflow.service.books import costs_from
 from elasticflow_airflow.service.codec import curve_from_json
+from elasticflow_airflow.service.pass_context import costs_from
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.wire import Command, JobIdentity, JobStatus, JobSubmission, Length
 

@@ -97,16 +97,16 @@ def measure(base: Path, options: argparse.Namespace) -> None:
     while made < options.past:
         for _ in range(min(options.jobs, options.past - made)):
             one = submission(f"past{made}", snapshot.sha256, now, 300)
-            parts.desk.submit(one.identity.job_id, one)
+            parts.job_service.submit(one.identity.job_id, one)
             made += 1
-        while any(not job.state.terminal for job in parts.desk.list_jobs(None, None, True, 1000)):
+        while any(not job.state.terminal for job in parts.job_service.list_jobs(None, None, True, 1000)):
             make_pass()
     for number in range(options.jobs):
         one = submission(f"now{number}", snapshot.sha256, now, 10**6)
-        parts.desk.submit(one.identity.job_id, one)
+        parts.job_service.submit(one.identity.job_id, one)
     for _ in range(20):
         make_pass()
-    live = parts.desk.list_jobs("running", None, True, 1000)
+    live = parts.job_service.list_jobs("running", None, True, 1000)
     assert len(live) == options.jobs, f"only {len(live)} of {options.jobs} jobs run"
 
     take, with_s, without_s = samples.take, [], []
@@ -125,20 +125,20 @@ def measure(base: Path, options: argparse.Namespace) -> None:
     said = f"A pass over {options.jobs} jobs that report, median of {options.passes} each, in turns:"
     show("passes", [said, "", *table(["", "ms", "times without"], passes)], options)
     job_id = live[0].job_id
-    desks, forecasts, capacity = parts.insight, parts.forecasts, parts.capacity
-    assert desks is not None
+    services, forecasts, capacity = parts.insight, parts.forecasts, parts.capacity
+    assert services is not None
     assert forecasts is not None
     assert capacity is not None
     questions: dict[str, Callable[[], object]] = {
-        "cluster": desks.insight.cluster,
-        "history of all": lambda: desks.insight.history(now - 30 * 86400, now + 86400, 96),
-        "history of an hour": lambda: desks.insight.history(now - 3600, now + 3600, 96),
-        "story": lambda: desks.insight.story(job_id, None),
-        "runs": lambda: desks.insight.runs(job_id, 10),
+        "cluster": services.insight.cluster,
+        "history of all": lambda: services.insight.history(now - 30 * 86400, now + 86400, 96),
+        "history of an hour": lambda: services.insight.history(now - 3600, now + 3600, 96),
+        "story": lambda: services.insight.story(job_id, None),
+        "runs": lambda: services.insight.runs(job_id, 10),
         "a copy of the scheduler": reconciler.copy_scheduler,
         "forecast": lambda: forecasts.forecast(48.0),
         "capacity": lambda: capacity.capacity(48.0),
-        "what if": lambda: desks.what_if.ask(WhatIfRequest(extra_nodes=1)),
+        "what if": lambda: services.what_if.ask(WhatIfRequest(extra_nodes=1)),
     }
     said = f"Questions, with {options.past} jobs of the past and {options.jobs} live ones, median of 10:"
     rows = [[name, f"{milliseconds(ask, 10):.1f}"] for name, ask in questions.items()]

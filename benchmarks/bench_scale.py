@@ -24,7 +24,7 @@ from results import add_write, show, table
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.decisions import Admit, Decision, Reject, WakeMeAt
 from elasticflow_airflow.scheduler_core.events import Event, JobFinished, JobSubmitted
-from elasticflow_airflow.scheduler_core.filling import fill
+from elasticflow_airflow.scheduler_core.minimum_share import fill
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.values import Job, JobState, Node, Phase, RescaleCosts, ScalingCurve

@@ -14,8 +14,8 @@ from elasticflow_airflow.scheduler_core.allocation import share_later, share_now
 from elasticflow_airflow.scheduler_core.calendar_guard import beside
 from elasticflow_airflow.scheduler_core.draft import Draft
 from elasticflow_airflow.scheduler_core.explain import duration, moment, workers
-from elasticflow_airflow.scheduler_core.filling import fill, minimum_share
 from elasticflow_airflow.scheduler_core.jobs import LiveJob
+from elasticflow_airflow.scheduler_core.minimum_share import fill, minimum_share
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.planner import Planner
 from elasticflow_airflow.scheduler_core.pricing import Protection

@@ -24,7 +24,7 @@ from elasticflow_airflow.scheduler_core.calendar_forecast import (
 from elasticflow_airflow.scheduler_core.decisions import Reject
 from elasticflow_airflow.scheduler_core.explain import duration, moment, workers
 from elasticflow_airflow.scheduler_core.jobs import LiveJob
-from elasticflow_airflow.scheduler_core.releasing import ReleasableNode, Releasing, least_workers, stands
+from elasticflow_airflow.scheduler_core.node_release import ReleasableNode, Releasing, least_workers, stands
 from elasticflow_airflow.scheduler_core.scheduler import Scheduler
 from elasticflow_airflow.scheduler_core.values import Job, OnReject, Phase
 from elasticflow_airflow.scheduler_core.work import INFINITY

@@ -25,7 +25,6 @@ from elasticflow_airflow.scheduler_core.decisions import (
 from elasticflow_airflow.scheduler_core.draft import Draft
 from elasticflow_airflow.scheduler_core.explain import duration, moment, workers
 from elasticflow_airflow.scheduler_core.jobs import LiveJob
-from elasticflow_airflow.scheduler_core.mending import mend
 from elasticflow_airflow.scheduler_core.placement import level_of
 from elasticflow_airflow.scheduler_core.planner import Planner
 from elasticflow_airflow.scheduler_core.pricing import Arrival, Protection, footprint_of
@@ -38,6 +37,7 @@ from elasticflow_airflow.scheduler_core.profiling import (
     undecided_until,
     wait_limit,
 )
+from elasticflow_airflow.scheduler_core.repair import mend
 from elasticflow_airflow.scheduler_core.values import (
     Job,
     OnReject,

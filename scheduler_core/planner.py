@@ -13,8 +13,8 @@ from elasticflow_airflow.scheduler_core.allocation import as_soon_as_possible, g
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.draft import Draft, mask_at
 from elasticflow_airflow.scheduler_core.exploring import try_next_size
-from elasticflow_airflow.scheduler_core.filling import Shape
 from elasticflow_airflow.scheduler_core.jobs import LiveJob, overdue
+from elasticflow_airflow.scheduler_core.minimum_share import Shape
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.profiling import is_measured_at, known_speeds, sizes_to_measure, window_s
 from elasticflow_airflow.scheduler_core.proof import deadline_order, prove, rescues

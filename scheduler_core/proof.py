@@ -6,9 +6,9 @@ import random
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
-from elasticflow_airflow.scheduler_core.filling import Shape, fill
+from elasticflow_airflow.scheduler_core.minimum_share import Shape, fill
 from elasticflow_airflow.scheduler_core.placement import Layout
-from elasticflow_airflow.scheduler_core.rolling import NoPlaceError, place
+from elasticflow_airflow.scheduler_core.seat_shares import NoPlaceError, place
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.work import TOLERANCE_S, Course, Work, course_of
 

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from elasticflow_airflow.scheduler_core.filling import Share, minimum_share
+from elasticflow_airflow.scheduler_core.minimum_share import Share, minimum_share
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.proof import deadline_order, prove
-from elasticflow_airflow.scheduler_core.rolling import NoPlaceError, place
+from elasticflow_airflow.scheduler_core.seat_shares import NoPlaceError, place
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.work import TOLERANCE_S, Course, Work, course_of
 

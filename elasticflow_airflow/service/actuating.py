@@ -16,11 +16,11 @@ import structlog
 from elasticflow_airflow.engines.port import Engine, EngineError, GangSpec, GangState, SlotsHeldError
 from elasticflow_airflow.runtime.protocol import Promotion, RescaleMode, checkpoint_dir
 from elasticflow_airflow.service import crashpoints
-from elasticflow_airflow.service.books import Books, alive, can_be_stopped, incarnation_dir
 from elasticflow_airflow.service.codec import placement_from_json
 from elasticflow_airflow.service.documents import readable
 from elasticflow_airflow.service.leftovers import Leftovers
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.pass_context import PassContext, alive, can_be_stopped, incarnation_dir
 from elasticflow_airflow.service.rescaling import Holders, fall_back
 from elasticflow_airflow.service.sessions import python_of, session_of
 from elasticflow_airflow.service.settings import ServiceSettings
@@ -72,48 +72,48 @@ class Actuator:
     _held: list[str] | None = None
     """Jobs that had workers at the last pass; None before there was one."""
 
-    def act(self, books: Books) -> None:
+    def act(self, context: PassContext) -> None:
         """Make the engine do what the rows say."""
         renew = self.monotonic() - self._renewed_at_s >= self.settings.renew_interval_s
         if renew:
             self._renewed_at_s = self.monotonic()
-        self._held = sorted({row.job_id for row in (*books.rows, *books.aside) if books.open_of(row)})
-        on_slots = Holders(books)
+        self._held = sorted({row.job_id for row in (*context.rows, *context.aside) if context.open_of(row)})
+        on_slots = Holders(context)
         self.refused_slots = False
-        for job_id in self.leftovers.to_leave(books):
+        for job_id in self.leftovers.to_leave(context):
             self._try("stop", self.engine.stop, job_id, self.settings.grace_s, _OF_NOBODY)
-        for row in books.rows:
-            with books.on_behalf_of(row.job_id, "starting, changing or stopping its workers"):
-                self._act(books, row, on_slots, renew=renew)
-        for row in books.aside:
-            with books.on_behalf_of(row.job_id, "keeping its workers"):
-                self._keep(books, row, renew=renew)
+        for row in context.rows:
+            with context.on_behalf_of(row.job_id, "starting, changing or stopping its workers"):
+                self._act(context, row, on_slots, renew=renew)
+        for row in context.aside:
+            with context.on_behalf_of(row.job_id, "keeping its workers"):
+                self._keep(context, row, renew=renew)
 
-    def _act(self, books: Books, row: IncarnationRow, on_slots: Holders, *, renew: bool) -> None:
+    def _act(self, context: PassContext, row: IncarnationRow, on_slots: Holders, *, renew: bool) -> None:
         self._write_promotion(row)
-        generations = books.open_of(row)
-        due = books.due(row)
+        generations = context.open_of(row)
+        due = context.due(row)
         if due is not None and due.desired == "run" and not row.terminal:
             settled = not renew and self._is_settled(row, due)
             if due.state != GangState.ENDED and not settled:
-                self._apply_or_wait(books, row, due, on_slots)
+                self._apply_or_wait(context, row, due, on_slots)
         elif any(map(can_be_stopped, generations)):
             self._stop(row)
         if renew and any(alive(g) for g in generations):
             self._try("renew", self.engine.renew, row.job_id)
         if row.terminal and not row.drained and not generations:
-            self._forget(books, row)
+            self._forget(context, row)
 
-    def _keep(self, books: Books, row: IncarnationRow, *, renew: bool) -> None:
+    def _keep(self, context: PassContext, row: IncarnationRow, *, renew: bool) -> None:
         """A job that is set aside: its workers go on, unless it is to end."""
-        generations = books.open_of(row)
+        generations = context.open_of(row)
         if any(map(can_be_stopped, generations)):
             if row.ending:
                 self._stop(row)
             elif renew:
                 self._try("renew", self.engine.renew, row.job_id)
         elif row.terminal and not row.drained:
-            self._forget(books, row)
+            self._forget(context, row)
 
     def _stop(self, row: IncarnationRow) -> None:
         reason = row.state_reason or "no longer wanted"
@@ -135,11 +135,11 @@ class Actuator:
             except Exception as error:  # noqa: BLE001  (the others all the same)
                 log.warning("the engine refused", call="renew", job_id=job_id, error=repr(error))
 
-    def _apply_or_wait(self, books: Books, row: IncarnationRow, due: GenerationRow, on_slots: Holders) -> None:
+    def _apply_or_wait(self, context: PassContext, row: IncarnationRow, due: GenerationRow, on_slots: Holders) -> None:
         """Have the engine bring a generation about, once nobody else is on its slots."""
-        if not on_slots.before(due) and not _own_leavers(books, row, due):
-            self._apply(row, due, books.now)
-        elif due.notes.vacate and any(alive(g) for g in books.open_of(row)):
+        if not on_slots.before(due) and not _own_leavers(context, row, due):
+            self._apply(row, due, context.now)
+        elif due.notes.vacate and any(alive(g) for g in context.open_of(row)):
             self._try("stop", self.engine.stop, row.job_id, self.settings.grace_s, due.reason)
 
     def _is_settled(self, row: IncarnationRow, generation: GenerationRow) -> bool:
@@ -194,9 +194,9 @@ class Actuator:
             self._applied[row.job_id] = (generation.generation, row.cleared_generation)
         crashpoints.point("after apply")
 
-    def _forget(self, books: Books, row: IncarnationRow) -> None:
+    def _forget(self, context: PassContext, row: IncarnationRow) -> None:
         """Forgetting goes by job: wait until no incarnation of the job has an end that is not handled."""
-        if not any(g.job_id == row.job_id and not g.handled for g in books.generations.values()):
+        if not any(g.job_id == row.job_id and not g.handled for g in context.generations.values()):
             self._try("forget", self.engine.forget, row.job_id)
             self.drained.add((row.job_id, row.incarnation))
             self._written.pop((row.job_id, row.incarnation), None)
@@ -242,52 +242,52 @@ def _promotion_in(checkpoints: Path) -> Promotion | None:
         return None
 
 
-def _own_leavers(books: Books, row: IncarnationRow, due: GenerationRow) -> bool:
+def _own_leavers(context: PassContext, row: IncarnationRow, due: GenerationRow) -> bool:
     """Whether workers of the job itself are still leaving the slots on which others of it should start."""
-    training = books.training(row)
+    training = context.training(row)
     if due.mode != RescaleMode.IN_PLACE or training is None:
         return False
     new = {tuple(slot) for slot in due.placement} - {tuple(slot) for slot in training.placement}
     return any(
         g is not due and g is not training and g.state == GangState.LEAVING and new & {tuple(s) for s in g.placement}
-        for g in books.open_of(row)
+        for g in context.open_of(row)
     )
 
 
-def record_refusals(books: Books, actuator: Actuator) -> None:
+def record_refusals(context: PassContext, actuator: Actuator) -> None:
     """Say what the engine refused, and end jobs that it refused too often."""
     for job_id, refusals in list(actuator.refusals.items()):
-        row = books.live(job_id)
+        row = context.live(job_id)
         if row is None:
             del actuator.refusals[job_id]
             continue
-        with books.on_behalf_of(job_id, "writing down why its workers did not start"):
-            _record_refusals(books, row, refusals, actuator)
+        with context.on_behalf_of(job_id, "writing down why its workers did not start"):
+            _record_refusals(context, row, refusals, actuator)
 
 
-def _record_refusals(books: Books, row: IncarnationRow, refusals: Refusals, actuator: Actuator) -> None:
+def _record_refusals(context: PassContext, row: IncarnationRow, refusals: Refusals, actuator: Actuator) -> None:
     if not refusals.told:
         refusals.told = True
         reason = f"the workers could not be started: {refusals.message}; it is tried again"
-        books.event(EventKind.NOT_STARTED, reason, row)
+        context.event(EventKind.NOT_STARTED, reason, row)
     refused_s = actuator.monotonic() - refusals.since_monotonic_s
-    due = books.due(row)
+    due = context.due(row)
     if due is None or due.state == GangState.ENDED:
         del actuator.refusals[row.job_id]  # Nobody asks for it any more.
     elif due.mode == RescaleMode.IN_PLACE:
         # The gang before it trains on, so there is time; and it can be done in another way.
-        if refused_s >= books.settings.grace_s:
+        if refused_s >= context.settings.grace_s:
             del actuator.refusals[row.job_id]
-            fall_back(books, row, due, f"the workers could not be changed in place ({refusals.message})")
+            fall_back(context, row, due, f"the workers could not be changed in place ({refusals.message})")
     elif refusals.held:
         refusals.since_monotonic_s, refusals.count = actuator.monotonic(), 0
-    elif refused_s >= books.settings.apply_limit_s and refusals.count >= books.settings.apply_attempts:
-        books.end(row, State.FAILED, f"could not be started: {refusals.message}", failure=refusals.message)
+    elif refused_s >= context.settings.apply_limit_s and refusals.count >= context.settings.apply_attempts:
+        context.end(row, State.FAILED, f"could not be started: {refusals.message}", failure=refusals.message)
 
 
-def record_drained(books: Books, actuator: Actuator) -> None:
+def record_drained(context: PassContext, actuator: Actuator) -> None:
     """Write down which terminal incarnations need no further pass."""
-    for row in (*books.rows, *books.aside):
+    for row in (*context.rows, *context.aside):
         if (row.job_id, row.incarnation) in actuator.drained:
             row.drained = True
     actuator.drained.clear()

@@ -30,13 +30,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from elasticflow_airflow import __version__
 from elasticflow_airflow.bounds import MOST_COUNT, NAME_CHARACTERS, TEXT_CHARACTERS, clean_text
 from elasticflow_airflow.engines.port import Engine, EngineError, EngineNode
-from elasticflow_airflow.service.autoscaling import CapacityDesk, add_capacity
+from elasticflow_airflow.service.autoscaling import CapacityService, add_capacity
 from elasticflow_airflow.service.bodies import BodyLimit
 from elasticflow_airflow.service.doctoring import add_doctor
-from elasticflow_airflow.service.forecasting import ForecastDesk
-from elasticflow_airflow.service.insight_routes import InsightDesks, add_insight
+from elasticflow_airflow.service.forecasting import ForecastService
+from elasticflow_airflow.service.insight_routes import InsightServices, add_insight
 from elasticflow_airflow.service.job_routes import add_jobs
-from elasticflow_airflow.service.jobs import JobDesk
+from elasticflow_airflow.service.jobs import JobService
 from elasticflow_airflow.service.lanes import Lanes
 from elasticflow_airflow.service.log_pieces import read_piece
 from elasticflow_airflow.service.marking import VersionMark
@@ -98,15 +98,15 @@ class ServiceParts:
     notifier: Notifier
     snapshots: Snapshots
     engine: Engine
-    desk: JobDesk
+    job_service: JobService
     settings: ServiceSettings
     nodes: Callable[[], tuple[EngineNode, ...]]
     problems: Callable[[], list[str]]
     traffic: Traffic
     started_at: float
-    forecasts: ForecastDesk | None = None
-    insight: InsightDesks | None = None
-    capacity: CapacityDesk | None = None
+    forecasts: ForecastService | None = None
+    insight: InsightServices | None = None
+    capacity: CapacityService | None = None
 
 
 def build_app(parts: ServiceParts, token: str | None, metrics_token: str | None = None) -> FastAPI:
@@ -331,7 +331,7 @@ def _add_nodes(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
         known = sorted(node.node_id for node in parts.nodes())
         if node_id not in known:
             raise Refusal(404, "node_not_found", f"there is no node {node_id!r}", f"nodes are: {', '.join(known)}")
-        parts.desk.drain(node_id, request.until_at)
+        parts.job_service.drain(node_id, request.until_at)
         return Drain(node_id=node_id, until_at=request.until_at)
 
 
@@ -347,7 +347,7 @@ def _add_events_and_logs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> Non
     @lanes.reading
     def job_events(job_id: JobId, after: EventId = 0, limit: Annotated[int, Query(ge=1, le=1000)] = 200) -> list[Event]:
         """A job's events, oldest first: what was decided, and why."""
-        parts.desk.status(job_id)
+        parts.job_service.status(job_id)
         return read_events(after, job_id, limit)
 
     @app.get("/v1/events", response_class=StreamingResponse, responses=_EVENT_STREAM)
@@ -390,7 +390,7 @@ def _add_events_and_logs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> Non
 
 def _secrets_of(parts: ServiceParts, row: IncarnationRow) -> dict[str, str]:
     try:
-        return hidden_values(parts.desk.secrets, row.submission, row.secret_env)
+        return hidden_values(parts.job_service.secrets, row.submission, row.secret_env)
     except (ValueError, TypeError, KeyError, AttributeError):
         return {}  # What is stored of it cannot be read, and so it was never started.
 

@@ -20,13 +20,13 @@ from elasticflow_airflow.insight import CapacityAnswer, CapacityWant, Releasable
 from elasticflow_airflow.scheduler_core.capacity import CapacityOutlook, Want, capacity
 from elasticflow_airflow.scheduler_core.values import Job
 from elasticflow_airflow.service import history
-from elasticflow_airflow.service.books import costs_from
 from elasticflow_airflow.service.codec import curve_from_json
-from elasticflow_airflow.service.forecasting import ForecastDesk, identities_of, whose
+from elasticflow_airflow.service.forecasting import ForecastService, identities_of, whose
 from elasticflow_airflow.service.introducing import known_speeds, most_workers
 from elasticflow_airflow.service.lanes import Lanes
 from elasticflow_airflow.service.models import IncarnationRow, JobRow
 from elasticflow_airflow.service.parameters import Hours
+from elasticflow_airflow.service.pass_context import costs_from
 from elasticflow_airflow.service.refusal import Refusal, declared
 from elasticflow_airflow.service.store import Reader
 from elasticflow_airflow.service.view import UNREADABLE
@@ -55,10 +55,10 @@ _FIRST_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class CapacityDesk:
+class CapacityService:
     """The service's side."""
 
-    forecasts: ForecastDesk
+    forecasts: ForecastService
 
     def capacity(self, hours: float = GAUGES_HOURS) -> CapacityAnswer:
         """What nobody needs in the next ``hours``, or what is missing. Raises Refusal 503."""
@@ -149,8 +149,8 @@ def _want(one: Want, identities: Mapping[str, JobIdentity]) -> CapacityWant:
 class CapacityWatch:
     """The last answer for the gauges; a new one is worked out beside whoever asks. Thread-safe."""
 
-    def __init__(self, desk: CapacityDesk, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._desk, self._monotonic = desk, monotonic
+    def __init__(self, service: CapacityService, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._service, self._monotonic = service, monotonic
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._answer: CapacityAnswer | None = None
@@ -175,7 +175,7 @@ class CapacityWatch:
     def _work(self) -> None:
         began, answer, rest_s = self._monotonic(), None, _REST_S
         try:
-            answer = self._desk.capacity(GAUGES_HOURS)
+            answer = self._service.capacity(GAUGES_HOURS)
         except Refusal:  # the scheduler is not there yet
             rest_s = 0.0
         except Exception:

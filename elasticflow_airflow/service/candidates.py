@@ -86,7 +86,7 @@ class _Failures:
     again_s: float = 0.0
 
 
-class CandidateDesk:
+class CandidateService:
     """Runs one task at a time, and one copy beside it; asking for what is under way changes nothing.
 
     What cannot be read is tried again, after ever longer rests, for some four minutes; then it counts as unreadable.

@@ -9,15 +9,15 @@ from elasticflow_airflow.engines.port import EngineNode
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.values import Node
 from elasticflow_airflow.service import setting_aside, stragglers
-from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.deciding import feed, when
+from elasticflow_airflow.service.pass_context import PassContext
 from elasticflow_airflow.wire import EventKind
 
 
-def nodes_now(books: Books, seen: Iterable[EngineNode]) -> list[Node]:
+def nodes_now(context: PassContext, seen: Iterable[EngineNode]) -> list[Node]:
     """The nodes as the scheduler should see them: one that goes away is to be left some time before."""
-    drains, lead_s, avoided = books.tx.drains(), books.settings.drain_lead_s, books.tx.avoided()
-    held = setting_aside.held_slots(books)
+    drains, lead_s, avoided = context.tx.drains(), context.settings.drain_lead_s, context.tx.avoided()
+    held = setting_aside.held_slots(context)
     return [
         Node(
             node_id=node.node_id,
@@ -26,22 +26,22 @@ def nodes_now(books: Books, seen: Iterable[EngineNode]) -> list[Node]:
             draining_until_s=drains[node.node_id] - lead_s if node.node_id in drains else None,
             avoided={
                 **{row.slot_index: row.until_at for row in avoided if row.node_id == node.node_id},
-                **{slot.index: one.until_s for slot, one in books.held.items() if slot.node_id == node.node_id},
+                **{slot.index: one.until_s for slot, one in context.held.items() if slot.node_id == node.node_id},
             },
         )
         for node in seen
     ]
 
 
-def tell_nodes(books: Books, seen: tuple[EngineNode, ...]) -> None:
+def tell_nodes(context: PassContext, seen: tuple[EngineNode, ...]) -> None:
     """Tell the scheduler of what has changed since it was told last."""
-    stragglers.take_back(books)
-    known = {node.node_id: node for node in books.scheduler.nodes()}
-    there = {node.node_id: node for node in nodes_now(books, seen)}
+    stragglers.take_back(context)
+    known = {node.node_id: node for node in context.scheduler.nodes()}
+    there = {node.node_id: node for node in nodes_now(context, seen)}
     for node_id in known.keys() - there.keys():
-        books.tx.add_event(EventKind.NODE_LOST, f"node {node_id} is gone")
-        feed(books, ev.NodeLost(node_id))
-        books.tx.forget_drain(node_id)
+        context.tx.add_event(EventKind.NODE_LOST, f"node {node_id} is gone")
+        feed(context, ev.NodeLost(node_id))
+        context.tx.forget_drain(node_id)
     for node_id, node in there.items():
         before = known.get(node_id)
         drained = None if before is None else before.draining_until_s
@@ -50,16 +50,16 @@ def tell_nodes(books: Books, seen: tuple[EngineNode, ...]) -> None:
             reason = f"node {node_id} stays after all"
             if until_s is not None:
                 reason = f"node {node_id} goes away: nothing is planned on it after {when(until_s)}"
-            books.tx.add_event(EventKind.NODE_DRAINING, reason)
+            context.tx.add_event(EventKind.NODE_DRAINING, reason)
         dated = before and replace(before, draining_until_s=node.draining_until_s, avoided=node.avoided)
         if dated == node:
             if before != node:
-                feed(books, ev.NodeJoined(node))
+                feed(context, ev.NodeJoined(node))
         elif before != node:
             holders = {
                 **next(n.busy for n in seen if n.node_id == node_id),
-                **setting_aside.held_slots(books).get(node_id, {}),
+                **setting_aside.held_slots(context).get(node_id, {}),
             }
             busy = "".join(f"; slot {index} is held by {holder}" for index, holder in sorted(holders.items()))
-            books.tx.add_event(EventKind.NODE_CHANGED, f"node {node_id} has {node.slots} slots{busy}")
-            feed(books, ev.NodeJoined(node))
+            context.tx.add_event(EventKind.NODE_CHANGED, f"node {node_id} has {node.slots} slots{busy}")
+            feed(context, ev.NodeJoined(node))

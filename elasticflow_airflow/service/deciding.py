@@ -29,12 +29,12 @@ from elasticflow_airflow.scheduler_core.decisions import (
 from elasticflow_airflow.scheduler_core.events import CalendarEvent, Event
 from elasticflow_airflow.scheduler_core.values import Job
 from elasticflow_airflow.service import history, instruments
-from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.codec import plan_to_json, slots_to_json
 from elasticflow_airflow.service.faults import SchedulerFaultError
 from elasticflow_airflow.service.generations import can_continue, order, unbegun_restart_of
 from elasticflow_airflow.service.job_documents import StoredVerdict
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.pass_context import PassContext
 from elasticflow_airflow.service.store import DATABASE_AWAY
 from elasticflow_airflow.service.transitions import move
 from elasticflow_airflow.wire import EventKind, State
@@ -47,47 +47,47 @@ _DECISIONS: Mapping[Terms, AdmissionDecision] = {
 }
 
 
-def feed(books: Books, event: Event | CalendarEvent) -> None:
+def feed(context: PassContext, event: Event | CalendarEvent) -> None:
     """Tell the scheduler what happened and write down everything that it decides. Raises SchedulerFaultError."""
-    books.fed.append(event)
-    _write_down(books, event, lambda: books.scheduler.handle(event, books.now))
+    context.fed.append(event)
+    _write_down(context, event, lambda: context.scheduler.handle(event, context.now))
 
 
-def feed_reports(books: Books, reports: Sequence[ev.JobProgressed | ev.GangStarted]) -> None:
+def feed_reports(context: PassContext, reports: Sequence[ev.JobProgressed | ev.GangStarted]) -> None:
     """Tell the scheduler what several jobs report, so that it plans once for all of them. Raises as :func:`feed`."""
-    if books.singly:
+    if context.singly:
         for report in reports:
-            feed(books, report)
+            feed(context, report)
     elif reports:
-        books.fed += reports
-        _write_down(books, reports[0], lambda: books.scheduler.reported(reports, books.now))
+        context.fed += reports
+        _write_down(context, reports[0], lambda: context.scheduler.reported(reports, context.now))
 
 
-def feed_submitted(books: Books, jobs: Iterable[Job]) -> None:
+def feed_submitted(context: PassContext, jobs: Iterable[Job]) -> None:
     """Ask the scheduler about jobs, one by one in order, so that it plans once for all. Raises as :func:`feed`.
 
     ``jobs`` may take its time, and end when that is over: the next is asked for when the one before is decided on.
     """
-    if books.singly:
+    if context.singly:
         for job in jobs:
-            feed(books, ev.JobSubmitted(job))
+            feed(context, ev.JobSubmitted(job))
         return
-    noted = _noted(books, jobs)
+    noted = _noted(context, jobs)
     first = next(noted, None)
     if first is not None:
         coming = itertools.chain([first], noted)
-        _write_down(books, ev.JobSubmitted(first), lambda: books.scheduler.submitted(coming, books.now))
+        _write_down(context, ev.JobSubmitted(first), lambda: context.scheduler.submitted(coming, context.now))
 
 
-def _noted(books: Books, jobs: Iterable[Job]) -> Iterator[Job]:
+def _noted(context: PassContext, jobs: Iterable[Job]) -> Iterator[Job]:
     for job in jobs:
-        books.fed.append(ev.JobSubmitted(job))
+        context.fed.append(ev.JobSubmitted(job))
         yield job
 
 
-def _write_down(books: Books, first: Event | CalendarEvent, decide: Callable[[], Sequence[Decision]]) -> None:
+def _write_down(context: PassContext, first: Event | CalendarEvent, decide: Callable[[], Sequence[Decision]]) -> None:
     """Have the scheduler decide on events that it hears together, of which ``first`` stands for all."""
-    books.decided = True
+    context.decided = True
     try:
         with instruments.deciding(first):
             decisions = decide()
@@ -95,11 +95,11 @@ def _write_down(books: Books, first: Event | CalendarEvent, decide: Callable[[],
         raise
     except Exception as error:
         raise SchedulerFaultError(first) from error
-    books.wake_at = None  # The scheduler asks anew after each event.
-    record_all(books, decisions)
+    context.wake_at = None  # The scheduler asks anew after each event.
+    record_all(context, decisions)
 
 
-def record_all(books: Books, decisions: Sequence[Decision]) -> None:
+def record_all(context: PassContext, decisions: Sequence[Decision]) -> None:
     """Write down decisions that were made together: of each job only where it ends up.
 
     A job that gives its slots up and gets others (or the same) in one breath never stands without any. One that gets
@@ -115,44 +115,44 @@ def record_all(books: Books, decisions: Sequence[Decision]) -> None:
         if later > i and isinstance(decisions[later], Resize):
             continue  # It had waited for no time at all.
         if isinstance(decision, WakeMeAt):
-            books.wake_at = decision.at_s
+            context.wake_at = decision.at_s
             continue
-        with books.on_behalf_of(decision.job_id, "writing down what was decided"):
-            record(books, decision)
-            if isinstance(decision, Resize) and _trains_there(books, decision.job_id):
+        with context.on_behalf_of(decision.job_id, "writing down what was decided"):
+            record(context, decision)
+            if isinstance(decision, Resize) and _trains_there(context, decision.job_id):
                 goes_on.append(ev.GangStarted(decision.job_id, decision.placement))
-    feed_reports(books, goes_on)
+    feed_reports(context, goes_on)
 
 
-def _trains_there(books: Books, job_id: str) -> bool:
-    row = books.live(job_id)
-    generation = None if row is None else books.desired(row)
+def _trains_there(context: PassContext, job_id: str) -> bool:
+    row = context.live(job_id)
+    generation = None if row is None else context.desired(row)
     return generation is not None and generation.state == GangState.RUNNING and generation.running_at is not None
 
 
-def record(books: Books, decision: JobDecision) -> None:
+def record(context: PassContext, decision: JobDecision) -> None:
     """Write down one decision."""
-    row = books.live(decision.job_id)
+    row = context.live(decision.job_id)
     if row is None or row.ending:
         return  # It is on its way out, whatever the scheduler would have liked.
     if isinstance(decision, Admit):
-        _admit(books, row, decision)
+        _admit(context, row, decision)
     elif isinstance(decision, Reject):
-        _reject(books, row, decision)
+        _reject(context, row, decision)
     elif isinstance(decision, Wait):
-        _wait(books, row, decision)
+        _wait(context, row, decision)
     elif isinstance(decision, Resize):
-        _resize(books, row, decision)
+        _resize(context, row, decision)
     elif isinstance(decision, Suspend):
-        _suspend(books, row, decision)
+        _suspend(context, row, decision)
     elif isinstance(decision, Amended):
-        _amended(books, row, decision)
+        _amended(context, row, decision)
     elif isinstance(decision, AmendRejected):
-        _amend_rejected(books, row, decision)
+        _amend_rejected(context, row, decision)
     elif isinstance(decision, AtRisk):
         row.at_risk = True
         row.projected_finish_at = decision.projected_s
-        books.event(
+        context.event(
             EventKind.AT_RISK,
             decision.reason,
             row,
@@ -163,10 +163,12 @@ def record(books: Books, decision: JobDecision) -> None:
         row.at_risk = False
         row.projected_finish_at = decision.projected_s
         reason = f"fits its deadline again: projected end {when(decision.projected_s)}"
-        books.event(EventKind.ON_TRACK, reason, row, deadline_at=decision.deadline_s, projected_at=decision.projected_s)
+        context.event(
+            EventKind.ON_TRACK, reason, row, deadline_at=decision.deadline_s, projected_at=decision.projected_s
+        )
 
 
-def _admit(books: Books, row: IncarnationRow, decision: Admit) -> None:
+def _admit(context: PassContext, row: IncarnationRow, decision: Admit) -> None:
     asked = row.deadline_at
     if decision.terms is Terms.BEST_EFFORT:
         row.best_effort, row.deadline_at = True, None
@@ -179,7 +181,7 @@ def _admit(books: Books, row: IncarnationRow, decision: Admit) -> None:
         deadline_at=row.deadline_at,
         plan=plan_to_json(decision.plan),
     )
-    books.give_verdict(
+    context.give_verdict(
         row,
         EventKind.ADMITTED,
         verdict,
@@ -187,10 +189,10 @@ def _admit(books: Books, row: IncarnationRow, decision: Admit) -> None:
         deadline_at=row.deadline_at,
         asked_deadline_at=asked,
     )
-    _take_on(books, row, decision.reason)
-    if books.knows_curve(row):
-        history.remember(books.tx, books.jobs[row.job_id], row, books.now, complete=True)
-        books.learned = True
+    _take_on(context, row, decision.reason)
+    if context.knows_curve(row):
+        history.remember(context.tx, context.jobs[row.job_id], row, context.now, complete=True)
+        context.learned = True
 
 
 def _limit_of(row: IncarnationRow) -> str:
@@ -198,66 +200,66 @@ def _limit_of(row: IncarnationRow) -> str:
     return row.verdict.limit
 
 
-def _take_on(books: Books, row: IncarnationRow, reason: str) -> None:
+def _take_on(context: PassContext, row: IncarnationRow, reason: str) -> None:
     """It has been decided on, and trains from now on, whatever it did before."""
-    generation = books.desired(row)
+    generation = context.desired(row)
     if generation is not None and generation.purpose == Purpose.PROFILE:
         generation.purpose = Purpose.TRAIN.value  # Unless a Resize follows, it simply goes on.
     running = generation is not None and generation.state == GangState.RUNNING
     move(row, State.RUNNING if running else State.ADMITTED, reason)
 
 
-def _reject(books: Books, row: IncarnationRow, decision: Reject) -> None:
+def _reject(context: PassContext, row: IncarnationRow, decision: Reject) -> None:
     earliest, reason = decision.earliest_deadline_s, decision.reason + _limit_of(row)
     verdict = StoredVerdict(
         decision="rejected", reason=reason, deadline_at=row.deadline_at, earliest_deadline_at=earliest
     )
-    books.give_verdict(row, EventKind.REJECTED, verdict, deadline_at=row.deadline_at, earliest_deadline_at=earliest)
-    books.end(row, State.REJECTED, reason)
+    context.give_verdict(row, EventKind.REJECTED, verdict, deadline_at=row.deadline_at, earliest_deadline_at=earliest)
+    context.end(row, State.REJECTED, reason)
 
 
-def _wait(books: Books, row: IncarnationRow, decision: Wait) -> None:
+def _wait(context: PassContext, row: IncarnationRow, decision: Wait) -> None:
     if row.state == State.WAITING and row.state_reason == decision.reason:
         return
     if row.verdict.decision == "undecided":
         verdict = StoredVerdict(reason=decision.reason, limit=_limit_of(row))
-        books.give_verdict(row, EventKind.WAITING, verdict, until=decision.until_s)
+        context.give_verdict(row, EventKind.WAITING, verdict, until=decision.until_s)
     else:
-        books.event(EventKind.WAITING, decision.reason, row, until=decision.until_s)
-    if books.desired(row) is None:
+        context.event(EventKind.WAITING, decision.reason, row, until=decision.until_s)
+    if context.desired(row) is None:
         move(row, State.WAITING, decision.reason)
     else:
         row.state_reason = decision.reason
 
 
-def _resize(books: Books, row: IncarnationRow, decision: Resize) -> None:
+def _resize(context: PassContext, row: IncarnationRow, decision: Resize) -> None:
     slots = slots_to_json(decision.placement.slots)
     profile = decision.purpose is Purpose.PROFILE
-    current = books.desired(row)
+    current = context.desired(row)
     if current is not None and current.placement == slots and current.desired == "run" and not _over(current):
         current.purpose = decision.purpose.value
         workers = "worker" if len(slots) == 1 else "workers"
         reason = f"goes on with {len(slots)} {workers} on the slots that it has"
-        books.event(EventKind.KEPT, reason, row, generation=current.generation, workers=len(slots))
+        context.event(EventKind.KEPT, reason, row, generation=current.generation, workers=len(slots))
         return
-    there = None if current is None else unbegun_restart_of(books, row, current)
+    there = None if current is None else unbegun_restart_of(context, row, current)
     if there is not None and there.placement == slots:
         row.desired_generation, there.purpose = there.generation, decision.purpose.value
         workers = "worker" if len(slots) == 1 else "workers"
         reason = f"goes on with {len(slots)} {workers} where it is: the change that was ordered had not begun"
-        books.event(EventKind.KEPT, reason, row, generation=there.generation, workers=len(slots))
+        context.event(EventKind.KEPT, reason, row, generation=there.generation, workers=len(slots))
         row.state_reason = decision.reason
         return
-    training = books.training(row) or current
+    training = context.training(row) or current
     generation = order(
-        books,
+        context,
         row,
         slots=slots,
         purpose=decision.purpose.value,
         reason=decision.reason,
-        continues=can_continue(books, row),
+        continues=can_continue(context, row),
     )
-    books.event(
+    context.event(
         EventKind.RESIZED,
         decision.reason,
         row,
@@ -276,13 +278,13 @@ def _resize(books: Books, row: IncarnationRow, decision: Resize) -> None:
         row.state_reason = decision.reason
 
 
-def _suspend(books: Books, row: IncarnationRow, decision: Suspend) -> None:
+def _suspend(context: PassContext, row: IncarnationRow, decision: Suspend) -> None:
     row.desired_generation = None
-    books.event(EventKind.SUSPENDED, decision.reason, row)
+    context.event(EventKind.SUSPENDED, decision.reason, row)
     move(row, State.SUSPENDED, decision.reason)
 
 
-def _amended(books: Books, row: IncarnationRow, decision: Amended) -> None:
+def _amended(context: PassContext, row: IncarnationRow, decision: Amended) -> None:
     row.deadline_at, row.value = decision.deadline_s, decision.value
     row.best_effort = decision.deadline_s is None
     row.deadline_passed = False
@@ -291,7 +293,7 @@ def _amended(books: Books, row: IncarnationRow, decision: Amended) -> None:
     told = {"deadline_at": decision.deadline_s, "value": decision.value}
     undecided = row.verdict.decision == "undecided"
     if undecided and decision.deadline_s is None and not row.parked:
-        _take_on(books, row, reason)
+        _take_on(context, row, reason)
     if not undecided or decision.deadline_s is None:
         verdict = replace(
             row.verdict,
@@ -300,19 +302,19 @@ def _amended(books: Books, row: IncarnationRow, decision: Amended) -> None:
             deadline_at=decision.deadline_s,
             plan=plan_to_json(decision.plan),
         )
-        books.give_verdict(row, EventKind.AMENDED, verdict, **told)
+        context.give_verdict(row, EventKind.AMENDED, verdict, **told)
     else:
-        books.event(EventKind.AMENDED, reason, row, **told)
-    if books.amendment is not None and books.amendment.job_id == row.job_id:
-        books.amendment.answer = {"accepted": True, "reason": reason, "earliest_deadline_at": None}
+        context.event(EventKind.AMENDED, reason, row, **told)
+    if context.amendment is not None and context.amendment.job_id == row.job_id:
+        context.amendment.answer = {"accepted": True, "reason": reason, "earliest_deadline_at": None}
 
 
-def _amend_rejected(books: Books, row: IncarnationRow, decision: AmendRejected) -> None:
+def _amend_rejected(context: PassContext, row: IncarnationRow, decision: AmendRejected) -> None:
     earliest = decision.earliest_deadline_s
-    books.event(EventKind.AMEND_REJECTED, decision.reason, row, earliest_deadline_at=earliest)
-    if books.amendment is not None and books.amendment.job_id == row.job_id:
+    context.event(EventKind.AMEND_REJECTED, decision.reason, row, earliest_deadline_at=earliest)
+    if context.amendment is not None and context.amendment.job_id == row.job_id:
         answer = {"accepted": False, "reason": decision.reason, "earliest_deadline_at": earliest}
-        books.amendment.answer = answer
+        context.amendment.answer = answer
 
 
 def when(at_s: float) -> str:

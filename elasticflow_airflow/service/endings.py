@@ -14,10 +14,10 @@ from elasticflow_airflow.runtime.protocol import UNTRAINED, RescaleMode
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.service import history, outlook
-from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.deciding import feed, when
 from elasticflow_airflow.service.generation_notes import OutOfMemory
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.pass_context import PassContext
 from elasticflow_airflow.service.transitions import move
 from elasticflow_airflow.wire import EventKind, JobResult, State
 
@@ -27,40 +27,40 @@ _NOTHING_KNOWN = (
 )
 
 
-def conclude(books: Books) -> None:
+def conclude(context: PassContext) -> None:
     """End every job whose end was decided and whose workers have all left."""
-    for row in books.rows:
-        if row.ending and not row.terminal and not books.open_of(row):
-            with books.on_behalf_of(row.job_id, "bringing it to its end"):
-                _conclude(books, row)
+    for row in context.rows:
+        if row.ending and not row.terminal and not context.open_of(row):
+            with context.on_behalf_of(row.job_id, "bringing it to its end"):
+                _conclude(context, row)
 
 
-def _conclude(books: Books, row: IncarnationRow) -> None:
+def _conclude(context: PassContext, row: IncarnationRow) -> None:
     ending = row.ending
     assert ending is not None  # the caller looked
     state, reason = ending.state, ending.reason
     if state is State.SUCCEEDED and ending.use_checkpoint and row.promoted is None:
         state, reason = State.FAILED, f"{reason}, but there is no checkpoint to use"
         row.ending = ending = replace(ending, failure=reason)
-    row.finished_at = books.now
+    row.finished_at = context.now
     row.failure = ending.failure
     if ending.is_done:
-        _measure_tail(books, row)
+        _measure_tail(context, row)
         if row.deadline_at is not None:
-            reason = f"{reason}, {_beside_the_deadline(row.deadline_at, books.now)}"
+            reason = f"{reason}, {_beside_the_deadline(row.deadline_at, context.now)}"
     if state is not State.REJECTED:
-        row.result = result_of(books, row, state).model_dump(mode="json")
+        row.result = result_of(context, row, state).model_dump(mode="json")
     if state is State.SUCCEEDED:
         history.remember(
-            books.tx,
-            books.jobs[row.job_id],
+            context.tx,
+            context.jobs[row.job_id],
             row,
-            books.now,
-            prior=books.settings.throughput_error,
-            complete=books.knows_curve(row),
+            context.now,
+            prior=context.settings.throughput_error,
+            complete=context.knows_curve(row),
             success=True,
         )
-        books.learned = True
+        context.learned = True
     row.terminal = True
     row.secret_env = None
     row.scheduler_state = None
@@ -69,15 +69,15 @@ def _conclude(books: Books, row: IncarnationRow) -> None:
     row.projected_finish_at = row.finished_at if state is State.SUCCEEDED else None
     move(row, state, reason)
     if state is not State.REJECTED:
-        books.event(EventKind[state.name], reason, row, **(_summary(row) if row.result else {}))
+        context.event(EventKind[state.name], reason, row, **(_summary(row) if row.result else {}))
     # Only now may the scheduler give the slots away for good; by id, it knows no incarnations.
-    if row.introduced and books.knows(row.job_id):
+    if row.introduced and context.knows(row.job_id):
         if state is State.SUCCEEDED:
-            feed(books, ev.JobFinished(row.job_id))
+            feed(context, ev.JobFinished(row.job_id))
         elif state is State.CANCELLED:
-            feed(books, ev.JobCancelled(row.job_id))
+            feed(context, ev.JobCancelled(row.job_id))
         else:
-            feed(books, ev.JobFailed(row.job_id))
+            feed(context, ev.JobFailed(row.job_id))
 
 
 def _beside_the_deadline(deadline_at: float, now: float) -> str:
@@ -85,21 +85,23 @@ def _beside_the_deadline(deadline_at: float, now: float) -> str:
     return f"{abs(deadline_at - now):.0f} s {side} the deadline {when(deadline_at)}"
 
 
-def _measure_tail(books: Books, row: IncarnationRow) -> None:
+def _measure_tail(context: PassContext, row: IncarnationRow) -> None:
     if row.last_step_at is not None:
-        tail_s = min(max(0.0, books.now - row.last_step_at), books.lived_s(row)) + books.settings.wake_up_allowance_s
+        tail_s = (
+            min(max(0.0, context.now - row.last_step_at), context.lived_s(row)) + context.settings.wake_up_allowance_s
+        )
         row.costs = row.costs.updated(tail_s=tail_s)
 
 
-def result_of(books: Books, row: IncarnationRow, state: State) -> JobResult:
+def result_of(context: PassContext, row: IncarnationRow, state: State) -> JobResult:
     """What the job leaves."""
-    generations = books.tx.generations(row.job_id, row.incarnation)
+    generations = context.tx.generations(row.job_id, row.incarnation)
     path = None
     if row.promoted is not None:
-        checkpoints = books.checkpoints_of(row.job_id, row.incarnation)
+        checkpoints = context.checkpoints_of(row.job_id, row.incarnation)
         path = str(checkpoints / row.promoted.path)
     deadline_at = row.deadline_at
-    finished_at = books.now
+    finished_at = context.now
     return JobResult(
         checkpoint_path=path,
         checkpoint_digest=row.promoted.digest if row.promoted else None,
@@ -143,65 +145,65 @@ def _summary(row: IncarnationRow) -> dict[str, object]:
     return {name: row.result[name] for name in names}
 
 
-def settle(books: Books) -> None:
+def settle(context: PassContext) -> None:
     """Decide what the end of each ended and judged generation means."""
-    for generation in sorted(books.generations.values(), key=lambda g: g.generation):
+    for generation in sorted(context.generations.values(), key=lambda g: g.generation):
         if generation.state == "ended" and generation.judged and not generation.handled:
-            with books.on_behalf_of(generation.job_id, "deciding what the end of its workers means"):
-                _handle(books, generation)
+            with context.on_behalf_of(generation.job_id, "deciding what the end of its workers means"):
+                _handle(context, generation)
 
 
-def _handle(books: Books, generation: GenerationRow) -> None:
-    row = books.row(generation.job_id, generation.incarnation)
+def _handle(context: PassContext, generation: GenerationRow) -> None:
+    row = context.row(generation.job_id, generation.incarnation)
     generation.handled = True
     if row is None:
         return
     # Only what has no living predecessor is gone for good: changes in place overtake each other.
-    left = books.open_of(row)
+    left = context.open_of(row)
     gone = left[0].generation - 1 if left else generation.generation
     row.cleared_generation = max(row.cleared_generation, gone)
     if not row.terminal:
-        _settle(books, row, generation)
+        _settle(context, row, generation)
 
 
-def _settle(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+def _settle(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
     outcome = generation.outcome
     if generation.notes.too_many and not row.ending:
         if row.desired_generation == generation.generation:
-            _again(books, row, f"its script has {row.logical_workers} logical workers, fewer than there were workers")
+            _again(context, row, f"its script has {row.logical_workers} logical workers, fewer than there were workers")
         return
     if generation.notes.kind == UNTRAINED and not row.ending:
-        books.end(row, State.FAILED, str(generation.notes.message), failure=_failure(generation))
+        context.end(row, State.FAILED, str(generation.notes.message), failure=_failure(generation))
         return
     if outcome == GangOutcome.FINISHED and not (row.ending and row.ending.state is not State.SUCCEEDED):
-        _finished(books, row, generation)
+        _finished(context, row, generation)
         return
     if row.ending:
         return
-    was_desired = row.desired_generation == generation.generation or _trained_until_now(books, row, generation)
+    was_desired = row.desired_generation == generation.generation or _trained_until_now(context, row, generation)
     if outcome == GangOutcome.FAILED and generation.notes.kind == "nan_loss":
-        books.end(row, State.FAILED, f"the loss is not a number at step {row.step}", failure=_failure(generation))
+        context.end(row, State.FAILED, f"the loss is not a number at step {row.step}", failure=_failure(generation))
     elif generation.notes.out_of_memory is not None and outcome == GangOutcome.FAILED:
-        _out_of_memory(books, row, generation)
+        _out_of_memory(context, row, generation)
     elif not was_desired:
         if outcome == GangOutcome.FAILED and not generation.notes.dropped:
             reason = f"generation {generation.generation} failed while it was leaving: {_first_line(generation)}"
-            books.event(EventKind.WARNING, reason, row, generation=generation.generation)
+            context.event(EventKind.WARNING, reason, row, generation=generation.generation)
     elif generation.stop_cause == "hang":
-        _again(books, row, f"restarts after a hang at step {row.step}")
+        _again(context, row, f"restarts after a hang at step {row.step}")
     elif generation.stop_cause == "deaths":
-        _restart_or_fail(books, row, generation, _first_line(generation), progressed=True)
+        _restart_or_fail(context, row, generation, _first_line(generation), progressed=True)
     elif outcome == GangOutcome.FAILED:
-        _failed(books, row, generation)
+        _failed(context, row, generation)
     elif outcome == GangOutcome.LOST:
-        _lost(books, row, generation)
+        _lost(context, row, generation)
     else:
-        _again(books, row, "its workers have left, which nobody asked for (was the machine asleep?)")
+        _again(context, row, "its workers have left, which nobody asked for (was the machine asleep?)")
 
 
-def _trained_until_now(books: Books, row: IncarnationRow, generation: GenerationRow) -> bool:
+def _trained_until_now(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> bool:
     """Whether a generation ended before the one that continues it has switched: then the job has lost its gang."""
-    change = books.desired(row)
+    change = context.desired(row)
     return (
         change is not None
         and change.mode == RescaleMode.IN_PLACE
@@ -211,7 +213,7 @@ def _trained_until_now(books: Books, row: IncarnationRow, generation: Generation
     )
 
 
-def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+def _finished(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
     finished = generation.notes.finished
     total = row.total_steps
     done = row.step
@@ -221,10 +223,10 @@ def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
             f"the script ended with status 0 after {done} of {total} steps: it must go on until all are done"
             " (did it stop early, or resume from nothing?)"
         )
-        books.end(row, State.FAILED, reason, failure=reason)
+        context.end(row, State.FAILED, reason, failure=reason)
         return
     if finished is None and (untrained := _trained_nothing(row, generation)) is not None:
-        books.end(row, State.FAILED, untrained, failure=untrained)
+        context.end(row, State.FAILED, untrained, failure=untrained)
         return
     reached, early = outlook.reached(row), None if finished is None else finished.early
     if finished is not None and total is not None and done < total and not reached and not early:
@@ -232,11 +234,11 @@ def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
             f"the script says that it is finished after {done} of {total} steps: if that is meant, let it say why, with"
             " session.finish(early=...)"
         )
-        books.end(row, State.FAILED, reason, failure=reason)
+        context.end(row, State.FAILED, reason, failure=reason)
         return
     if finished is not None and finished.path and (row.promoted is None or row.promoted.path != finished.path):
         reason = f"the final checkpoint {finished.path} is missing or damaged"
-        _restart_or_fail(books, row, generation, reason, progressed=True)
+        _restart_or_fail(context, row, generation, reason, progressed=True)
         return
     parts = [f"done: {done} steps"]
     if finished is None and not row.ever_reported:
@@ -247,7 +249,7 @@ def _finished(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
         parts.append(f"target loss {row.target.loss:g} reached")
     if row.loss is not None:
         parts.append(f"loss {row.loss:.4g}")
-    books.end(row, State.SUCCEEDED, ", ".join(parts))
+    context.end(row, State.SUCCEEDED, ", ".join(parts))
 
 
 def _trained_nothing(row: IncarnationRow, generation: GenerationRow) -> str | None:
@@ -284,67 +286,67 @@ def _unread_progress(row: IncarnationRow) -> str | None:
     return f"the script ended with status 0, and {said} never showed a step: nothing is known to be trained"
 
 
-def _out_of_memory(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+def _out_of_memory(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
     said = generation.notes.out_of_memory or OutOfMemory()
     global_batch = int(row.submission["global_batch_size"])
     micro = said.micro_batch_size or row.micro_batch_size or global_batch
     if micro <= 1:
         reason = "the device's memory does not suffice for a micro-batch of 1: use a smaller model or a larger device"
-        books.end(row, State.FAILED, reason, failure=f"{reason}\n{said.message}".strip())
+        context.end(row, State.FAILED, reason, failure=f"{reason}\n{said.message}".strip())
         return
     row.micro_batch_size = smaller = (micro + 1) // 2  # Of three two are left: one alone cannot train BatchNorm.
     _again(
-        books,
+        context,
         row,
         f"out of memory with a micro-batch of {micro}: tries again with {smaller}; the global batch stays"
         f" {global_batch}",
     )
 
 
-def _failed(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+def _failed(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
     if generation.notes.exit_zero and generation.notes.finished is None:
         if (untrained := _trained_nothing(row, generation)) is not None:
-            books.end(row, State.FAILED, untrained, failure=untrained)
+            context.end(row, State.FAILED, untrained, failure=untrained)
             return
         total = f" of {row.total_steps}" if row.total_steps is not None else ""
         reason = f"the script ended with status 0 after {row.step}{total} steps, before it was finished"
         if row.total_steps is not None and row.step >= row.total_steps:
             reason += ": a loop of your own ends with session.finish(), which saves the result"
         if not row.ever_reported:
-            books.end(row, State.SUCCEEDED, _NOTHING_KNOWN)
+            context.end(row, State.SUCCEEDED, _NOTHING_KNOWN)
             return
-        books.end(row, State.FAILED, reason, failure=reason)
+        context.end(row, State.FAILED, reason, failure=reason)
         return
     by_signal = generation.notes.signalled
     if generation.notes.kind == "bad_checkpoint":
         by_signal = True
     saved = row.promoted is not None and row.promoted.step > row.restart_step
     progressed = saved or row.step > max(row.restart_step, 0)
-    _restart_or_fail(books, row, generation, _first_line(generation), progressed=progressed or by_signal)
+    _restart_or_fail(context, row, generation, _first_line(generation), progressed=progressed or by_signal)
 
 
-def _lost(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+def _lost(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
     row.losses = 1 if _saved_step(row) > max(row.restart_step, 0) else row.losses + 1
-    if row.losses > books.settings.max_losses:
+    if row.losses > context.settings.max_losses:
         reason = f"lost its workers {row.losses} times in a row without progress: {_first_line(generation)}"
-        books.end(row, State.FAILED, reason, failure=_failure(generation))
+        context.end(row, State.FAILED, reason, failure=_failure(generation))
         return
-    _again(books, row, f"lost its workers: {_first_line(generation)}")
+    _again(context, row, f"lost its workers: {_first_line(generation)}")
 
 
 def _restart_or_fail(
-    books: Books, row: IncarnationRow, generation: GenerationRow, reason: str, *, progressed: bool
+    context: PassContext, row: IncarnationRow, generation: GenerationRow, reason: str, *, progressed: bool
 ) -> None:
-    if row.restarts >= books.settings.max_restarts or not progressed:
+    if row.restarts >= context.settings.max_restarts or not progressed:
         why = "without progress since the start" if not progressed else f"after {row.restarts} restarts"
         where = f"at step {row.step}" + (f" of {row.total_steps}" if row.total_steps is not None else "")
-        books.end(row, State.FAILED, f"failed {where}, {why}: {reason}", failure=_failure(generation) or reason)
+        context.end(row, State.FAILED, f"failed {where}, {why}: {reason}", failure=_failure(generation) or reason)
         return
     row.restarts += 1
-    _again(books, row, f"restart {row.restarts} of {books.settings.max_restarts} after a failure: {reason}")
+    _again(context, row, f"restart {row.restarts} of {context.settings.max_restarts} after a failure: {reason}")
 
 
-def _again(books: Books, row: IncarnationRow, reason: str) -> None:
+def _again(context: PassContext, row: IncarnationRow, reason: str) -> None:
     """The gang is gone; the scheduler decides when and where the next one starts."""
     step, lost = _saved_step(row), row.step
     row.restart_step = step
@@ -354,11 +356,11 @@ def _again(books: Books, row: IncarnationRow, reason: str) -> None:
         where = f"begins again at step 0, as there was no checkpoint yet ({lost} steps are lost)"
     else:
         where = f"goes on from step {step}"
-    books.event(EventKind.RESTARTING, f"{reason}; {where}", row, step=step)
-    if books.knows(row.job_id):
+    context.event(EventKind.RESTARTING, f"{reason}; {where}", row, step=step)
+    if context.knows(row.job_id):
         if row.promoted:
-            outlook.tell(books, row, step=step)
-        feed(books, ev.GangLost(row.job_id))
+            outlook.tell(context, row, step=step)
+        feed(context, ev.GangLost(row.job_id))
 
 
 def _saved_step(row: IncarnationRow) -> int:

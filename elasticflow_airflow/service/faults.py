@@ -1,7 +1,7 @@
 """Whose fault it is when a pass of the loop fails: jobs that the service cannot handle, told from trouble of its own.
 
-A fault in what is done for one job is noted as that job's where it happens (``Books.on_behalf_of``). One in what is
-done for all of them together, planning, is attributed by leaving jobs out until it works. Knows no rows.
+A fault in what is done for one job is noted as that job's where it happens (``PassContext.on_behalf_of``). One in what
+is done for all of them together, planning, is attributed by leaving jobs out until it works. Knows no rows.
 """
 
 from __future__ import annotations

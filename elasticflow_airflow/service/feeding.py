@@ -23,7 +23,7 @@ _AT_ONCE = 200
 
 
 @dataclass(frozen=True, slots=True)
-class CalendarDesk:
+class CalendarService:
     """The service's side. ``changed`` has the loop look at the calendar again."""
 
     store: Store

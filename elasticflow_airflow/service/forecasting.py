@@ -15,11 +15,11 @@ from elasticflow_airflow.scheduler_core.calendar_forecast import Forecast, Outco
 from elasticflow_airflow.scheduler_core.decisions import Admit, Reject, Terms, Wait
 from elasticflow_airflow.scheduler_core.values import Job, OnReject
 from elasticflow_airflow.service import history, recurring
-from elasticflow_airflow.service.books import costs_from
 from elasticflow_airflow.service.codec import curve_from_json, plan_to_json
 from elasticflow_airflow.service.introducing import known_speeds, logical_workers, most_workers
 from elasticflow_airflow.service.job_documents import InPlaceRecord
 from elasticflow_airflow.service.lateness import as_asked, passed_already
+from elasticflow_airflow.service.pass_context import costs_from
 from elasticflow_airflow.service.refusal import Refusal, never_fits, wrong_job_id
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store import Reader, Store
@@ -44,7 +44,7 @@ _INSTEAD = {
 
 
 @dataclass(frozen=True, slots=True)
-class ForecastDesk:
+class ForecastService:
     """The service's side of both questions. ``scheduler`` gives a copy, None while there is none."""
 
     store: Store

@@ -10,45 +10,45 @@ from typing import Any
 
 from elasticflow_airflow.engines.port import GangState
 from elasticflow_airflow.runtime.protocol import RescaleMode
-from elasticflow_airflow.service.books import Books, alive
 from elasticflow_airflow.service.generation_notes import GenerationNotes
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.pass_context import PassContext, alive
 from elasticflow_airflow.service.sessions import threads_begun_with
 from elasticflow_airflow.service.transitions import ORDERED
 
 
-def can_continue(books: Books, row: IncarnationRow) -> GenerationRow | None:
+def can_continue(context: PassContext, row: IncarnationRow) -> GenerationRow | None:
     """The generation whose workers could go on in another one without a restart; None: a restart it must be.
 
     It trains, its session said at its start that it can, nobody told it to stop, and changes in place have not failed
     too often.
     """
-    desired, training = books.desired(row), books.training(row)
+    desired, training = context.desired(row), context.training(row)
     if training is None or desired is None or desired.desired != "run" or row.ending:
         return None
-    if not training.notes.in_place or training.notes.finished or gave_up(books, row):
+    if not training.notes.in_place or training.notes.finished or gave_up(context, row):
         return None
     return training
 
 
-def unbegun_restart_of(books: Books, row: IncarnationRow, ordered: GenerationRow) -> GenerationRow | None:
+def unbegun_restart_of(context: PassContext, row: IncarnationRow, ordered: GenerationRow) -> GenerationRow | None:
     """The gang that trains and was not told to leave yet, as the restart that was ordered waits for its slots."""
     if ordered.state != ORDERED or ordered.mode != RescaleMode.RESTART or ordered.notes.vacate:
         return None
-    open_ones = [g for g in books.open_of(row) if g is not ordered and g.state != ORDERED]
+    open_ones = [g for g in context.open_of(row) if g is not ordered and g.state != ORDERED]
     alone = open_ones[0] if len(open_ones) == 1 else None
     if alone is None or alone.state != GangState.RUNNING or alone.desired != "run" or alone.notes.finished:
         return None
     return alone
 
 
-def gave_up(books: Books, row: IncarnationRow) -> bool:
+def gave_up(context: PassContext, row: IncarnationRow) -> bool:
     """Whether changes in place have failed so often in a row that this incarnation is changed by restarts only."""
-    return row.in_place.failures >= books.settings.in_place_attempts
+    return row.in_place.failures >= context.settings.in_place_attempts
 
 
 def order(
-    books: Books,
+    context: PassContext,
     row: IncarnationRow,
     *,
     slots: list[Any],
@@ -62,7 +62,7 @@ def order(
 
     ``continues`` None: by a restart. ``own``: it is the service's own idea, and the scheduler hears of it once it runs.
     """
-    job = books.jobs[row.job_id]
+    job = context.jobs[row.job_id]
     job.generation += 1
     mode = RescaleMode.RESTART if continues is None else RescaleMode.IN_PLACE
     generation = GenerationRow(
@@ -73,11 +73,11 @@ def order(
         workers=len(slots),
         purpose=purpose,
         reason=reason,
-        created_at=books.now,
-        fresh_start=not any(alive(g) for g in books.open_of(row)),
+        created_at=context.now,
+        fresh_start=not any(alive(g) for g in context.open_of(row)),
         mode=mode.value,
         continues=None if continues is None else continues.generation,
-        lost=[] if continues is None else sorted(books.lost_since(row, continues) | (lost or set())),
+        lost=[] if continues is None else sorted(context.lost_since(row, continues) | (lost or set())),
         desired="run",
         stop_cause="",
         state=ORDERED,
@@ -85,9 +85,9 @@ def order(
         handled=False,
         window={},
         folded={},
-        notes=GenerationNotes(ordered_at_step=row.step, own=own, threads=threads_begun_with(books.tx, row)),
+        notes=GenerationNotes(ordered_at_step=row.step, own=own, threads=threads_begun_with(context.tx, row)),
         log_names=[],
     )
-    books.add_generation(generation)
+    context.add_generation(generation)
     row.desired_generation = job.generation
     return generation

@@ -55,7 +55,7 @@ LONGEST_S = 31 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
-class InsightDesk:
+class InsightService:
     """The service's side. ``foresee`` tells what the scheduler has in mind, ``nodes`` what is there.
 
     ``trained_with`` tells what decided on the weights of an incarnation with these generations.

@@ -1,4 +1,4 @@
-"""The routes of ``elasticflow_airflow.insight``: what the pages ask. All rules are in the desks."""
+"""The routes of ``elasticflow_airflow.insight``: what the pages ask. All rules are in the services."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from elasticflow_airflow.insight import (
     WhatIf,
     WhatIfRequest,
 )
-from elasticflow_airflow.service.feeding import CalendarDesk
-from elasticflow_airflow.service.insight import InsightDesk
+from elasticflow_airflow.service.feeding import CalendarService
+from elasticflow_airflow.service.insight import InsightService
 from elasticflow_airflow.service.lanes import Lanes
 from elasticflow_airflow.service.parameters import Incarnation, JobId, Moment
 from elasticflow_airflow.service.refusal import Refusal, declared
-from elasticflow_airflow.service.whatif import WhatIfDesk
+from elasticflow_airflow.service.whatif import WhatIfService
 
 if TYPE_CHECKING:
     from elasticflow_airflow.service.api import ServiceParts
 
 
 @dataclass(frozen=True, slots=True)
-class InsightDesks:
+class InsightServices:
     """Who answers."""
 
-    insight: InsightDesk
-    what_if: WhatIfDesk
-    calendar: CalendarDesk
+    insight: InsightService
+    what_if: WhatIfService
+    calendar: CalendarService
 
 
 def add_insight(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     """Add the routes."""
 
-    def desks() -> InsightDesks:
+    def services() -> InsightServices:
         if parts.insight is None:
             raise Refusal(501, "no_insight", "this service tells nothing but the status of jobs", "ask for the job")
         return parts.insight
@@ -52,7 +52,7 @@ def add_insight(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     @lanes.pages
     def cluster() -> ClusterNow:
         """The cluster now: every slot, and all live jobs, each with why it has its size or waits."""
-        return desks().insight.cluster()
+        return services().insight.cluster()
 
     @app.get("/v1/cluster/history", responses=declared(501))
     @lanes.pages
@@ -62,19 +62,19 @@ def add_insight(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
         count: Annotated[int, Query(alias="parts", ge=1, le=1000)] = 96,
     ) -> ClusterHistory:
         """What was, what is planned, and what was asked for between two moments: at most 31 days."""
-        return desks().insight.history(from_at, until_at, count)
+        return services().insight.history(from_at, until_at, count)
 
     @app.get("/v1/jobs/{job_id}/story", responses=declared(404, 501))
     @lanes.pages
     def story(job_id: JobId, incarnation: Incarnation | None = None) -> JobStory:
         """Everything about one incarnation of a job; by default the current one."""
-        return desks().insight.story(job_id, incarnation)
+        return services().insight.story(job_id, incarnation)
 
     @app.get("/v1/jobs/{job_id}/runs", responses=declared(404, 501))
     @lanes.pages
     def runs(job_id: JobId, limit: Annotated[int, Query(ge=1, le=50)] = 10) -> list[RunOfTask]:
         """A run and the last others of the same recurring task, newest first."""
-        return desks().insight.runs(job_id, limit)
+        return services().insight.runs(job_id, limit)
 
     @app.post("/v1/what-if", responses=declared(404, 409, 501))
     @lanes.what_if
@@ -83,7 +83,7 @@ def add_insight(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
 
         What takes longer than some seconds to work out is refused (422, `too_large`): ask for fewer changes at once.
         """
-        return desks().what_if.ask(request)
+        return services().what_if.ask(request)
 
     @app.post("/v1/calendar", responses=declared(501))
     @lanes.pages
@@ -92,13 +92,13 @@ def add_insight(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
 
         With `whole`, the runs to come of tasks of that namespace that are not named are forgotten.
         """
-        return desks().calendar.feed(request)
+        return services().calendar.feed(request)
 
     @app.post("/v1/jobs/{job_id}/stacks", responses=declared(404))
     @lanes.looking
     def stacks(job_id: JobId) -> StackDump:
         """What each live worker of a job is doing right now. May take some seconds."""
-        parts.desk.status(job_id)
+        parts.job_service.status(job_id)
         at = time.time()
         try:
             return StackDump(job_id=job_id, at=at, stacks=dict(parts.engine.stacks(job_id)))

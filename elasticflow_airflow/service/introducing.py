@@ -21,65 +21,74 @@ from elasticflow_airflow.scheduler_core.config import Objective
 from elasticflow_airflow.scheduler_core.pricing import FORGOTTEN
 from elasticflow_airflow.scheduler_core.values import Job, OnReject
 from elasticflow_airflow.service import history, lateness, outlook, recurring, resuming
-from elasticflow_airflow.service.books import Books
-from elasticflow_airflow.service.candidates import CandidateDesk
+from elasticflow_airflow.service.candidates import CandidateService
 from elasticflow_airflow.service.codec import curve_from_json
 from elasticflow_airflow.service.deciding import feed, feed_submitted
 from elasticflow_airflow.service.job_documents import StoredVerdict
 from elasticflow_airflow.service.models import AmendmentRow, IncarnationRow
+from elasticflow_airflow.service.pass_context import PassContext
 from elasticflow_airflow.service.renewals import Renewals
 from elasticflow_airflow.service.transitions import move
 from elasticflow_airflow.service.view import UNREADABLE
 from elasticflow_airflow.wire import EventKind, Length, State, largest_share
 
 
-def introduce(books: Books, device_type: str, slots: int, desk: CandidateDesk, within_s: float) -> None:
+def introduce(
+    context: PassContext, device_type: str, slots: int, candidate_service: CandidateService, within_s: float
+) -> None:
     """Ask the scheduler about every new incarnation whose predecessors have all come to their end, within that time.
 
-    ``slots`` is how many the cluster has. ``desk`` copies the checkpoint that an incarnation goes on from; it is
-    introduced once it is there.
+    ``slots`` is how many the cluster has. ``candidate_service`` copies the checkpoint that an incarnation goes on from;
+    it is introduced once that is there.
     """
     asked: list[IncarnationRow] = []
-    feed_submitted(books, _newcomers(books, device_type, slots, desk, time.monotonic() + within_s, asked))
+    feed_submitted(
+        context, _newcomers(context, device_type, slots, candidate_service, time.monotonic() + within_s, asked)
+    )
     for row in asked:
-        with books.on_behalf_of(row.job_id, "asking the scheduler about it"):
-            if row.target and row.target.at_most is not None and books.knows(row.job_id) and not row.ending:
-                outlook.tell(books, row)
+        with context.on_behalf_of(row.job_id, "asking the scheduler about it"):
+            if row.target and row.target.at_most is not None and context.knows(row.job_id) and not row.ending:
+                outlook.tell(context, row)
             if row.state == State.SUBMITTED and not row.ending:
                 move(row, State.WAITING, row.verdict.reason or "waits for slots")
 
 
 def _newcomers(
-    books: Books, device_type: str, slots: int, desk: CandidateDesk, until_s: float, asked: list[IncarnationRow]
+    context: PassContext,
+    device_type: str,
+    slots: int,
+    candidate_service: CandidateService,
+    until_s: float,
+    asked: list[IncarnationRow],
 ) -> Iterator[Job]:
     """Those about whom the scheduler is to be asked, noted in ``asked``; no more of them once the time is over."""
-    for row in list(books.rows):
+    for row in list(context.rows):
         if row.introduced or row.terminal or row.cancel_reason is not None or row.ending:
             continue
         if time.monotonic() > until_s:
-            books.more = True  # Who has been decided on hears of it now; the next pass takes up the rest.
+            context.more = True  # Who has been decided on hears of it now; the next pass takes up the rest.
             return
         job = None
-        with books.on_behalf_of(row.job_id, "asking the scheduler about it"):
-            earlier = (one for one in books.incarnations_of(row.job_id) if one.incarnation < row.incarnation)
-            if any(not one.terminal for one in earlier) or books.knows(row.job_id):
+        with context.on_behalf_of(row.job_id, "asking the scheduler about it"):
+            earlier = (one for one in context.incarnations_of(row.job_id) if one.incarnation < row.incarnation)
+            if any(not one.terminal for one in earlier) or context.knows(row.job_id):
                 continue
             row.logical_workers = logical_workers(row.submission)
-            if resuming.is_ready(books, row, desk):
-                job = _introduce(books, row, device_type, slots)
+            if resuming.is_ready(context, row, candidate_service):
+                job = _introduce(context, row, device_type, slots)
         if job is not None:
             asked.append(row)
             yield job
 
 
-def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) -> Job | None:
+def _introduce(context: PassContext, row: IncarnationRow, device_type: str, slots: int) -> Job | None:
     """Write down what is known of a job before it trains; None: it is over, and nobody need be asked."""
     submission = row.submission
-    job = books.jobs[row.job_id]
+    job = context.jobs[row.job_id]
     row.introduced = True
     row.verdict = StoredVerdict()
     row.signature = history.signature_of(submission, device_type, row.logical_workers)
-    past = history.past_of(books.tx.history(job.recurring_key, row.signature))
+    past = history.past_of(context.tx.history(job.recurring_key, row.signature))
     row.costs = replace(past.costs, **row.costs.known())
     length = Length.as_stored(submission["length"])
     row.total_steps = history.length_of(length, int(submission["global_batch_size"]), past)
@@ -87,9 +96,9 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
     needs_length = row.total_steps is None and not row.best_effort
     speeds = known_speeds(submission, None if needs_length else past.measured)
     row.told_speeds = speeds
-    sigma, sigmas = history.sigmas_of(past, submission["scaling_curve"], books.settings.scheduler_config())
-    _say_where_it_starts(books, row)
-    outlook.begin(books, row, past.loss_curve)
+    sigma, sigmas = history.sigmas_of(past, submission["scaling_curve"], context.settings.scheduler_config())
+    _say_where_it_starts(context, row)
+    outlook.begin(context, row, past.loss_curve)
     most, least = most_workers(submission, row.logical_workers), int(submission["min_workers"])
     if most < least:
         reason = (
@@ -97,10 +106,10 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
             f" logical workers, and there are never more workers: give min_workers={most} at most, or logical_workers="
             " to train from the beginning"
         )
-        books.end(row, State.FAILED, reason, failure=reason)
+        context.end(row, State.FAILED, reason, failure=reason)
         return None
     asked = lateness.settle(
-        books,
+        context,
         row,
         Job(
             job_id=row.job_id,
@@ -108,7 +117,7 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
             deadline_s=row.deadline_at,
             total_steps=None if row.total_steps is None else float(max(0, row.total_steps - row.step)),
             curve=curve_from_json(speeds) if speeds else None,
-            costs=books.costs_of(row),
+            costs=context.costs_of(row),
             min_workers=least,
             max_workers=most,
             value=row.value,
@@ -125,8 +134,8 @@ def _introduce(books: Books, row: IncarnationRow, device_type: str, slots: int) 
     limit = _limit(submission, row.logical_workers, slots)
     row.verdict = replace(row.verdict, limit=limit)
     reason = _what_is_known(submission, speeds) + limit
-    books.event(EventKind.SUBMITTED, f"submitted; {reason}", row, deadline_at=row.deadline_at, curve=speeds)
-    return replace(asked, task=recurring.arrive(books, job, row))
+    context.event(EventKind.SUBMITTED, f"submitted; {reason}", row, deadline_at=row.deadline_at, curve=speeds)
+    return replace(asked, task=recurring.arrive(context, job, row))
 
 
 def _what_is_known(submission: Mapping[str, Any], speeds: Mapping[str, float] | None) -> str:
@@ -140,15 +149,15 @@ def _what_is_known(submission: Mapping[str, Any], speeds: Mapping[str, float] | 
     return f"its speed with {sizes} is known from earlier runs"
 
 
-def recall(books: Books, scheduler: Scheduler) -> None:
+def recall(context: PassContext, scheduler: Scheduler) -> None:
     """Tell a new scheduler what came and went before it: a price is learned from all that ever asked."""
     if scheduler.config.objective is not Objective.VALUE:
         return
-    since = books.now - FORGOTTEN * max(scheduler.config.protection_half_lives_s)
-    scheduler.recall(filter(None, (_past_job(books, row) for row in books.tx.over_since(since))))
+    since = context.now - FORGOTTEN * max(scheduler.config.protection_half_lives_s)
+    scheduler.recall(filter(None, (_past_job(context, row) for row in context.tx.over_since(since))))
 
 
-def _past_job(books: Books, row: IncarnationRow) -> Job | None:
+def _past_job(context: PassContext, row: IncarnationRow) -> Job | None:
     """A job that is over; None where its speed or its length is not known, or cannot be read."""
     with suppress(*UNREADABLE):
         speeds = row.speeds or known_speeds(row.submission, None)
@@ -159,7 +168,7 @@ def _past_job(books: Books, row: IncarnationRow) -> Job | None:
                 deadline_s=row.deadline_at,
                 total_steps=float(row.total_steps),
                 curve=curve_from_json(speeds),
-                costs=books.costs_of(row),
+                costs=context.costs_of(row),
                 min_workers=int(row.submission["min_workers"]),
                 max_workers=most_workers(row.submission, row.logical_workers),
                 value=row.value,
@@ -206,48 +215,48 @@ def known_speeds(submission: Mapping[str, Any], past: Mapping[str, float] | None
     return history.speeds_to_plan_with(submission["scaling_curve"], past)
 
 
-def _say_where_it_starts(books: Books, row: IncarnationRow) -> None:
+def _say_where_it_starts(context: PassContext, row: IncarnationRow) -> None:
     wanted = row.submission["init_from"]
     if wanted == "latest" and row.init_from_path is None:
-        latest = books.tx.last_success(books.jobs[row.job_id].recurring_key, row.job_id)
+        latest = context.tx.last_success(context.jobs[row.job_id].recurring_key, row.job_id)
         none = "there is no earlier success of this task"
         if latest is not None:
             none = "where the last success of this task left its checkpoint cannot be read"
-        books.event(EventKind.INITIALISED, f'init_from="latest": {none}, so it starts fresh', row)
+        context.event(EventKind.INITIALISED, f'init_from="latest": {none}, so it starts fresh', row)
     elif row.init_from_path is not None and not os.path.isdir(row.init_from_path):
         reason = f"init_from={row.init_from_path}: there is no such checkpoint folder on this machine"
-        books.end(row, State.FAILED, reason, failure=reason)
+        context.end(row, State.FAILED, reason, failure=reason)
 
 
-def cancel(books: Books) -> None:
+def cancel(context: PassContext) -> None:
     """End what somebody wants cancelled."""
-    for row in books.rows:
+    for row in context.rows:
         if row.cancel_reason is not None and not row.terminal:
             # A decided end other than success gives way to nobody; a success that is nearly there stays one.
-            with books.on_behalf_of(row.job_id, "cancelling it"):
-                books.end(row, State.CANCELLED, row.cancel_reason or "cancelled")
+            with context.on_behalf_of(row.job_id, "cancelling it"):
+                context.end(row, State.CANCELLED, row.cancel_reason or "cancelled")
 
 
-def amend(books: Books) -> None:
+def amend(context: PassContext) -> None:
     """Ask the scheduler about amendments, in order."""
-    for amendment in books.tx.open_amendments():
-        if amendment.job_id in books.faults:
+    for amendment in context.tx.open_amendments():
+        if amendment.job_id in context.faults:
             amendment.answer = {"accepted": False, "reason": "the job is set aside", "earliest_deadline_at": None}
             continue
-        with books.on_behalf_of(amendment.job_id, "asking the scheduler about an amendment of it"):
-            _amend(books, amendment)
+        with context.on_behalf_of(amendment.job_id, "asking the scheduler about an amendment of it"):
+            _amend(context, amendment)
 
 
-def _amend(books: Books, amendment: AmendmentRow) -> None:
-    row = books.row(amendment.job_id, amendment.incarnation)
+def _amend(context: PassContext, amendment: AmendmentRow) -> None:
+    row = context.row(amendment.job_id, amendment.incarnation)
     if row is not None and not row.introduced and not row.terminal:
         return
-    if row is None or row.terminal or row.ending or not books.knows(row.job_id):
+    if row is None or row.terminal or row.ending or not context.knows(row.job_id):
         amendment.answer = {"accepted": False, "reason": "the job is over", "earliest_deadline_at": None}
         return
-    books.amendment = amendment
+    context.amendment = amendment
     feed(
-        books,
+        context,
         ev.JobAmended(
             row.job_id,
             deadline_s=amendment.deadline_at,
@@ -255,7 +264,7 @@ def _amend(books: Books, amendment: AmendmentRow) -> None:
             best_effort=amendment.best_effort,
         ),
     )
-    books.amendment = None
+    context.amendment = None
     if amendment.answer is None:
         amendment.answer = {"accepted": True, "reason": "nothing changed", "earliest_deadline_at": None}
 
@@ -284,51 +293,51 @@ class Leases:
         """What the last check found is in the store."""
         self._stored, self._stored_at_s = self._leases, self._checked_at_s
 
-    def check(self, books: Books, monotonic_s: float) -> None:
+    def check(self, context: PassContext, monotonic_s: float) -> None:
         """Park jobs whose owner is away, cancel those whose owner stays away, and take back who is there again."""
-        live = {(row.job_id, row.incarnation): row for row in books.rows if row.introduced and not row.terminal}
-        live |= {(row.job_id, row.incarnation): row for row in books.aside if not row.terminal}
+        live = {(row.job_id, row.incarnation): row for row in context.rows if row.introduced and not row.terminal}
+        live |= {(row.job_id, row.incarnation): row for row in context.aside if not row.terminal}
         self._renewals.keep(live)
         self._leases = {key: lease for key, lease in self._stored.items() if key in live}
-        deaf_s = monotonic_s - self._stored_at_s - books.settings.running_interval_s
+        deaf_s = monotonic_s - self._stored_at_s - context.settings.running_interval_s
         self._checked_at_s = monotonic_s
         for key, row in live.items():
-            with books.on_behalf_of(row.job_id, "looking whether its owner is there"):
-                self._check(books, row, key, deaf_s, monotonic_s)
+            with context.on_behalf_of(row.job_id, "looking whether its owner is there"):
+                self._check(context, row, key, deaf_s, monotonic_s)
 
     def _check(
-        self, books: Books, row: IncarnationRow, key: tuple[str, int], deaf_s: float, monotonic_s: float
+        self, context: PassContext, row: IncarnationRow, key: tuple[str, int], deaf_s: float, monotonic_s: float
     ) -> None:
         lease, renewals = self._leases.get(key), row.renewals + self._renewals.count(*key)
         if lease is None or lease.renewals != renewals or deaf_s > row.lease_s / 2:
             self._leases[key] = _Lease(renewals, monotonic_s)
-            row.lease_expires_at = books.now + row.lease_s
+            row.lease_expires_at = context.now + row.lease_s
             if lease is not None and lease.renewals != renewals:
-                row.heard_at = books.now  # Handlers only count who asks.
+                row.heard_at = context.now  # Handlers only count who asks.
             if row.parked and lease is not None and lease.renewals != renewals:
-                _unpark(books, row)
+                _unpark(context, row)
         elif not row.ending:
-            _expire(books, row, monotonic_s - lease.renewed_at_monotonic_s)
+            _expire(context, row, monotonic_s - lease.renewed_at_monotonic_s)
 
 
-def _expire(books: Books, row: IncarnationRow, away_s: float) -> None:
+def _expire(context: PassContext, row: IncarnationRow, away_s: float) -> None:
     if away_s > row.lease_s + row.orphan_s:
         reason = f"nobody has asked for the job for {away_s:.0f} s: cancelled"
-        books.tx.rely_on(row, "renewals")
-        books.end(row, State.CANCELLED, reason)
-    elif away_s > row.lease_s and not row.parked and row.job_id not in books.faults:
-        books.tx.rely_on(row, "renewals")
+        context.tx.rely_on(row, "renewals")
+        context.end(row, State.CANCELLED, reason)
+    elif away_s > row.lease_s and not row.parked and row.job_id not in context.faults:
+        context.tx.rely_on(row, "renewals")
         row.parked = True
         reason = f"nobody has asked for the job for {away_s:.0f} s: suspended with a checkpoint until somebody does"
-        books.event(EventKind.PARKED, reason, row)
-        feed(books, ev.JobParked(row.job_id))
+        context.event(EventKind.PARKED, reason, row)
+        feed(context, ev.JobParked(row.job_id))
         row.desired_generation = None
         move(row, State.SUSPENDED, reason)
 
 
-def _unpark(books: Books, row: IncarnationRow) -> None:
+def _unpark(context: PassContext, row: IncarnationRow) -> None:
     row.parked = False
     reason = "its owner is back"
-    books.event(EventKind.UNPARKED, reason, row)
+    context.event(EventKind.UNPARKED, reason, row)
     move(row, State.ADMITTED, reason)
-    feed(books, ev.JobUnparked(row.job_id))
+    feed(context, ev.JobUnparked(row.job_id))

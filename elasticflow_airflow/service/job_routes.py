@@ -1,4 +1,4 @@
-"""The routes about jobs, and what would become of them. All rules are in the desks.
+"""The routes about jobs, and what would become of them. All rules are in the services.
 
 Who waits for a verdict, or asks how a job is, holds no thread: all of these are looked up together.
 """
@@ -13,7 +13,7 @@ from fastapi import FastAPI, Query, Request, Response
 from pydantic import BaseModel, TypeAdapter
 
 from elasticflow_airflow.service.batching import Batcher, Watch
-from elasticflow_airflow.service.forecasting import ForecastDesk
+from elasticflow_airflow.service.forecasting import ForecastService
 from elasticflow_airflow.service.lanes import Lanes
 from elasticflow_airflow.service.parameters import JobId, MapIndex, Names
 from elasticflow_airflow.service.refusal import Refusal, declared
@@ -53,11 +53,11 @@ _CURSOR = re.compile(r"([0-9]{1,16}(?:\.[0-9]{1,16})?),([A-Za-z0-9_.~-]{1,300})"
 
 def add_jobs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     """Add the routes."""
-    desk, wait_s = parts.desk, parts.settings.verdict_wait_s
-    statuses = Batcher("statuses", desk.statuses)
-    renewals = Batcher("renewals", desk.renew_all)
-    verdicts = Watch("verdicts", parts.notifier, desk.decided)
-    answers = Watch("amendments", parts.notifier, desk.answered)
+    job_service, wait_s = parts.job_service, parts.settings.verdict_wait_s
+    statuses = Batcher("statuses", job_service.statuses)
+    renewals = Batcher("renewals", job_service.renew_all)
+    verdicts = Watch("verdicts", parts.notifier, job_service.decided)
+    answers = Watch("amendments", parts.notifier, job_service.answered)
 
     @app.put("/v1/jobs/{job_id}", response_model=Attachment | DryRun, responses=_NEW_INCARNATION | declared(409, 501))
     async def submit(job_id: JobId, submission: JobSubmission, dry_run: bool = False) -> Response:
@@ -65,7 +65,7 @@ def add_jobs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
         if dry_run:
             forecasts = _forecasts(parts)
             return _json(await lanes.planning.run(partial(forecasts.dry_run, job_id, submission)))
-        submitted = await lanes.changing.run(partial(desk.submit, job_id, submission))
+        submitted = await lanes.changing.run(partial(job_service.submit, job_id, submission))
         answer = None
         if submitted.amendment_id is not None:
             answer = await answers.wait(submitted.amendment_id, wait_s)
@@ -77,7 +77,7 @@ def add_jobs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     @lanes.changing
     def attach(job_id: JobId, request: AttachRequest) -> Attachment:
         """Take a new claim on the current incarnation of a job."""
-        return desk.attach(job_id, request.lease_s)
+        return job_service.attach(job_id, request.lease_s)
 
     @app.get("/v1/jobs", response_model=list[JobStatus], responses=_LIST)
     @lanes.reading
@@ -102,7 +102,7 @@ def add_jobs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
         given = {"namespace": namespace, "run_id": run_id, "task_id": task_id, "map_index": map_index}
         shared = {part: value for part, value in given.items() if value is not None}
         after = None if cursor is None else _read_cursor(cursor)
-        found = desk.list_jobs(None if state is None else state.value, dag_id, live, limit, shared, after)
+        found = job_service.list_jobs(None if state is None else state.value, dag_id, live, limit, shared, after)
         response = Response(_JOBS.dump_json(found), media_type="application/json")
         if len(found) == limit:
             page = request.url.include_query_params(cursor=found[-1].cursor)
@@ -117,7 +117,7 @@ def add_jobs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     @app.patch("/v1/jobs/{job_id}", response_model=AmendAnswer, responses=declared(404, 409))
     async def amend(job_id: JobId, request: AmendRequest) -> Response:
         """Change a job's deadline or value, if that can be promised. Needs its claim."""
-        amendment_id = await lanes.changing.run(partial(desk.amend, job_id, request))
+        amendment_id = await lanes.changing.run(partial(job_service.amend, job_id, request))
         answer = await answers.wait(amendment_id, wait_s)
         if answer is None:
             raise Refusal(503, "no_answer_yet", "the scheduler has not answered yet", "ask again in a moment")
@@ -127,13 +127,13 @@ def add_jobs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     @lanes.changing
     def cancel(job_id: JobId, request: ClaimRequest) -> JobStatus:
         """Cancel a job, once its workers have saved and left. Needs its claim."""
-        return desk.cancel(job_id, request.claim, request.reason)
+        return job_service.cancel(job_id, request.claim, request.reason)
 
     @app.post("/v1/jobs/{job_id}/acknowledge", responses=declared(404, 409))
     @lanes.changing
     def acknowledge(job_id: JobId, request: ClaimRequest) -> JobStatus:
         """Say that a success was recorded: the next submit trains anew. Needs its claim."""
-        return desk.acknowledge(job_id, request.claim)
+        return job_service.acknowledge(job_id, request.claim)
 
     @app.post("/v1/jobs/{job_id}/lease", response_model=JobStatus, responses=declared(404, 409))
     async def lease(job_id: JobId, request: ClaimRequest) -> Response:
@@ -147,7 +147,7 @@ def add_jobs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
         return _forecasts(parts).forecast(request.hours, request.planned)
 
 
-def _forecasts(parts: ServiceParts) -> ForecastDesk:
+def _forecasts(parts: ServiceParts) -> ForecastService:
     if parts.forecasts is None:
         raise Refusal(501, "no_forecasts", "this service answers no questions about what would be", "submit the job")
     return parts.forecasts

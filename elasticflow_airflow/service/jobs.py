@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elasticflow_airflow import bounds
-from elasticflow_airflow.service.books import incarnation_dir
 from elasticflow_airflow.service.deciding import when
 from elasticflow_airflow.service.documents import readable
 from elasticflow_airflow.service.models import AmendmentRow, DrainRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.notify import Notifier
+from elasticflow_airflow.service.pass_context import incarnation_dir
 from elasticflow_airflow.service.refusal import Refusal, never_fits, no_such_job, stale_claim, wrong_job_id
 from elasticflow_airflow.service.renewals import Question, Renewals
 from elasticflow_airflow.service.secrets import SecretBox
@@ -58,7 +58,7 @@ class Submitted(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class JobDesk:
+class JobService:
     """The service's side of every call about jobs. ``slots`` tells how many slots there are in all, 0 if unknown."""
 
     store: Store

@@ -8,16 +8,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elasticflow_airflow.scheduler_core.values import Job, OnReject
-from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.deciding import when
 from elasticflow_airflow.service.job_documents import StoredVerdict
 from elasticflow_airflow.service.models import IncarnationRow
+from elasticflow_airflow.service.pass_context import PassContext
 from elasticflow_airflow.wire import EventKind, State
 
 _TAKEN_ON = ("admitted", "renegotiated", "best_effort")
 
 
-def settle(books: Books, row: IncarnationRow, job: Job) -> Job | None:
+def settle(context: PassContext, row: IncarnationRow, job: Job) -> Job | None:
     """The job as the scheduler is to be asked about it; None: it is over, and nobody need be asked.
 
     A deadline that has passed becomes none where the submitter wants that, and where an incarnation before had been
@@ -26,29 +26,29 @@ def settle(books: Books, row: IncarnationRow, job: Job) -> Job | None:
     deadline_s, last_s = job.deadline_s, job.last_deadline_s
     if deadline_s is None or last_s is None:
         return job
-    earlier, on_miss = _taken_on(books, row), row.submission["on_miss"]
-    if earlier and on_miss == "finish" and job.on_reject is OnReject.FAIL and books.now < last_s:
+    earlier, on_miss = _taken_on(context, row), row.submission["on_miss"]
+    if earlier and on_miss == "finish" and job.on_reject is OnReject.FAIL and context.now < last_s:
         # A retry may end late where the training might have; to refuse it would throw away what was trained.
         return replace(job, on_reject=OnReject.BEST_EFFORT)
     why = f"its deadline {when(deadline_s)} has passed already"
     policy = row.submission.get("on_past_deadline", "on_miss")
-    if books.now >= last_s and policy == "on_miss" and earlier:
+    if context.now >= last_s and policy == "on_miss" and earlier:
         if not any(one.deadline_passed for one in earlier):
             why = f"missed its deadline {when(deadline_s)} while it did not train, at step {row.step}"
-            books.event(EventKind.DEADLINE_MISSED, f'{why}; on_miss="{on_miss}"', row)
+            context.event(EventKind.DEADLINE_MISSED, f'{why}; on_miss="{on_miss}"', row)
         row.deadline_passed = True
         if on_miss == "fail":
-            books.end(row, State.FAILED, why, failure=why)
+            context.end(row, State.FAILED, why, failure=why)
             return None
         if on_miss == "use_last_checkpoint":
-            books.end(row, State.SUCCEEDED, f"{why}; its last checkpoint is used", use_checkpoint=True)
+            context.end(row, State.SUCCEEDED, f"{why}; its last checkpoint is used", use_checkpoint=True)
             return None
         policy = "best_effort"
-    asked = as_asked(job, policy, books.now)
+    asked = as_asked(job, policy, context.now)
     if asked is None:
-        _reject_at_once(books, row, passed_already(deadline_s))
+        _reject_at_once(context, row, passed_already(deadline_s))
     elif asked.deadline_s is None:
-        _give_in(books, row, why)
+        _give_in(context, row, why)
     return asked
 
 
@@ -71,25 +71,25 @@ def passed_already(deadline_at: float) -> str:
     return f"its deadline {when(deadline_at)} has passed already: choose a later one, or best_effort=True"
 
 
-def _give_in(books: Books, row: IncarnationRow, why: str) -> None:
+def _give_in(context: PassContext, row: IncarnationRow, why: str) -> None:
     row.deadline_at, row.best_effort = None, True
-    books.tx.rely_on(row, "submission")
+    context.tx.rely_on(row, "submission")
     given_up = {"deadline_at": None, "best_effort": True, "on_reject": "fail", "latest_deadline_at": None}
     row.submission = {**row.submission, **given_up}
-    books.event(EventKind.BEST_EFFORT, f"{why}: trains as best effort", row)
+    context.event(EventKind.BEST_EFFORT, f"{why}: trains as best effort", row)
 
 
-def _taken_on(books: Books, row: IncarnationRow) -> list[IncarnationRow]:
+def _taken_on(context: PassContext, row: IncarnationRow) -> list[IncarnationRow]:
     """The incarnations that it goes on from; none where all of them were refused."""
     found: list[IncarnationRow] = []
     before = row.resume_from
-    while before is not None and (earlier := books.tx.incarnation(row.job_id, before)) is not None:
+    while before is not None and (earlier := context.tx.incarnation(row.job_id, before)) is not None:
         found.append(earlier)
         before = earlier.resume_from
     return found if any(one.verdict.decision in _TAKEN_ON for one in found) else []
 
 
-def _reject_at_once(books: Books, row: IncarnationRow, reason: str) -> None:
+def _reject_at_once(context: PassContext, row: IncarnationRow, reason: str) -> None:
     verdict = StoredVerdict(decision="rejected", reason=reason, deadline_at=row.deadline_at)
-    books.give_verdict(row, EventKind.REJECTED, verdict, deadline_at=row.deadline_at)
-    books.end(row, State.REJECTED, reason)
+    context.give_verdict(row, EventKind.REJECTED, verdict, deadline_at=row.deadline_at)
+    context.end(row, State.REJECTED, reason)

@@ -14,7 +14,7 @@ import structlog
 
 from elasticflow_airflow.engines.port import STANDING, EngineNode, GangObservation, GangState
 from elasticflow_airflow.scheduler_core.values import Slot
-from elasticflow_airflow.service.books import Books, Held, alive
+from elasticflow_airflow.service.pass_context import Held, PassContext, alive
 from elasticflow_airflow.service.setting_aside import slots_of
 from elasticflow_airflow.wire import EventKind
 
@@ -53,35 +53,35 @@ class Leftovers:
     _telling: dict[_Key, str] = field(default_factory=dict)
     """As ``_told``, once the pass is written."""
 
-    def look(self, books: Books, observations: Sequence[GangObservation], seen: Iterable[EngineNode]) -> None:
+    def look(self, context: PassContext, observations: Sequence[GangObservation], seen: Iterable[EngineNode]) -> None:
         """Find out which gangs are nobody's, and say so once of each; ``seen`` are the nodes as the engine has them."""
-        known = {(one.job_id, one.generation) for one in books.tx.current_generations}
+        known = {(one.job_id, one.generation) for one in context.tx.current_generations}
         strangers = [gang for gang in observations if (gang.job_id, gang.generation) not in known]
         self._gangs = {(g.job_id, g.generation): g for g in strangers if g.state is not GangState.ENDED}
-        leave_s = books.now + 2 * books.settings.grace_s
+        leave_s = context.now + 2 * context.settings.grace_s
         for key in self._gangs:
-            if self._leave_s.setdefault(key, leave_s) <= books.now:
-                self._leave_s[key] = books.now + _LONGER_S
+            if self._leave_s.setdefault(key, leave_s) <= context.now:
+                self._leave_s[key] = context.now + _LONGER_S
         self._leave_s = {key: at_s for key, at_s in self._leave_s.items() if key in self._gangs}
         for gang in strangers:
             if gang.state is GangState.ENDED:
-                _clear(books, gang)
-        self._tell(books)
+                _clear(context, gang)
+        self._tell(context)
         for node in seen:
             for index in node.busy:
                 self._refused.pop(Slot(node.node_id, index), None)  # From now on the engine says when it is free.
         for refusal in self._refused.values():
             refusal.unseen = True
 
-    def _tell(self, books: Books) -> None:
+    def _tell(self, context: PassContext) -> None:
         self._telling = {key: _names(_slots(gang)) for key, gang in self._gangs.items()}
         for key, slots in self._telling.items():
             if key not in self._told:
                 reason = f"{_name(key)} holds {slots}, and is of no job of this service: it is told to save and leave"
-                books.tx.add_event(EventKind.LEFTOVER, f"{reason}; until then nothing is planned on its slots")
+                context.tx.add_event(EventKind.LEFTOVER, f"{reason}; until then nothing is planned on its slots")
                 log.warning("a gang is of no job of this service", job_id=key[0], generation=key[1], slots=slots)
         for key in self._told.keys() - self._telling.keys():
-            books.tx.add_event(
+            context.tx.add_event(
                 EventKind.LEFTOVER_GONE, f"{_name(key)} has left: its slots ({self._told[key]}) are used again"
             )
 
@@ -104,14 +104,16 @@ class Leftovers:
         for slot in slots:
             self._refused.pop(slot, None)
 
-    def held(self, books: Books) -> dict[Slot, Held]:
+    def held(self, context: PassContext) -> dict[Slot, Held]:
         """Slots on which nothing is to be planned. Where a gang of ours stands, nobody else does."""
-        found = {slot: Held(one.holder, one.until_s) for slot, one in self._refused.items() if one.until_s > books.now}
+        found = {
+            slot: Held(one.holder, one.until_s) for slot, one in self._refused.items() if one.until_s > context.now
+        }
         for key, gang in self._gangs.items():
             found |= {slot: Held(_of_nobody(key), self._leave_s[key]) for slot in _slots(gang)}
         if not found:
             return {}
-        ours = {slot for one in books.generations.values() if alive(one) for slot in slots_of(one)}
+        ours = {slot for one in context.generations.values() if alive(one) for slot in slots_of(one)}
         return {slot: held for slot, held in found.items() if slot not in ours}
 
     def problems(self, now: float) -> list[str]:
@@ -129,32 +131,32 @@ class Leftovers:
             if one.unseen and one.until_s > now
         ]
 
-    def to_leave(self, books: Books) -> list[str]:
+    def to_leave(self, context: PassContext) -> list[str]:
         """Jobs of whose gangs none is ours: they can be told to leave by the job's id.
 
         Of a job that has another generation in hand, that one's start sends those before it away.
         """
-        mine = {job_id for job_id, _ in books.generations} | {row.job_id for row in books.aside}
+        mine = {job_id for job_id, _ in context.generations} | {row.job_id for row in context.aside}
         return sorted({job_id for job_id, _ in self._gangs} - mine)
 
 
-def number_above(books: Books, latest: Callable[[str], int], *, everyone: bool) -> None:
+def number_above(context: PassContext, latest: Callable[[str], int], *, everyone: bool) -> None:
     """Have no generation be ordered by a number that the engine has had for the job, in whichever life of the service.
 
     Asked of jobs that are new; of ``everyone`` when the service begins with what is stored.
     """
-    for row in books.rows:
+    for row in context.rows:
         if everyone or not row.introduced:
-            job = books.jobs[row.job_id]
+            job = context.jobs[row.job_id]
             known = latest(row.job_id)
             if known > job.generation:
                 job.generation = known
 
 
-def _clear(books: Books, gang: GangObservation) -> None:
+def _clear(context: PassContext, gang: GangObservation) -> None:
     """It is gone: a generation of the same job may start, if none that we know of comes before."""
-    for row in books.incarnations_of(gang.job_id):
-        if not row.terminal and all(g.generation > gang.generation for g in books.open_of(row)):
+    for row in context.incarnations_of(gang.job_id):
+        if not row.terminal and all(g.generation > gang.generation for g in context.open_of(row)):
             row.cleared_generation = max(row.cleared_generation, gang.generation)
 
 

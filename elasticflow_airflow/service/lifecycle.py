@@ -25,15 +25,15 @@ from sqlalchemy import Connection
 from elasticflow_airflow import __version__
 from elasticflow_airflow.engines.port import Engine
 from elasticflow_airflow.service.api import ServiceParts, Traffic, build_app
-from elasticflow_airflow.service.autoscaling import CapacityDesk
-from elasticflow_airflow.service.candidates import CandidateDesk, verify_by_manifest
-from elasticflow_airflow.service.chronicle import Chronicle, write_to_log
+from elasticflow_airflow.service.autoscaling import CapacityService
+from elasticflow_airflow.service.candidates import CandidateService, verify_by_manifest
 from elasticflow_airflow.service.connections import HEAD_LIMIT_BYTES, BoundedConnection
-from elasticflow_airflow.service.feeding import CalendarDesk
-from elasticflow_airflow.service.forecasting import ForecastDesk
-from elasticflow_airflow.service.insight import InsightDesk
-from elasticflow_airflow.service.insight_routes import InsightDesks
-from elasticflow_airflow.service.jobs import JobDesk
+from elasticflow_airflow.service.event_log_follower import EventLogFollower, write_to_log
+from elasticflow_airflow.service.feeding import CalendarService
+from elasticflow_airflow.service.forecasting import ForecastService
+from elasticflow_airflow.service.insight import InsightService
+from elasticflow_airflow.service.insight_routes import InsightServices
+from elasticflow_airflow.service.jobs import JobService
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.opening import CANNOT_OPEN, refuse_emptied, why_not
 from elasticflow_airflow.service.ownership import own
@@ -44,7 +44,7 @@ from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import Snapshots
 from elasticflow_airflow.service.store import Store
 from elasticflow_airflow.service.traces import traces_from_environment
-from elasticflow_airflow.service.whatif import WhatIfDesk
+from elasticflow_airflow.service.whatif import WhatIfService
 from elasticflow_airflow.wire import ServiceCard
 from elasticflow_airflow.wire.card import LOCK_FILE
 
@@ -116,7 +116,7 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
         with _explained(settings):
             parts, reconciler, candidates = assemble(settings, engine, notifier, check=ownership.check)
             traces = traces_from_environment()
-            chronicle = Chronicle(parts.store, notifier, [write_to_log, *([] if traces is None else [traces])])
+            follower = EventLogFollower(parts.store, notifier, [write_to_log, *([] if traces is None else [traces])])
         store, traffic = parts.store, parts.traffic
         parts.snapshots.remove_leftovers()
         server = _OrderlyServer(
@@ -141,7 +141,7 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
 
         ownership.watch(reconciler.begin_anew, leave)
         log.info("service started", version=__version__, endpoint=where, engine=engine.name, pid=os.getpid())
-        chronicle.start()
+        follower.start()
         loop = threading.Thread(target=reconciler.run, name="reconcile", daemon=True)
         loop.start()
         if embedded:
@@ -155,7 +155,7 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
         reconciler.stop()
         loop.join(settings.grace_s)
         candidates.close()
-        chronicle.close()
+        follower.close()
         if traces is not None:
             traces.close()
         engine.close()
@@ -179,11 +179,11 @@ def assemble(
     clock: Callable[[], float] = time.time,
     monotonic: Callable[[], float] = time.monotonic,
     check: Callable[[Connection], None] = lambda _: None,
-) -> tuple[ServiceParts, Reconciler, CandidateDesk]:
+) -> tuple[ServiceParts, Reconciler, CandidateService]:
     """Put the service together around an engine, for the daemon and for whoever has a clock of his own.
 
     ``check`` says at each write whether this service owns the database (see ``ownership.py``). The caller runs the
-    loop, and closes the candidate desk, the engine and the store.
+    loop, and closes the candidate service, the engine and the store.
     """
     store = Store(settings.store_url(), clock=clock, check=check)
     snapshots = Snapshots(
@@ -192,17 +192,17 @@ def assemble(
         max_files=settings.snapshot_max_files,
     )
     secrets = SecretBox(settings.state_dir / "secret.key")
-    candidates = CandidateDesk(verify_by_manifest, notifier.wake)
+    candidates = CandidateService(verify_by_manifest, notifier.wake)
     reconciler = Reconciler(
         store, engine, settings, notifier, snapshots, secrets, candidates, clock=clock, monotonic=monotonic
     )
-    forecasts = ForecastDesk(store, settings, reconciler.copy_scheduler, lambda: reconciler.device_type, clock=clock)
+    forecasts = ForecastService(store, settings, reconciler.copy_scheduler, lambda: reconciler.device_type, clock=clock)
     parts = ServiceParts(
         store=store,
         notifier=notifier,
         snapshots=snapshots,
         engine=engine,
-        desk=JobDesk(
+        job_service=JobService(
             store,
             notifier,
             snapshots,
@@ -218,18 +218,18 @@ def assemble(
         traffic=Traffic(),
         started_at=clock(),
         forecasts=forecasts,
-        insight=InsightDesks(
-            InsightDesk(
+        insight=InsightServices(
+            InsightService(
                 store,
                 reconciler.foresee,
                 lambda: reconciler.nodes,
                 partial(trained_with, settings=settings, snapshots=snapshots),
                 clock=clock,
             ),
-            WhatIfDesk(forecasts),
-            CalendarDesk(store, settings, reconciler.hear_of_runs, clock=clock),
+            WhatIfService(forecasts),
+            CalendarService(store, settings, reconciler.hear_of_runs, clock=clock),
         ),
-        capacity=CapacityDesk(forecasts),
+        capacity=CapacityService(forecasts),
     )
     return parts, reconciler, candidates
 

@@ -41,7 +41,7 @@ _LIVE = [state for state in State if not state.terminal]
 def add_metrics(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     """Add the route."""
     measure_statements(parts.store.engine)
-    exhibit = ServiceExhibit(parts)
+    exhibit = MetricsCollector(parts)
     registry = CollectorRegistry()
     registry.register(exhibit)
     ProcessCollector(registry=registry)
@@ -53,7 +53,7 @@ def add_metrics(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
         return Response(generate_latest(registry) + generate_latest(PROCESS), media_type=CONTENT_TYPE_LATEST)
 
 
-class ServiceExhibit:
+class MetricsCollector:
     """Collects at each scrape. Thread-safe."""
 
     def __init__(self, parts: ServiceParts) -> None:
@@ -74,7 +74,7 @@ class ServiceExhibit:
             rows = [row for _, row in found]
             tasks = {job.job_id: (job.dag_id, _task_of(job)) for job, _ in found}
             generations = [g for g in reader.open_generations() if g.state in STANDING]
-            live_slot_s = _live_slot_s(reader, rows, self._parts.desk.clock())
+            live_slot_s = _live_slot_s(reader, rows, self._parts.job_service.clock())
             drained, avoided = reader.drains(), reader.avoided()
             yield from self._counted(live_slot_s)
         yield from self._slots(generations, len(drained), len(avoided))

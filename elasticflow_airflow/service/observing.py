@@ -19,12 +19,12 @@ from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.scheduler_core.values import Phase
 from elasticflow_airflow.service import history, measuring, outlook, samples, stragglers
-from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.candidates import CANDIDATE_PATH
 from elasticflow_airflow.service.codec import placement_from_json
 from elasticflow_airflow.service.deciding import feed, feed_reports
 from elasticflow_airflow.service.generation_notes import Finished, OutOfMemory
 from elasticflow_airflow.service.models import CandidateRow, GenerationRow, IncarnationRow
+from elasticflow_airflow.service.pass_context import PassContext
 from elasticflow_airflow.service.reported import within_bounds
 from elasticflow_airflow.service.rescaling import go_on_as_planned
 from elasticflow_airflow.service.secrets import redact, redact_all
@@ -70,36 +70,36 @@ class Inbox:
         self._counts = {key: n for key, n in self._counts.items() if key[0] != job_id or key[1] in living}
 
 
-def fold(books: Books, observations: Sequence[GangObservation], inbox: Inbox, secrets: Secrets) -> None:
+def fold(context: PassContext, observations: Sequence[GangObservation], inbox: Inbox, secrets: Secrets) -> None:
     """Bring the rows up to what was observed."""
     seen = {(gang.job_id, gang.generation): gang for gang in observations}
-    for key, generation in list(books.generations.items()):
-        row = books.row(generation.job_id, generation.incarnation)
+    for key, generation in list(context.generations.items()):
+        row = context.row(generation.job_id, generation.incarnation)
         if row is None or generation.state == GangState.ENDED:
             continue
         gang = seen.get(key)
-        with books.on_behalf_of(row.job_id, "taking in what its workers report"):
+        with context.on_behalf_of(row.job_id, "taking in what its workers report"):
             if gang is None:
-                _fold_absence(books, row, generation)
+                _fold_absence(context, row, generation)
                 continue
             hidden = secrets(row)
-            books.workers[key] = gang.workers
-            _fold_reports(books, row, generation, inbox.waiting(*key), hidden)
-            _fold_state(books, row, generation, gang, hidden)
-            samples.write(books)
+            context.workers[key] = gang.workers
+            _fold_reports(context, row, generation, inbox.waiting(*key), hidden)
+            _fold_state(context, row, generation, gang, hidden)
+            samples.write(context)
     # Once all are heard: it is planned once, and not after each of them.
     reports: list[ev.GangStarted | ev.JobProgressed] = [
         started
-        for generation, started in books.started.values()
-        if (row := books.live(started.job_id)) is not None and row.desired_generation == generation
+        for generation, started in context.started.values()
+        if (row := context.live(started.job_id)) is not None and row.desired_generation == generation
     ]
-    reports += books.progressed.values()
-    feed_reports(books, [one for one in reports if (row := books.live(one.job_id)) is not None and not row.ending])
-    books.started.clear()
-    books.progressed.clear()
+    reports += context.progressed.values()
+    feed_reports(context, [one for one in reports if (row := context.live(one.job_id)) is not None and not row.ending])
+    context.started.clear()
+    context.progressed.clear()
 
 
-def _fold_absence(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+def _fold_absence(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
     """The engine does not know it: it was never started, or all trace of it is gone."""
     if generation.state == ORDERED:
         if row.desired_generation != generation.generation:
@@ -109,24 +109,28 @@ def _fold_absence(books: Books, row: IncarnationRow, generation: GenerationRow) 
         return
     advance(generation, GangState.ENDED)
     generation.outcome = GangOutcome.LOST.value
-    generation.ended_at = books.now
+    generation.ended_at = context.now
     generation.failure = "the engine knows nothing of it any more"
 
 
 def _fold_state(
-    books: Books, row: IncarnationRow, generation: GenerationRow, gang: GangObservation, hidden: Mapping[str, str]
+    context: PassContext,
+    row: IncarnationRow,
+    generation: GenerationRow,
+    gang: GangObservation,
+    hidden: Mapping[str, str],
 ) -> None:
     generation.log_names = sorted({*generation.log_names, *(worker.log_name for worker in gang.workers)})
     advance(generation, gang.state)
     if gang.state in STANDING and generation.holding_at is None:
-        generation.holding_at = books.now
+        generation.holding_at = context.now
     # Not only where the state is news: while its job was set aside nobody took that in.
     if gang.state is GangState.RUNNING and generation.running_at is None:
-        _running(books, row, generation)
+        _running(context, row, generation)
     if gang.state is GangState.RUNNING:
-        _tell_started(books, row, generation)
+        _tell_started(context, row, generation)
     if gang.state is GangState.ENDED:
-        generation.ended_at = books.now
+        generation.ended_at = context.now
         generation.outcome = None if gang.outcome is None else gang.outcome.value
         codes = [worker.exit_code for worker in gang.workers]
         generation.notes = replace(
@@ -138,18 +142,18 @@ def _fold_state(
             generation.failure = clean_text(redact(gang.failure, hidden), tail=True)
 
 
-def _running(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
-    generation.running_at = books.now
+def _running(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
+    generation.running_at = context.now
     if row.ending:
         return
     desired = row.desired_generation == generation.generation
     if desired and generation.purpose == Purpose.TRAIN and row.state in (State.ADMITTED, State.SUSPENDED):
         move(row, State.RUNNING, generation.reason)
     if generation.mode == RescaleMode.IN_PLACE:
-        _switched(books, row, generation)
+        _switched(context, row, generation)
     elif desired:
         step = row.step if generation.first_step is None else generation.first_step
-        books.event(
+        context.event(
             EventKind.STARTED,
             f"generation {generation.generation} trains with {_workers(generation.workers)} from step {step}",
             row,
@@ -159,14 +163,14 @@ def _running(books: Books, row: IncarnationRow, generation: GenerationRow) -> No
         )
 
 
-def _switched(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+def _switched(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
     """All workers of a change in place are in it: say what it cost, and keep that for the plans to come."""
-    before = books.tx.generation(row.job_id, generation.continues or 0)
+    before = context.tx.generation(row.job_id, generation.continues or 0)
     switch = generation.notes.switch
     pause_s, size_bytes = switch.pause_s, switch.state_bytes
     step = row.step if generation.first_step is None else generation.first_step
     new = before is not None and any(slot not in before.placement for slot in generation.placement)
-    books.event(
+    context.event(
         EventKind.RESCALED,
         f"{_change(generation, before, new=new)} at step {step}{_cost(pause_s, size_bytes)}",
         row,
@@ -182,25 +186,25 @@ def _switched(books: Books, row: IncarnationRow, generation: GenerationRow) -> N
         costs = costs.updated(in_place_pause_s=pause_s)
     if new and not generation.lost:
         began_at = generation.created_at if generation.holding_at is None else generation.holding_at
-        joined_s = max(0.0, (books.now if switch.at_s is None else switch.at_s) - began_at)
+        joined_s = max(0.0, (context.now if switch.at_s is None else switch.at_s) - began_at)
         costs = costs.updated(join_s=joined_s)
         row.in_place = replace(row.in_place, failures=0)
     if costs != row.costs:
         row.costs = costs
-        _tell_costs(books, row)
+        _tell_costs(context, row)
 
 
-def _tell_costs(books: Books, row: IncarnationRow) -> None:
+def _tell_costs(context: PassContext, row: IncarnationRow) -> None:
     """Tell the scheduler what a change costs by now; while it measures a job, it hears that with the next speed."""
-    state = books.state_of(row.job_id)
-    costs = books.costs_of(row)
+    state = context.state_of(row.job_id)
+    costs = context.costs_of(row)
     if state is not None and state.phase is Phase.ADMITTED and state.job.costs != costs and not row.ending:
-        if row.job_id in books.started:  # Else it would count steps from when it should have started.
-            feed(books, books.started.pop(row.job_id)[1])
-        feed(books, ev.JobMeasured(row.job_id, max(1, state.placement.workers), None, costs))
+        if row.job_id in context.started:  # Else it would count steps from when it should have started.
+            feed(context, context.started.pop(row.job_id)[1])
+        feed(context, ev.JobMeasured(row.job_id, max(1, state.placement.workers), None, costs))
 
 
-def _tell_started(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+def _tell_started(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
     """Tell the scheduler, once. A gang that is measured has started when it says so: a silent one may still load."""
     if row.desired_generation != generation.generation or row.ending or generation.notes.told_started:
         return
@@ -208,20 +212,20 @@ def _tell_started(books: Books, row: IncarnationRow, generation: GenerationRow) 
         return
     generation.notes = replace(generation.notes, told_started=True)
     if generation.notes.own:
-        outlook.tell(books, row)
-        go_on_as_planned(books, row, generation)
+        outlook.tell(context, row)
+        go_on_as_planned(context, row, generation)
     else:
         started = ev.GangStarted(row.job_id, placement_from_json(generation.placement))
-        books.started[row.job_id] = (generation.generation, started)
-    _tell_able(books, row, generation)
+        context.started[row.job_id] = (generation.generation, started)
+    _tell_able(context, row, generation)
 
 
-def _tell_able(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+def _tell_able(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
     """Plan with the pauses of changes in place, or of restarts, whichever this session can have."""
     able = bool(generation.notes.in_place)
     if generation.first_step is not None and row.in_place.able is not able:
         row.in_place = replace(row.in_place, able=able)
-        _tell_costs(books, row)
+        _tell_costs(context, row)
 
 
 def _change(generation: GenerationRow, before: GenerationRow | None, *, new: bool) -> str:
@@ -247,7 +251,7 @@ def _workers(number: int) -> str:
 
 
 def _fold_reports(
-    books: Books,
+    context: PassContext,
     row: IncarnationRow,
     generation: GenerationRow,
     reports: Sequence[tuple[int, Report]],
@@ -259,24 +263,24 @@ def _fold_reports(
         if number < folded.get(given.worker_id, 0):
             continue
         folded[given.worker_id] = number + 1
-        bounded = within_bounds(_without_secrets(given, hidden), row.step, books.now, books.lived_s(row))
-        _say_refused(books, row, generation, bounded.refused)
+        bounded = within_bounds(_without_secrets(given, hidden), row.step, context.now, context.lived_s(row))
+        _say_refused(context, row, generation, bounded.refused)
         report = bounded.report
         if report is None:
             continue
         if report.kind is ReportKind.STARTED:
-            _note_switch(generation, report, books.now)
+            _note_switch(generation, report, context.now)
         if report.kind is ReportKind.WORKER:
-            stragglers.note(books, generation, report)
-            samples.take_worker(books, row, generation, report)
+            stragglers.note(context, generation, report)
+            samples.take_worker(context, row, generation, report)
         if report.kind is ReportKind.WARNING and report.data.get("absent"):
             generation.notes = replace(generation.notes, absent=tuple(map(str, report.data["absent"])))
         if report.rank == 0 or report.kind in (ReportKind.FAILED, ReportKind.OUT_OF_MEMORY):
-            progressed |= _fold_report(books, row, generation, report)
+            progressed |= _fold_report(context, row, generation, report)
     if folded != generation.folded:
         generation.folded = folded
     if progressed:
-        _tell_progress(books, row, generation)
+        _tell_progress(context, row, generation)
 
 
 def _without_secrets(report: Report, hidden: Mapping[str, str]) -> Report:
@@ -287,7 +291,7 @@ def _without_secrets(report: Report, hidden: Mapping[str, str]) -> Report:
     return replace(report, data={**redact_all(report.data, hidden), **kept})
 
 
-def _fold_report(books: Books, row: IncarnationRow, generation: GenerationRow, report: Report) -> bool:
+def _fold_report(context: PassContext, row: IncarnationRow, generation: GenerationRow, report: Report) -> bool:
     """Fold in one report; True when it is news of progress."""
     data: Mapping[str, Any] = report.data
     message = clean_text(str(data.get("message", "")), tail=True)
@@ -295,26 +299,26 @@ def _fold_report(books: Books, row: IncarnationRow, generation: GenerationRow, r
         case ReportKind.USES_SESSION:
             generation.notes = replace(generation.notes, uses_session=True)
         case ReportKind.STARTED:
-            return _started(books, row, generation, report)
+            return _started(context, row, generation, report)
         case ReportKind.PROGRESS:
-            return _progress(books, row, generation, report)
+            return _progress(context, row, generation, report)
         case ReportKind.CHECKPOINT:
-            _candidate(books, row, generation, str(data.get("path", "")), report)
+            _candidate(context, row, generation, str(data.get("path", "")), report)
         case ReportKind.STOPPED:
             if data.get("logical_workers") is not None:
                 generation.notes = replace(generation.notes, too_many=True)
-                _adopt_logical_workers(books, row, report)
+                _adopt_logical_workers(context, row, report)
         case ReportKind.FINISHED:
             early = clean_text(str(data.get("early") or ""), TEXT_CHARACTERS)
             path = None if data.get("path") is None else str(data["path"])
             generation.notes = replace(generation.notes, finished=Finished(path, early or None))
-            outlook.finished(books, row, report)
+            outlook.finished(context, row, report)
             row.metrics = dict(data.get("metrics") or {})
             row.step = max(row.step, report.step)
             row.loss = _number(data.get("loss"), row.loss)
-            samples.take(books, row, generation, min(report.at_s, books.now), row.steps_per_s, last=True)
+            samples.take(context, row, generation, min(report.at_s, context.now), row.steps_per_s, last=True)
             if path:
-                _candidate(books, row, generation, path, report)
+                _candidate(context, row, generation, path, report)
         case ReportKind.OUT_OF_MEMORY:
             size = _number(data.get("micro_batch_size"), None)
             trouble = OutOfMemory(None if size is None else int(size), message)
@@ -325,16 +329,18 @@ def _fold_report(books: Books, row: IncarnationRow, generation: GenerationRow, r
             generation.notes = generation.notes.failed(message, kind, report.rank)
         case ReportKind.WARNING:
             if data.get("field") is None or _is_new(row, str(data["field"])):
-                books.event(EventKind.WARNING, message, row, generation=generation.generation)
+                context.event(EventKind.WARNING, message, row, generation=generation.generation)
     return report.kind is ReportKind.FINISHED and outlook.reached(row)  # Else the last step has said so already.
 
 
-def _say_refused(books: Books, row: IncarnationRow, generation: GenerationRow, refused: Mapping[str, str]) -> None:
+def _say_refused(
+    context: PassContext, row: IncarnationRow, generation: GenerationRow, refused: Mapping[str, str]
+) -> None:
     """Say what was not taken of a report, once a job for each field."""
     for field, problem in refused.items():
         if _is_new(row, field):
             reason = f"the training reports values that are not taken: {field} {problem}"
-            books.event(EventKind.WARNING, reason, row, generation=generation.generation, field=field)
+            context.event(EventKind.WARNING, reason, row, generation=generation.generation, field=field)
 
 
 def _is_new(row: IncarnationRow, field: str) -> bool:
@@ -356,8 +362,8 @@ def _note_switch(generation: GenerationRow, report: Report, now: float) -> None:
         generation.notes = replace(generation.notes, switch=switch)
 
 
-def _started(books: Books, row: IncarnationRow, generation: GenerationRow, report: Report) -> bool:
-    _adopt_logical_workers(books, row, report)
+def _started(context: PassContext, row: IncarnationRow, generation: GenerationRow, report: Report) -> bool:
+    _adopt_logical_workers(context, row, report)
     first, row.ever_reported = not row.ever_reported, True
     generation.first_step = report.step
     data = report.data
@@ -369,22 +375,22 @@ def _started(books: Books, row: IncarnationRow, generation: GenerationRow, repor
         row.seed = int(data["seed"]) if row.seed is None else row.seed
         if first:
             shares = "" if row.logical_workers is None else f" in {row.logical_workers} logical workers"
-            books.event(EventKind.SEED, f"trains with seed {row.seed}{shares}", row, seed=row.seed)
+            context.event(EventKind.SEED, f"trains with seed {row.seed}{shares}", row, seed=row.seed)
     if data.get("init_from"):
-        books.event(EventKind.INITIALISED, f"starts from the weights of {data['init_from']}", row)
+        context.event(EventKind.INITIALISED, f"starts from the weights of {data['init_from']}", row)
     steps = data.get("steps")
     if steps is None or row.total_steps == steps:
         return False
     if row.total_steps is not None:
         reason = f"the training says that it is {steps} steps long, not {row.total_steps}"
-        books.event(EventKind.LENGTH, reason, row, steps=steps)
+        context.event(EventKind.LENGTH, reason, row, steps=steps)
     row.total_steps = int(steps)
-    if books.knows(row.job_id) and not row.ending:
-        outlook.tell(books, row, step=report.step, total=True)
+    if context.knows(row.job_id) and not row.ending:
+        outlook.tell(context, row, step=report.step, total=True)
     return False
 
 
-def _adopt_logical_workers(books: Books, row: IncarnationRow, report: Report) -> None:
+def _adopt_logical_workers(context: PassContext, row: IncarnationRow, report: Report) -> None:
     """What the script says of them, where it decides: there are never more workers than that."""
     said = report.data.get("logical_workers")
     if said is None or said == row.logical_workers or not script_decides(row):
@@ -393,32 +399,32 @@ def _adopt_logical_workers(books: Books, row: IncarnationRow, report: Report) ->
         return
     row.logical_workers = said
     reason = f"the script says how many logical workers it has, {said}: at most so many workers train it"
-    books.event(EventKind.LOGICAL_WORKERS, reason, row, logical_workers=said)
-    if books.knows(row.job_id) and not row.ending:
-        feed(books, ev.JobAmended(row.job_id, max_workers=said))
+    context.event(EventKind.LOGICAL_WORKERS, reason, row, logical_workers=said)
+    if context.knows(row.job_id) and not row.ending:
+        feed(context, ev.JobAmended(row.job_id, max_workers=said))
 
 
-def _progress(books: Books, row: IncarnationRow, generation: GenerationRow, report: Report) -> bool:
+def _progress(context: PassContext, row: IncarnationRow, generation: GenerationRow, report: Report) -> bool:
     row.ever_reported = True
     last = generation.last_step
     if last is not None and report.step < last and report.worker_id != generation.notes.progress_of:
         return False  # Rank 0 before a change, whose file was read before what came next was written in another's.
     if last is not None and report.step < last:
         reason = f"the progress went backwards, from step {last} to {report.step}, without a restart"
-        books.end(row, State.FAILED, reason, failure=reason)
+        context.end(row, State.FAILED, reason, failure=reason)
         return False
     data = report.data
     loss = data.get("loss")
     if isinstance(loss, str) or (isinstance(loss, float) and not math.isfinite(loss)):
         reason = f"the loss is {loss} at step {report.step}"
-        books.end(row, State.FAILED, reason, failure=reason)
+        context.end(row, State.FAILED, reason, failure=reason)
         return False
-    at_s = min(report.at_s, books.now)
+    at_s = min(report.at_s, context.now)
     steps, seconds = data.get("window_steps"), data.get("window_s")
     if steps is None and last is not None and generation.last_step_at is not None:
-        steps, seconds = report.step - last, min(at_s - generation.last_step_at, books.lived_s(row))
+        steps, seconds = report.step - last, min(at_s - generation.last_step_at, context.lived_s(row))
     if steps and seconds and seconds > 0:
-        generation.window = measuring.add_window(generation.window, int(steps), float(seconds), books.enough)
+        generation.window = measuring.add_window(generation.window, int(steps), float(seconds), context.enough)
     generation.last_step, generation.last_step_at = report.step, at_s
     if generation.notes.progress_of != report.worker_id:
         generation.notes = replace(generation.notes, progress_of=report.worker_id)
@@ -426,57 +432,57 @@ def _progress(books: Books, row: IncarnationRow, generation: GenerationRow, repo
         generation.first_step = report.step
     row.step, row.last_step_at = report.step, at_s
     row.loss = _number(loss, row.loss)
-    outlook.fold(books, row, report)
-    speed = measuring.recent_speed(generation.window, books.enough)
+    outlook.fold(context, row, report)
+    speed = measuring.recent_speed(generation.window, context.enough)
     if speed is not None:
         row.steps_per_s = speed
     samples.note(row, data)
-    samples.take(books, row, generation, at_s, speed)
+    samples.take(context, row, generation, at_s, speed)
     return True
 
 
-def _tell_progress(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
-    desired = books.desired(row)
-    if desired is None or row.ending or not books.knows(row.job_id):
+def _tell_progress(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
+    desired = context.desired(row)
+    if desired is None or row.ending or not context.knows(row.job_id):
         return
     if desired is not generation:
-        if books.training(row) is generation:
-            _tell_progress_meanwhile(books, row, generation)
+        if context.training(row) is generation:
+            _tell_progress_meanwhile(context, row, generation)
         return
-    _measure(books, row, generation)
+    _measure(context, row, generation)
     if generation.purpose == Purpose.PROFILE and not generation.notes.measured:
-        speed = measuring.measured_speed(generation.window, books.enough)
+        speed = measuring.measured_speed(generation.window, context.enough)
         if speed is not None:
             generation.notes = replace(generation.notes, measured=True)
             reason = f"measured {speed:.3g} steps/s with {_workers(generation.workers)}"
-            books.event(EventKind.MEASURED, reason, row, workers=generation.workers, steps_per_s=speed)
+            context.event(EventKind.MEASURED, reason, row, workers=generation.workers, steps_per_s=speed)
             if not row.submission["scaling_curve"]:  # Even if it is refused, its next run need not measure that again.
-                history.remember(books.tx, books.jobs[row.job_id], row, books.now)
-            outlook.tell(books, row)
-            feed(books, ev.JobMeasured(row.job_id, generation.workers, speed, books.costs_of(row)))
+                history.remember(context.tx, context.jobs[row.job_id], row, context.now)
+            outlook.tell(context, row)
+            feed(context, ev.JobMeasured(row.job_id, generation.workers, speed, context.costs_of(row)))
             return
     training = generation.purpose == Purpose.TRAIN and generation.running_at is not None
-    speed = measuring.recent_speed(generation.window, books.enough) if training else None
+    speed = measuring.recent_speed(generation.window, context.enough) if training else None
     report = outlook.progress(row, speed=speed)
     if report is not None:
-        books.progressed[row.job_id] = report
+        context.progressed[row.job_id] = report
 
 
-def _tell_progress_meanwhile(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+def _tell_progress_meanwhile(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
     """A change in place is under way, and the gang before it trains on.
 
     Until the time at which the plan has the change done, what it loses by then is in the plan already, and telling of
     steps in between would count them twice. From then on the plan is too optimistic, and only the steps are true.
     """
-    _measure(books, row, generation)
-    state = books.state_of(row.job_id)
-    if state is not None and books.now > state.no_progress_until_s:
-        outlook.tell(books, row)
+    _measure(context, row, generation)
+    state = context.state_of(row.job_id)
+    if state is not None and context.now > state.no_progress_until_s:
+        outlook.tell(context, row)
 
 
-def _measure(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+def _measure(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
     """Keep the speed at this size, and once a generation what its start or its pause cost."""
-    speed = measuring.measured_speed(generation.window, books.enough)
+    speed = measuring.measured_speed(generation.window, context.enough)
     if speed is None or generation.last_step_at is None:
         return
     row.speeds = {**row.speeds, str(generation.workers): speed}
@@ -495,11 +501,11 @@ def _measure(books: Books, row: IncarnationRow, generation: GenerationRow) -> No
         row.costs = row.costs.updated(pause_s=max(0.0, lost_s))
 
 
-def _candidate(books: Books, row: IncarnationRow, generation: GenerationRow, path: str, report: Report) -> None:
-    known = {c.path for c in books.tx.candidates(row.job_id, row.incarnation)}
+def _candidate(context: PassContext, row: IncarnationRow, generation: GenerationRow, path: str, report: Report) -> None:
+    known = {c.path for c in context.tx.candidates(row.job_id, row.incarnation)}
     if path and path not in known:
         size_bytes = _number(report.data.get("size_bytes"), None)
-        books.tx.add(
+        context.tx.add(
             CandidateRow(
                 job_id=row.job_id,
                 incarnation=row.incarnation,
@@ -508,7 +514,7 @@ def _candidate(books: Books, row: IncarnationRow, generation: GenerationRow, pat
                 step=report.step,
                 digest="",
                 status="new",
-                at=min(report.at_s, books.now),
+                at=min(report.at_s, context.now),
                 size_bytes=None if size_bytes is None else int(size_bytes),
             )
         )

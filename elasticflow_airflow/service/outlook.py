@@ -14,10 +14,10 @@ from typing import Any
 from elasticflow_airflow.runtime.protocol import Report
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.convergence import LossCurve, Prediction, predict
-from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.deciding import feed
 from elasticflow_airflow.service.job_documents import LossTarget
 from elasticflow_airflow.service.models import IncarnationRow
+from elasticflow_airflow.service.pass_context import PassContext
 from elasticflow_airflow.wire import EventKind
 
 _MATERIAL = 0.25
@@ -26,7 +26,7 @@ _MATERIAL_OF_ALL = 0.05
 """... if it is also more than this part of the upper bound: near the end everything is a large part of what is left."""
 
 
-def begin(books: Books, row: IncarnationRow, earlier: Mapping[str, Any] | None) -> None:
+def begin(context: PassContext, row: IncarnationRow, earlier: Mapping[str, Any] | None) -> None:
     """A job with a target is introduced; ``earlier`` is the loss curve of this task's last run, if there is one.
 
     Until it has a curve of its own, it is expected to take as long (Optimus, EuroSys 2018, section 3.1).
@@ -35,10 +35,10 @@ def begin(books: Books, row: IncarnationRow, earlier: Mapping[str, Any] | None) 
     if loss is None:
         return
     target = LossTarget(loss=float(loss), earlier=_curve(earlier))
-    _take(books, row, target, predict(LossCurve(1.0, ()), target.loss, earlier=target.earlier))
+    _take(context, row, target, predict(LossCurve(1.0, ()), target.loss, earlier=target.earlier))
 
 
-def fold(books: Books, row: IncarnationRow, report: Report) -> None:
+def fold(context: PassContext, row: IncarnationRow, report: Report) -> None:
     """Take in what a progress report says of the target."""
     data, target = report.data, row.target
     if target is None or "target_loss" not in data:
@@ -51,10 +51,10 @@ def fold(books: Books, row: IncarnationRow, report: Report) -> None:
         return  # No new prediction: the last one holds.
     target = replace(target, curve=curve)
     made = predict(curve, target.loss, earlier=target.earlier) if target.earlier else _reported(report)
-    _take(books, row, target, made)
+    _take(context, row, target, made)
 
 
-def finished(books: Books, row: IncarnationRow, report: Report) -> None:
+def finished(context: PassContext, row: IncarnationRow, report: Report) -> None:
     """The session has ended: say whether the target was reached, and forget that more was expected."""
     data, target = report.data, row.target
     if target is None or "target_reached" not in data:
@@ -67,10 +67,10 @@ def finished(books: Books, row: IncarnationRow, report: Report) -> None:
     if reached:
         most = "" if row.total_steps is None else f" of at most {row.total_steps}"
         reason = f"target loss {loss:g} reached at step {report.step}{most} ({seen})"
-        books.event(EventKind.TARGET_REACHED, reason, row, step=report.step, target_loss=loss, smoothed_loss=smoothed)
+        context.event(EventKind.TARGET_REACHED, reason, row, step=report.step, target_loss=loss, smoothed_loss=smoothed)
     else:
         reason = f"target loss {loss:g} was not reached in {report.step} steps ({seen})"
-        books.event(EventKind.TARGET_MISSED, reason, row, step=report.step, target_loss=loss, smoothed_loss=smoothed)
+        context.event(EventKind.TARGET_MISSED, reason, row, step=report.step, target_loss=loss, smoothed_loss=smoothed)
 
 
 def reached(row: IncarnationRow) -> bool:
@@ -78,11 +78,11 @@ def reached(row: IncarnationRow) -> bool:
     return row.target is not None and bool(row.target.reached)
 
 
-def tell(books: Books, row: IncarnationRow, *, step: int | None = None, total: bool = False) -> None:
+def tell(context: PassContext, row: IncarnationRow, *, step: int | None = None, total: bool = False) -> None:
     """Tell the scheduler how much is left, once the length is known. ``step``: not the row's; ``total``: both."""
     report = progress(row, step=step, total=total)
     if report is not None:
-        feed(books, report)
+        feed(context, report)
 
 
 def progress(
@@ -114,13 +114,13 @@ def _reported(report: Report) -> Prediction | None:
     return Prediction(steps=steps, error=math.log1p(max(0.0, error) / steps), source="fit")
 
 
-def _take(books: Books, row: IncarnationRow, target: LossTarget, made: Prediction | None) -> None:
+def _take(context: PassContext, row: IncarnationRow, target: LossTarget, made: Prediction | None) -> None:
     """Keep a target with a prediction, or that there is none; say so when it is news."""
     if made is None or not math.isfinite(made.at_most()):
         row.target = replace(target.unpredicted(), told=None)
         if target.told is not None:
             reason = f"when target loss {target.loss:g} is reached cannot be foretold any more"
-            books.event(EventKind.TARGET_LENGTH, f"{reason}: at {_bound(row)}", row, step=row.step)
+            context.event(EventKind.TARGET_LENGTH, f"{reason}: at {_bound(row)}", row, step=row.step)
         return
     bound = math.inf if row.total_steps is None else float(row.total_steps)
     step, at_most = min(made.steps, bound), min(made.at_most(), bound)
@@ -133,7 +133,7 @@ def _take(books: Books, row: IncarnationRow, target: LossTarget, made: Predictio
             f"target loss {target.loss:g} is expected at step {expected}, at {latest} with the error of"
             f" the prediction{since}; at {_bound(row)}"
         )
-        books.event(EventKind.TARGET_LENGTH, reason, row, step=row.step, expected_step=expected, at_most_step=latest)
+        context.event(EventKind.TARGET_LENGTH, reason, row, step=row.step, expected_step=expected, at_most_step=latest)
 
 
 def _is_news(at_most: float, before: float, bound: float, step: int) -> bool:

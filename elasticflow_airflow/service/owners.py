@@ -36,7 +36,7 @@ _CURRENT = sa.and_(IncarnationRow.job_id == JobRow.job_id, IncarnationRow.incarn
 
 
 @dataclass(frozen=True, slots=True)
-class OwnerDesk:
+class OwnerService:
     """The service's side. Nobody could ask it before ``started_at``."""
 
     store: Store

@@ -8,7 +8,7 @@ from fastapi import FastAPI, Query
 from pydantic import Field
 
 from elasticflow_airflow.service.lanes import Lanes
-from elasticflow_airflow.service.owners import SILENT_S, OwnerDesk
+from elasticflow_airflow.service.owners import SILENT_S, OwnerService
 from elasticflow_airflow.service.parameters import OneJob
 from elasticflow_airflow.wire.fields import Name
 from elasticflow_airflow.wire.owners import MOST_OWNERS, OwnedJobs, OwnersAnswer, OwnersReport, UnownedJob
@@ -22,7 +22,7 @@ OWNERS_PATH = "/v1/owners"
 
 def add_owners(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     """Add the routes."""
-    desk = OwnerDesk(parts.store, parts.notifier, parts.started_at, parts.desk.clock)
+    owner_service = OwnerService(parts.store, parts.notifier, parts.started_at, parts.job_service.clock)
 
     @app.get(OWNERS_PATH)
     @lanes.reading
@@ -32,7 +32,7 @@ def add_owners(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
         limit: Annotated[int, Query(ge=1, le=MOST_OWNERS)] = MOST_OWNERS,
     ) -> OwnedJobs:
         """The live jobs of a namespace with their claims, for an Airflow to say what has become of their tasks."""
-        return desk.owned(namespace, after or "", limit)
+        return owner_service.owned(namespace, after or "", limit)
 
     @app.post(OWNERS_PATH)
     @lanes.changing
@@ -41,7 +41,7 @@ def add_owners(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
 
         Only with the claim that was told, and a deletion only by the Airflow that has said before that it is there.
         """
-        return desk.report(report)
+        return owner_service.report(report)
 
     @app.get("/v1/unowned")
     @lanes.pages
@@ -49,4 +49,4 @@ def add_owners(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
         silent_s: Annotated[float, Query(gt=0, le=1e9, allow_inf_nan=False)] = SILENT_S,
     ) -> list[UnownedJob]:
         """Live jobs whose Airflow task is gone, or for which nobody has asked for so many seconds."""
-        return desk.unowned(silent_s)
+        return owner_service.unowned(silent_s)

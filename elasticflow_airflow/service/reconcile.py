@@ -38,8 +38,7 @@ from elasticflow_airflow.service import (
     watching,
 )
 from elasticflow_airflow.service.actuating import Actuator, record_drained, record_refusals
-from elasticflow_airflow.service.books import Books, Held, alive
-from elasticflow_airflow.service.candidates import CandidateDesk, Looked
+from elasticflow_airflow.service.candidates import CandidateService, Looked
 from elasticflow_airflow.service.cluster_nodes import nodes_now, tell_nodes
 from elasticflow_airflow.service.codec import state_from_json, state_to_json
 from elasticflow_airflow.service.deciding import feed, record_all
@@ -47,6 +46,7 @@ from elasticflow_airflow.service.faults import Faults, SchedulerFaultError, Serv
 from elasticflow_airflow.service.foresight import Foresight, foresight_of
 from elasticflow_airflow.service.models import IncarnationRow
 from elasticflow_airflow.service.notify import Notifier
+from elasticflow_airflow.service.pass_context import Held, PassContext, alive
 from elasticflow_airflow.service.renewals import Renewals
 from elasticflow_airflow.service.secrets import SecretBox, SecretError, hidden_values
 from elasticflow_airflow.service.settings import ServiceSettings
@@ -84,13 +84,13 @@ class Reconciler:
         notifier: Notifier,
         snapshots: Snapshots,
         secrets: SecretBox,
-        desk: CandidateDesk,
+        candidate_service: CandidateService,
         *,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._engine, self._settings, self._notifier = store, engine, settings, notifier
-        self._box, self._desk, self._clock, self._monotonic = secrets, desk, clock, monotonic
+        self._box, self._candidate_service, self._clock, self._monotonic = secrets, candidate_service, clock, monotonic
         self._leftovers = leftovers.Leftovers()
         self._actuator = Actuator(
             engine, settings, snapshots, self._secrets_of, monotonic, self._leftovers, self._with_gangs
@@ -99,8 +99,8 @@ class Reconciler:
         self.renewals = Renewals()
         """Who has asked for its job, in the threads of handlers."""
         self._leases = introducing.Leases(self.renewals)
-        self._patience = watching.Patience()
-        self._almanac = recurring.Almanac()
+        self._hang_detector = watching.HangDetector()
+        self._recurring_runs = recurring.RecurringRuns()
         self._retention = retention.Retention()
         self._thinking = threading.Lock()
         self._scheduler: Scheduler | None = None
@@ -165,7 +165,7 @@ class Reconciler:
 
     def hear_of_runs(self) -> None:
         """Somebody has stored other due runs: the next pass tells the scheduler. Thread-safe."""
-        self._almanac.hear()
+        self._recurring_runs.hear()
         self._notifier.wake()
 
     def begin_anew(self) -> None:
@@ -261,27 +261,29 @@ class Reconciler:
 
     def _pass(self, observations: tuple[GangObservation, ...] | None) -> float | None:
         """One pass; without observations only over those who have submitted."""
-        looked: Sequence[Looked] = () if observations is None else self._desk.collect()
+        looked: Sequence[Looked] = () if observations is None else self._candidate_service.collect()
         now, monotonic_s = self._clock(), self._monotonic()
         with self._thinking, unit_of_work(self._store) as work:
             self._notice_ignored(work.ignored())
-            books = Books.open(work, now, self._settings, self._scheduler or Scheduler(), self._wake_at, self._faults)
-            books.singly = self._singly
+            context = PassContext.open(
+                work, now, self._settings, self._scheduler or Scheduler(), self._wake_at, self._faults
+            )
+            context.singly = self._singly
             try:
                 if observations is not None:
-                    self._leftovers.look(books, observations, self._nodes)
-                books.held = self._leftovers.held(books)
-                leftovers.number_above(books, self._engine.latest, everyone=self._scheduler is None)
-                setting_aside.notice_troubles(books, observations or ())
-                self._bounds.check(books, observations or ())
-                setting_aside.place(books, observations or ())
+                    self._leftovers.look(context, observations, self._nodes)
+                context.held = self._leftovers.held(context)
+                leftovers.number_above(context, self._engine.latest, everyone=self._scheduler is None)
+                setting_aside.notice_troubles(context, observations or ())
+                self._bounds.check(context, observations or ())
+                setting_aside.place(context, observations or ())
                 if self._scheduler is None:
-                    self._scheduler = self._restore(books)
+                    self._scheduler = self._restore(context)
                 if observations is None:
-                    self._hear(books)
+                    self._hear(context)
                 else:
-                    self._think(books, observations, looked, monotonic_s)
-                written = self._write_states(books)
+                    self._think(context, observations, looked, monotonic_s)
+                written = self._write_states(context)
                 if not self._faults.new:
                     work.commit()
             except StaleReadError as error:
@@ -292,63 +294,63 @@ class Reconciler:
                     raise
                 self._faults.note(error.job_id, "writing down what is known of it", error)
             except SchedulerFaultError as error:
-                self._attribute(books, error)
-            if self._set_aside(books):
+                self._attribute(context, error)
+            if self._set_aside(context):
                 raise _BeginAgainError
-        self._wake_at, self._has_begun, self._singly = books.wake_at, True, False
+        self._wake_at, self._has_begun, self._singly = context.wake_at, True, False
         self._written = written
-        if books.decided or self._foresight is None:
-            self._publish(books, written)
-        self._passed_over = frozenset() if books.more else books.not_introduced()
-        self._held = books.held
+        if context.decided or self._foresight is None:
+            self._publish(context, written)
+        self._passed_over = frozenset() if context.more else context.not_introduced()
+        self._held = context.held
         if observations is not None:
             self._leftovers.stored()
             self._inbox.stored()
             self._leases.stored()
-            self._desk.settled(looked)
-        for job_id in setting_aside.ended(books):
+            self._candidate_service.settled(looked)
+        for job_id in setting_aside.ended(context):
             self._faults.lift(job_id)
         self._notifier.changed()
         if observations is None:
             return 0.0
-        self._actuator.act(books)
+        self._actuator.act(context)
         if self._actuator.refused_slots:
             self._looked_at_nodes_s = -math.inf  # Whoever is there, the engine may see it by now.
         for job_id, _ in self._actuator.drained:
-            gangs = [g for g in books.generations.values() if g.job_id == job_id]
+            gangs = [g for g in context.generations.values() if g.job_id == job_id]
             self._inbox.forget(job_id, {g.generation for g in gangs if g.state != GangState.ENDED})
         self._retention.trim(self._store, self._settings, now, monotonic_s)
-        if self._set_aside(books):
+        if self._set_aside(context):
             self._scheduler = None
             return 0.0
-        return self._interval(books)
+        return self._interval(context)
 
-    def _publish(self, books: Books, states: Mapping[str, JobState]) -> None:
+    def _publish(self, context: PassContext, states: Mapping[str, JobState]) -> None:
         """Keep what is planned for whoever asks meanwhile. Nothing depends on it, so that no pass fails for it."""
         try:
-            self._foresight = foresight_of(books.scheduler, states)
+            self._foresight = foresight_of(context.scheduler, states)
         except Exception:
             log.exception("what is planned cannot be shown")
 
-    def _attribute(self, books: Books, error: SchedulerFaultError) -> None:
+    def _attribute(self, context: PassContext, error: SchedulerFaultError) -> None:
         """Find the jobs for which the scheduler failed. Raises the fault itself when it is none's."""
-        states = [state for row in books.rows if (state := self._state_of(books, row)) is not None]
+        states = [state for row in context.rows if (state := self._state_of(context, row)) is not None]
 
         def fresh() -> Scheduler:
-            return _new_scheduler(self._settings, nodes_now(books, self._nodes))
+            return _new_scheduler(self._settings, nodes_now(context, self._nodes))
 
-        found = setting_aside.culprits(books, states, fresh)
+        found = setting_aside.culprits(context, states, fresh)
         if not found:
             self._singly = True  # Nobody fails alone: whatever it is, the next pass gets on without it.
             raise error
         for owner in found:
             self._faults.note(owner, "planning with it", error.__cause__ or error)
 
-    def _set_aside(self, books: Books) -> bool:
+    def _set_aside(self, context: PassContext) -> bool:
         """Set aside those that the pass failed on; True: there were some, and nothing of the pass counts."""
         if not self._faults.new:
             return False
-        for owner in self._faults.set_aside(len(books.jobs), self._monotonic()):
+        for owner in self._faults.set_aside(len(context.jobs), self._monotonic()):
             log.error("a job is set aside", job_id=owner, reason=str(self._faults.aside[owner]))
         return True
 
@@ -368,31 +370,31 @@ class Reconciler:
 
     # -- think --------------------------------------------------------------------------------------------------
 
-    def _restore(self, books: Books) -> Scheduler:
-        scheduler = _new_scheduler(self._settings, nodes_now(books, self._nodes))
-        self._almanac.begin()
+    def _restore(self, context: PassContext) -> Scheduler:
+        scheduler = _new_scheduler(self._settings, nodes_now(context, self._nodes))
+        self._recurring_runs.begin()
         self._written = {}
-        states = [state for row in books.rows if (state := self._state_of(books, row)) is not None]
-        books.scheduler, books.decided = scheduler, True
-        introducing.recall(books, scheduler)
+        states = [state for row in context.rows if (state := self._state_of(context, row)) is not None]
+        context.scheduler, context.decided = scheduler, True
+        introducing.recall(context, scheduler)
         try:
-            decisions = scheduler.restore(states, books.now)
+            decisions = scheduler.restore(states, context.now)
         except Exception as error:
             raise SchedulerFaultError(None) from error
-        books.wake_at = None
-        record_all(books, decisions)
+        context.wake_at = None
+        record_all(context, decisions)
         if states and not self._has_begun:
             jobs = "job" if len(states) == 1 else "jobs"
-            books.tx.add_event(
+            context.tx.add_event(
                 EventKind.SERVICE_STARTED, f"the service has started and goes on with {len(states)} {jobs}"
             )
         return scheduler
 
-    def _state_of(self, books: Books, row: IncarnationRow) -> JobState | None:
+    def _state_of(self, context: PassContext, row: IncarnationRow) -> JobState | None:
         """What is stored of what the scheduler remembers of a job."""
         if not row.introduced or row.terminal or row.scheduler_state is None:
             return None
-        with books.on_behalf_of(row.job_id, "reading what the scheduler remembered of it"):
+        with context.on_behalf_of(row.job_id, "reading what the scheduler remembered of it"):
             state = self._with_its_margin(state_from_json(row.scheduler_state), row.scheduler_state)
             problem = state_out_of_bounds(state)
             if problem is not None:
@@ -408,50 +410,54 @@ class Reconciler:
         return replace(state, job=replace(state.job, speed_sigma=sigma))
 
     def _think(
-        self, books: Books, observations: Sequence[GangObservation], looked: Sequence[Looked], monotonic_s: float
+        self,
+        context: PassContext,
+        observations: Sequence[GangObservation],
+        looked: Sequence[Looked],
+        monotonic_s: float,
     ) -> None:
-        setting_aside.write_down(books, self._secrets_to_hide)
-        setting_aside.look_after(books, observations)
-        self._notice_clock(books, monotonic_s)
-        tell_nodes(books, self._nodes)
-        observing.fold(books, observations, self._inbox, self._secrets_to_hide)
-        promotion.record(books, looked)
-        resuming.record(books, looked, self._desk)
-        rescaling.heal(books)
-        stragglers.watch(books)
-        record_refusals(books, self._actuator)
-        endings.settle(books)
-        introducing.cancel(books)
-        self._leases.check(books, monotonic_s)
-        self._almanac.keep(books)
-        self._hear(books)
-        watching.watch_deadlines(books)
-        self._patience.watch_gangs(books, monotonic_s)
-        if books.wake_at is not None and books.wake_at <= books.now:
-            feed(books, ev.WakeUp())
-        rescaling.break_circles(books)
-        endings.conclude(books)
-        if books.learned:
-            self._almanac.keep(books)
-        promotion.ask(books, self._desk)
-        record_drained(books, self._actuator)
+        setting_aside.write_down(context, self._secrets_to_hide)
+        setting_aside.look_after(context, observations)
+        self._notice_clock(context, monotonic_s)
+        tell_nodes(context, self._nodes)
+        observing.fold(context, observations, self._inbox, self._secrets_to_hide)
+        promotion.record(context, looked)
+        resuming.record(context, looked, self._candidate_service)
+        rescaling.heal(context)
+        stragglers.watch(context)
+        record_refusals(context, self._actuator)
+        endings.settle(context)
+        introducing.cancel(context)
+        self._leases.check(context, monotonic_s)
+        self._recurring_runs.keep(context)
+        self._hear(context)
+        watching.watch_deadlines(context)
+        self._hang_detector.watch_gangs(context, monotonic_s)
+        if context.wake_at is not None and context.wake_at <= context.now:
+            feed(context, ev.WakeUp())
+        rescaling.break_circles(context)
+        endings.conclude(context)
+        if context.learned:
+            self._recurring_runs.keep(context)
+        promotion.ask(context, self._candidate_service)
+        record_drained(context, self._actuator)
 
-    def _hear(self, books: Books) -> None:
+    def _hear(self, context: PassContext) -> None:
         """Decide on those who have submitted, and on what they want otherwise now."""
         began_s = time.perf_counter()
         slots = sum(node.slots for node in self._nodes)
-        introducing.introduce(books, self._device_type(), slots, self._desk, self._crowd_s)
+        introducing.introduce(context, self._device_type(), slots, self._candidate_service, self._crowd_s)
         self._heard_s += time.perf_counter() - began_s
-        introducing.amend(books)
+        introducing.amend(context)
 
-    def _notice_clock(self, books: Books, monotonic_s: float) -> None:
-        offset_s = books.now - monotonic_s
+    def _notice_clock(self, context: PassContext, monotonic_s: float) -> None:
+        offset_s = context.now - monotonic_s
         jump_s = offset_s - self._clock_offset_s
         self._clock_offset_s = offset_s
         if abs(jump_s) > _CLOCK_JUMP_S:
             direction = "forward" if jump_s > 0 else "back"
             reason = f"the clock of this machine jumped {direction} by {abs(jump_s):.0f} s; leases are not affected"
-            books.tx.add_event(EventKind.CLOCK_JUMPED, reason)
+            context.tx.add_event(EventKind.CLOCK_JUMPED, reason)
             log.warning(reason)
 
     def _notice_ignored(self, ignored: list[str]) -> None:
@@ -461,27 +467,27 @@ class Reconciler:
                 log.warning(said)
         self._ignored = ignored
 
-    def _write_states(self, books: Books) -> dict[str, JobState]:
+    def _write_states(self, context: PassContext) -> dict[str, JobState]:
         """Put what the scheduler remembers into the rows, as far as it is news; returns what they have then, by job."""
-        if not books.decided:
+        if not context.decided:
             return self._written
         written: dict[str, JobState] = {}
-        for row in books.rows:
+        for row in context.rows:
             if not row.introduced or row.terminal:
                 continue
-            with books.on_behalf_of(row.job_id, "writing down what the scheduler remembers of it"):
-                state = books.scheduler.state(row.job_id)
+            with context.on_behalf_of(row.job_id, "writing down what the scheduler remembers of it"):
+                state = context.scheduler.state(row.job_id)
                 if state is None:
                     continue
                 if self._written.get(row.job_id) != state or row.scheduler_state is None:
                     row.scheduler_state = state_to_json(state)
                 written[row.job_id] = state
-                self._project(books, row)
+                self._project(context, row)
         return written
 
-    def _project(self, books: Books, row: IncarnationRow) -> None:
-        finish_s = books.scheduler.projected_finish_s(row.job_id)
-        projected = None if finish_s is None else finish_s + books.costs_of(row).tail_s
+    def _project(self, context: PassContext, row: IncarnationRow) -> None:
+        finish_s = context.scheduler.projected_finish_s(row.job_id)
+        projected = None if finish_s is None else finish_s + context.costs_of(row).tail_s
         before = row.projected_finish_at
         if projected is None or before is None or abs(projected - before) > _PROJECTION_CHANGE_S:
             row.projected_finish_at = projected
@@ -500,26 +506,26 @@ class Reconciler:
 
     # -- when next ----------------------------------------------------------------------------------------------
 
-    def _interval(self, books: Books) -> float | None:
+    def _interval(self, context: PassContext) -> float | None:
         s = self._settings
-        if books.more:
+        if context.more:
             return 0.0
-        rows = [row for row in books.rows if not row.drained]
+        rows = [row for row in context.rows if not row.drained]
         if not rows:
             return None if self._stop.is_set() else s.inventory_interval_s
-        if any(self._in_transition(books, row) for row in rows):
+        if any(self._in_transition(context, row) for row in rows):
             return s.transition_interval_s
         wait_s = s.running_interval_s
-        if books.wake_at is not None:
-            wait_s = min(wait_s, max(0.01, books.wake_at - self._clock()))
+        if context.wake_at is not None:
+            wait_s = min(wait_s, max(0.01, context.wake_at - self._clock()))
         return wait_s
 
     @staticmethod
-    def _in_transition(books: Books, row: IncarnationRow) -> bool:
+    def _in_transition(context: PassContext, row: IncarnationRow) -> bool:
         if row.terminal or row.ending or not row.introduced:
             return True
-        generations = books.open_of(row)
-        desired = books.desired(row)
+        generations = context.open_of(row)
+        desired = context.desired(row)
         if desired is not None and desired.purpose == Purpose.PROFILE:
             return True
         nearly_done = row.total_steps is not None and row.step >= row.total_steps - 1

@@ -15,11 +15,11 @@ from typing import Any
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, PastRun, expect
 from elasticflow_airflow.service import history
-from elasticflow_airflow.service.books import Books, costs_from
 from elasticflow_airflow.service.codec import curve_from_json
 from elasticflow_airflow.service.deciding import feed, when
 from elasticflow_airflow.service.job_documents import InPlaceRecord
 from elasticflow_airflow.service.models import IncarnationRow, JobRow, RecurringTaskRow
+from elasticflow_airflow.service.pass_context import PassContext, costs_from
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store import Reader
 from elasticflow_airflow.wire import EventKind
@@ -31,7 +31,7 @@ _KEPT = 50
 """How many past runs of a task are remembered."""
 
 
-class Almanac:
+class RecurringRuns:
     """What this process told the scheduler: only the first pass, and one that learns something, looks at all tasks."""
 
     def __init__(self) -> None:
@@ -47,53 +47,53 @@ class Almanac:
         """The scheduler is new: it knows of nothing."""
         self._told = False
 
-    def keep(self, books: Books) -> None:
+    def keep(self, context: PassContext) -> None:
         """Release what does not come, and tell the scheduler of what is expected."""
-        late = self._next_release_at is not None and books.now >= self._next_release_at
+        late = self._next_release_at is not None and context.now >= self._next_release_at
         news = self._news  # before the rows are read: what comes in between is seen in the next pass
-        if self._told and not books.learned and not late and news == self._heard:
+        if self._told and not context.learned and not late and news == self._heard:
             return
         expected: dict[str, ExpectedRun] = {}
         self._next_release_at = None
-        for task in books.tx.recurring_tasks():
-            if task.recurring_key in books.faults:
+        for task in context.tx.recurring_tasks():
+            if task.recurring_key in context.faults:
                 continue
-            with books.on_behalf_of(task.recurring_key, "expecting the runs of this task"):
-                release_at, runs = self._look(books, task)
+            with context.on_behalf_of(task.recurring_key, "expecting the runs of this task"):
+                release_at, runs = self._look(context, task)
                 if self._next_release_at is None or release_at < self._next_release_at:
                     self._next_release_at = release_at
                 expected |= {run.run_id: run for run in runs}
-        known = {run.run_id: run for run in books.scheduler.expected_runs()}
+        known = {run.run_id: run for run in context.scheduler.expected_runs()}
         for run_id in known.keys() - expected.keys():
-            feed(books, ev.RunForgotten(run_id))
+            feed(context, ev.RunForgotten(run_id))
         for run_id, run in expected.items():
             if known.get(run_id) != run:
-                feed(books, ev.RunExpected(run))
-        self._told, self._heard, books.learned = True, news, False
+                feed(context, ev.RunExpected(run))
+        self._told, self._heard, context.learned = True, news, False
 
     @staticmethod
-    def _look(books: Books, task: RecurringTaskRow) -> tuple[float, list[ExpectedRun]]:
+    def _look(context: PassContext, task: RecurringTaskRow) -> tuple[float, list[ExpectedRun]]:
         """When the first run that is due is given up, and the runs of which enough is known."""
-        _release(books, task)
-        runs = [(due_at, _expected(books.settings, books.tx, task, due_at)) for due_at in task.due]
+        _release(context, task)
+        runs = [(due_at, _expected(context.settings, context.tx, task, due_at)) for due_at in task.due]
         first_s = min((_release_at(run, due_at) for due_at, run in runs), default=math.inf)
         return first_s, [run for _, run in runs if run is not None]
 
 
-def arrive(books: Books, job: JobRow, row: IncarnationRow) -> str:
+def arrive(context: PassContext, job: JobRow, row: IncarnationRow) -> str:
     """Note that a run was submitted; the task by which the calendar knows it, empty when it was not expected.
 
     Only the first incarnation is the run that was due: a retry, or a task that was cleared, is not.
     """
     dues = _next_dues(row.submission, row.submitted_at)
-    task = books.tx.recurring_task(job.recurring_key)
+    task = context.tx.recurring_task(job.recurring_key)
     if row.incarnation != 1 or (task is None and not dues):
         return ""
-    expected = [due for due in task.due if due - POLICY.early_s <= books.now] if task is not None else []
+    expected = [due for due in task.due if due - POLICY.early_s <= context.now] if task is not None else []
     if task is None:
-        task = RecurringTaskRow(recurring_key=job.recurring_key, due=[], past=[], facts={}, updated_at=books.now)
-        books.tx.add(task)
-    books.tx.rely_on(task, "due")
+        task = RecurringTaskRow(recurring_key=job.recurring_key, due=[], past=[], facts={}, updated_at=context.now)
+        context.tx.add(task)
+    context.tx.rely_on(task, "due")
     if not expected and not dues:
         return ""  # somebody ran it by hand
     due_at = min(expected) if expected else _due_at(row.submission, row.submitted_at)
@@ -117,15 +117,15 @@ def arrive(books: Books, job: JobRow, row: IncarnationRow) -> str:
     }
     if dues:
         replace_due(task, dues, row.submitted_at)
-        books.event(
+        context.event(
             EventKind.RUN_EXPECTED,
             f"the next run of this task is due {when(dues[0])}"
             + (f", and {len(dues) - 1} more after it" if len(dues) > 1 else ""),
             row,
             due_at=dues,
         )
-    task.next_due_at, task.updated_at = min(task.due, default=None), books.now
-    books.learned = True
+    task.next_due_at, task.updated_at = min(task.due, default=None), context.now
+    context.learned = True
     return job.recurring_key if expected else ""
 
 
@@ -172,15 +172,15 @@ def _remember(task: RecurringTaskRow, run: dict[str, Any]) -> None:
     task.past = [*task.past, run][-_KEPT:]
 
 
-def _release(books: Books, task: RecurringTaskRow) -> None:
+def _release(context: PassContext, task: RecurringTaskRow) -> None:
     """Give up runs that are so late that they will not come."""
     for due_at in list(task.due):
-        if _release_at(_expected(books.settings, books.tx, task, due_at), due_at) > books.now:
+        if _release_at(_expected(context.settings, context.tx, task, due_at), due_at) > context.now:
             continue
-        books.tx.rely_on(task, "due")
+        context.tx.rely_on(task, "due")
         task.due = [due for due in task.due if due != due_at]
         _remember(task, {"due_s": due_at, "came": False})
-        books.tx.add_event(
+        context.tx.add_event(
             EventKind.RUN_MISSED,
             f"the run of {name_of(task.recurring_key)} that was due {when(due_at)} has not come: nothing is kept free"
             " for it any more",

@@ -22,11 +22,11 @@ from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.scheduler_core.values import Slot
-from elasticflow_airflow.service.books import Books, alive
 from elasticflow_airflow.service.codec import slots_to_json
 from elasticflow_airflow.service.deciding import feed
 from elasticflow_airflow.service.generations import can_continue, gave_up, order
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.pass_context import PassContext, alive
 from elasticflow_airflow.service.transitions import ORDERED
 from elasticflow_airflow.wire import EventKind, State
 
@@ -34,77 +34,77 @@ LEFT_ALONE_S = 5.0
 """Workers leave a training that is finished within a moment of each other, and whether it is was said before."""
 
 
-def heal(books: Books) -> None:
+def heal(context: PassContext) -> None:
     """Answer to workers that have died since the last pass, in gangs that go on without them."""
-    for row in books.rows:
-        with books.on_behalf_of(row.job_id, "looking after its workers"):
-            _heal(books, row)
+    for row in context.rows:
+        with context.on_behalf_of(row.job_id, "looking after its workers"):
+            _heal(context, row)
 
 
-def _heal(books: Books, row: IncarnationRow) -> None:
-    desired, training = books.desired(row), books.training(row)
+def _heal(context: PassContext, row: IncarnationRow) -> None:
+    desired, training = context.desired(row), context.training(row)
     if desired is None or training is None or row.terminal or row.ending or desired.desired != "run":
         return
     if training.notes.finished:
         return
-    workers = _workers(books, training)
+    workers = _workers(context, training)
     codes = {worker.exit_code for worker in workers} - {None}
     is_session = training.notes.in_place is not None
     if is_session and desired is training and 0 in codes and any(worker.exit_code is None for worker in workers):
-        _end_left_alone(books, row, training)
+        _end_left_alone(context, row, training)
         return
     if not training.notes.in_place:
         return
     leaving = 0 in codes  # As it is done; or, in a change, because it is not in the new gang.
     if any(code > 0 for code in codes if code is not None) or (leaving and desired is training):
         return  # It ends, by its script's failure or success: that is not answered here.
-    known = books.lost_since(row, training)
+    known = context.lost_since(row, training)
     dead = [w for w in workers if (w.exit_code or 0) < 0 and w.worker_id not in known]
     if dead:
         said = _names(dead, [f"died ({_signal(worker)})" for worker in dead])
-        recover(books, row, training, {worker.worker_id for worker in dead}, said)
+        recover(context, row, training, {worker.worker_id for worker in dead}, said)
     elif desired is not training and not leaving and desired.mode == RescaleMode.IN_PLACE:
-        _look_after_joiners(books, row, training, desired)
+        _look_after_joiners(context, row, training, desired)
 
 
-def _end_left_alone(books: Books, row: IncarnationRow, training: GenerationRow) -> None:
+def _end_left_alone(context: PassContext, row: IncarnationRow, training: GenerationRow) -> None:
     """End a training of which a worker has left without a word: the others would wait for it for ever."""
     left_at = training.notes.left_at
     if left_at is None:
-        training.notes = replace(training.notes, left_at=books.now)
-    elif books.now > left_at + LEFT_ALONE_S:
-        left = [worker for worker in _workers(books, training) if worker.exit_code == 0]
+        training.notes = replace(training.notes, left_at=context.now)
+    elif context.now > left_at + LEFT_ALONE_S:
+        left = [worker for worker in _workers(context, training) if worker.exit_code == 0]
         said = _names(left, ["ended with status 0" for _ in left])
         total = f" of {row.total_steps}" if row.total_steps is not None else ""
         reason = f"{said} after {row.step}{total} steps, before it was finished, and left the others alone"
-        books.end(row, State.FAILED, reason, failure=reason)
+        context.end(row, State.FAILED, reason, failure=reason)
 
 
-def recover(books: Books, row: IncarnationRow, training: GenerationRow, lost: set[str], what: str) -> None:
+def recover(context: PassContext, row: IncarnationRow, training: GenerationRow, lost: set[str], what: str) -> None:
     """Have those go on from memory who live; ``what`` says what became of the ``lost``."""
-    known = books.lost_since(row, training) | lost
-    living = [w for w in _workers(books, training) if w.exit_code is None and w.worker_id not in known]
+    known = context.lost_since(row, training) | lost
+    living = [w for w in _workers(context, training) if w.exit_code is None and w.worker_id not in known]
     if not living:
         return  # The engine reports the end of the gang.
-    desired = books.desired(row)
-    window_s = books.settings.recovery_window_s
-    before = [at for at in row.in_place.recoveries if books.now - at < window_s]
-    if len(before) >= books.settings.max_recoveries:
+    desired = context.desired(row)
+    window_s = context.settings.recovery_window_s
+    before = [at for at in row.in_place.recoveries if context.now - at < window_s]
+    if len(before) >= context.settings.max_recoveries:
         again = f"; it is the {_ordinal(len(before) + 1)} time within {window_s:.0f} s" if before else ""
         reason = f"{what}{again}: restarts from the last checkpoint"
-        books.event(EventKind.WORKER_LOST, reason, row, generation=training.generation, lost=sorted(lost))
+        context.event(EventKind.WORKER_LOST, reason, row, generation=training.generation, lost=sorted(lost))
         for generation in (desired, training):
             if generation is not None:
                 generation.desired, generation.stop_cause = "stop", "deaths"
         training.notes = replace(training.notes, message=reason)
         return
-    row.in_place = replace(row.in_place, recoveries=(*before, books.now))
-    _drop_unswitched(books, row, training)
+    row.in_place = replace(row.in_place, recoveries=(*before, context.now))
+    _drop_unswitched(context, row, training)
     slots = survivors(training.placement, [list(w.slot) for w in living])
     workers = "1 worker goes" if len(slots) == 1 else f"{len(slots)} workers go"
     reason = f"{what}: {workers} on from memory"
     generation = order(
-        books,
+        context,
         row,
         slots=slots,
         purpose=training.purpose,
@@ -113,7 +113,7 @@ def recover(books: Books, row: IncarnationRow, training: GenerationRow, lost: se
         lost=known,
         own=True,
     )
-    books.event(
+    context.event(
         EventKind.WORKER_LOST,
         reason,
         row,
@@ -138,17 +138,17 @@ def survivors(placement: Sequence[Sequence[object]], living: Sequence[Sequence[o
     return there[:size]
 
 
-def fall_back(books: Books, row: IncarnationRow, generation: GenerationRow, why: str) -> None:
+def fall_back(context: PassContext, row: IncarnationRow, generation: GenerationRow, why: str) -> None:
     """Make a change by stop, save and restart that did not come about in place."""
     _count_failure(row)
-    training = books.training(row)
+    training = context.training(row)
     before = training.workers if training is not None and training is not generation else 0
-    _drop_unswitched(books, row, training)
+    _drop_unswitched(context, row, training)
     generation.notes = replace(generation.notes, dropped=True)
-    further = " and so are all further changes" if gave_up(books, row) else ""
+    further = " and so are all further changes" if gave_up(context, row) else ""
     reason = f"{why}: changed by stop, save and restart instead{further}"
     restart = order(
-        books,
+        context,
         row,
         slots=generation.placement,
         purpose=generation.purpose,
@@ -156,7 +156,7 @@ def fall_back(books: Books, row: IncarnationRow, generation: GenerationRow, why:
         continues=None,
         own=generation.notes.own,
     )
-    books.event(
+    context.event(
         EventKind.RESTART_INSTEAD,
         reason,
         row,
@@ -168,17 +168,17 @@ def fall_back(books: Books, row: IncarnationRow, generation: GenerationRow, why:
     )
 
 
-def break_circles(books: Books) -> None:
+def break_circles(context: PassContext) -> None:
     """Of jobs that wait in a circle for each other's slots, have one make room and start again."""
     waiting: dict[str, tuple[IncarnationRow, GenerationRow, set[str]]] = {}
-    on_slots = Holders(books)
-    for row in books.rows:
-        with books.on_behalf_of(row.job_id, "looking for whom it waits"):
-            due = books.due(row)
+    on_slots = Holders(context)
+    for row in context.rows:
+        with context.on_behalf_of(row.job_id, "looking for whom it waits"):
+            due = context.due(row)
             if due is None or due.state != ORDERED or row.ending or due.notes.vacate:
                 continue
             holders = on_slots.before(due)
-            if holders and any(alive(g) for g in books.open_of(row)):
+            if holders and any(alive(g) for g in context.open_of(row)):
                 waiting[row.job_id] = (row, due, holders)
     for job_id in sorted(waiting):
         if job_id in waiting and _reaches(waiting, job_id, job_id):
@@ -187,15 +187,15 @@ def break_circles(books: Books) -> None:
             due.notes = replace(due.notes, vacate=True)
             others = ", ".join(sorted(holders))
             reason = f"its new slots are held by {others}, waiting for its own: saves, makes room, and starts again"
-            books.event(EventKind.RESTART_INSTEAD, reason, row, mode=due.mode, workers=due.workers)
+            context.event(EventKind.RESTART_INSTEAD, reason, row, mode=due.mode, workers=due.workers)
 
 
 class Holders:
     """Who is on which slots. Holds for as long as no generation changes."""
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, context: PassContext) -> None:
         self._on: dict[tuple[Any, ...], list[GenerationRow]] = {}
-        for generation in books.generations.values():
+        for generation in context.generations.values():
             if alive(generation):
                 for slot in generation.placement:
                     self._on.setdefault(tuple(slot), []).append(generation)
@@ -206,32 +206,32 @@ class Holders:
         return {job_id for job_id in there if job_id != wanted.job_id}
 
 
-def go_on_as_planned(books: Books, row: IncarnationRow, generation: GenerationRow) -> None:
+def go_on_as_planned(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
     """Tell the scheduler of a gang that the service ordered by itself; or have the gang follow what was planned since.
 
     While those that live re-formed, the scheduler may have given their slots to others.
     """
-    state = books.state_of(row.job_id)
+    state = context.state_of(row.job_id)
     if state is None:
         return
     slots = tuple(Slot(str(node), int(index)) for node, index in generation.placement)
-    taken = {s for other in books.scheduler.states() if other.job.job_id != row.job_id for s in other.placement.slots}
+    taken = {s for other in context.scheduler.states() if other.job.job_id != row.job_id for s in other.placement.slots}
     if not taken & set(slots):
-        feed(books, ev.GangReformed(row.job_id, type(state.placement)(slots)))
+        feed(context, ev.GangReformed(row.job_id, type(state.placement)(slots)))
         return
     planned = slots_to_json(state.placement.slots)
     if not planned:
         return
     reason = "goes on to the slots that were planned for it"
     following = order(
-        books,
+        context,
         row,
         slots=planned,
         purpose=generation.purpose,
         reason=reason,
-        continues=can_continue(books, row),
+        continues=can_continue(context, row),
     )
-    books.event(
+    context.event(
         EventKind.RESIZED,
         reason,
         row,
@@ -244,13 +244,15 @@ def go_on_as_planned(books: Books, row: IncarnationRow, generation: GenerationRo
     )
 
 
-def _look_after_joiners(books: Books, row: IncarnationRow, training: GenerationRow, change: GenerationRow) -> None:
+def _look_after_joiners(
+    context: PassContext, row: IncarnationRow, training: GenerationRow, change: GenerationRow
+) -> None:
     """Give a change up whose new workers die, or do not answer: the gang that trains has lost nothing by it."""
     if change.running_at is not None:
         return
-    staying = {worker.worker_id for worker in _workers(books, training)}
+    staying = {worker.worker_id for worker in _workers(context, training)}
     absent = set(training.notes.absent)
-    joiners = [w for w in _workers(books, change) if w.worker_id not in staying]
+    joiners = [w for w in _workers(context, change) if w.worker_id not in staying]
     dead = [w for w in joiners if w.exit_code is not None or w.worker_id in absent]
     if not dead and change.state != GangState.ENDED:
         return
@@ -258,17 +260,17 @@ def _look_after_joiners(books: Books, row: IncarnationRow, training: GenerationR
         said = _names(dead, [_why_it_did_not_join(worker) for worker in dead])
     else:
         said = f"generation {change.generation} ended before it could train: {change.failure or 'nobody said why'}"
-    if change.purpose == Purpose.PROFILE and not change.notes.measured and books.knows(row.job_id):
+    if change.purpose == Purpose.PROFILE and not change.notes.measured and context.knows(row.job_id):
         change.notes = replace(change.notes, measured=True)
         _count_failure(row)
-        _stay(books, row, training, dead, said)
-        books.event(EventKind.NOT_MEASURED, f"{change.workers} workers could not be measured: {said}", row)
-        feed(books, ev.JobMeasured(row.job_id, change.workers, None, failed=True))
-    elif row.in_place.failures + 1 >= books.settings.in_place_attempts or _given_away(books, training):
-        fall_back(books, row, change, said)
+        _stay(context, row, training, dead, said)
+        context.event(EventKind.NOT_MEASURED, f"{change.workers} workers could not be measured: {said}", row)
+        feed(context, ev.JobMeasured(row.job_id, change.workers, None, failed=True))
+    elif row.in_place.failures + 1 >= context.settings.in_place_attempts or _given_away(context, training):
+        fall_back(context, row, change, said)
     else:
         _count_failure(row)
-        _stay(books, row, training, dead, said)
+        _stay(context, row, training, dead, said)
 
 
 def _why_it_did_not_join(worker: WorkerObservation) -> str:
@@ -278,17 +280,17 @@ def _why_it_did_not_join(worker: WorkerObservation) -> str:
 
 
 def _stay(
-    books: Books,
+    context: PassContext,
     row: IncarnationRow,
     training: GenerationRow,
     dead: Sequence[WorkerObservation],
     said: str,
 ) -> None:
-    _drop_unswitched(books, row, training)
+    _drop_unswitched(context, row, training)
     workers = "1 worker" if training.workers == 1 else f"{training.workers} workers"
     reason = f"{said}: stays with {workers} where it was"
     generation = order(
-        books,
+        context,
         row,
         slots=training.placement,
         purpose=training.purpose,
@@ -297,7 +299,7 @@ def _stay(
         lost={worker.worker_id for worker in dead},
         own=True,
     )
-    books.event(
+    context.event(
         EventKind.JOIN_FAILED,
         reason,
         row,
@@ -310,20 +312,20 @@ def _stay(
     )
 
 
-def _given_away(books: Books, training: GenerationRow) -> bool:
+def _given_away(context: PassContext, training: GenerationRow) -> bool:
     """Whether the scheduler has given slots that this gang should leave to others."""
     mine = {(str(node), int(index)) for node, index in training.placement}
     return any(
         tuple(slot) in mine
-        for state in books.scheduler.states()
+        for state in context.scheduler.states()
         if state.job.job_id != training.job_id
         for slot in state.placement.slots
     )
 
 
-def _drop_unswitched(books: Books, row: IncarnationRow, training: GenerationRow | None) -> None:
+def _drop_unswitched(context: PassContext, row: IncarnationRow, training: GenerationRow | None) -> None:
     """Mark changes that have not come about: what becomes of them means nothing for the job."""
-    for generation in books.open_of(row):
+    for generation in context.open_of(row):
         if training is not None and generation.generation > training.generation:
             generation.notes = replace(generation.notes, dropped=True)
 
@@ -332,8 +334,8 @@ def _count_failure(row: IncarnationRow) -> None:
     row.in_place = replace(row.in_place, failures=row.in_place.failures + 1)
 
 
-def _workers(books: Books, generation: GenerationRow) -> tuple[WorkerObservation, ...]:
-    return books.workers.get((generation.job_id, generation.generation), ())
+def _workers(context: PassContext, generation: GenerationRow) -> tuple[WorkerObservation, ...]:
+    return context.workers.get((generation.job_id, generation.generation), ())
 
 
 def _reaches(waiting: dict[str, tuple[IncarnationRow, GenerationRow, set[str]]], start: str, goal: str) -> bool:

@@ -1,6 +1,7 @@
 """Lets an incarnation go on from the last valid checkpoint of the one before, which did not succeed.
 
-The checkpoint is copied by the desk's thread, so nothing waits for it but the job itself; rows in, rows out.
+The checkpoint is copied by the candidate service's thread, so nothing waits for it but the job itself; rows in, rows
+out.
 """
 
 from __future__ import annotations
@@ -9,30 +10,32 @@ from collections.abc import Sequence
 
 from elasticflow_airflow.runtime.manifest import CandidateInfo
 from elasticflow_airflow.runtime.protocol import Promotion, candidate_name
-from elasticflow_airflow.service.books import Books
-from elasticflow_airflow.service.candidates import Adopted, CandidateDesk, Looked
+from elasticflow_airflow.service.candidates import Adopted, CandidateService, Looked
 from elasticflow_airflow.service.models import CandidateRow, IncarnationRow
+from elasticflow_airflow.service.pass_context import PassContext
 from elasticflow_airflow.service.stored_bounds import promotion_of
 from elasticflow_airflow.wire import EventKind
 
 
-def is_ready(books: Books, row: IncarnationRow, desk: CandidateDesk) -> bool:
-    """Whether it has what it goes on from, or there is nothing; else the desk is asked for the copy.
+def is_ready(context: PassContext, row: IncarnationRow, candidate_service: CandidateService) -> bool:
+    """Whether it has what it goes on from, or there is nothing; else the candidate_service is asked for the copy.
 
     A copy that cannot be made now is waited for: to begin anew instead would throw away what was trained.
     """
-    before = _origin(books, row)
+    before = _origin(context, row)
     if before is None or before.promoted is None:
         return True
     if row.promoted is None:
-        if any(copy.generation == 0 for copy in books.tx.candidates(row.job_id, row.incarnation)):
+        if any(copy.generation == 0 for copy in context.tx.candidates(row.job_id, row.incarnation)):
             return True  # It was damaged.
         promotion = promotion_of(before)
         if promotion is None:
-            _begin_anew(books, row, f"which checkpoint incarnation {before.incarnation} has left cannot be read")
+            _begin_anew(context, row, f"which checkpoint incarnation {before.incarnation} has left cannot be read")
             return True
-        source = books.checkpoints_of(row.job_id, before.incarnation) / promotion.path
-        desk.ask_adopt(row.job_id, row.incarnation, source, books.checkpoints_of(row.job_id, row.incarnation))
+        source = context.checkpoints_of(row.job_id, before.incarnation) / promotion.path
+        candidate_service.ask_adopt(
+            row.job_id, row.incarnation, source, context.checkpoints_of(row.job_id, row.incarnation)
+        )
         return False
     if row.logical_workers is not None and before.logical_workers is not None:
         row.logical_workers = before.logical_workers  # What the checkpoint was made with.
@@ -40,59 +43,59 @@ def is_ready(books: Books, row: IncarnationRow, desk: CandidateDesk) -> bool:
     return True
 
 
-def record(books: Books, looked: Sequence[Looked], desk: CandidateDesk) -> None:
+def record(context: PassContext, looked: Sequence[Looked], candidate_service: CandidateService) -> None:
     """Take in what became of the copies; one that nobody needs any more is deleted."""
     for one in looked:
         if one.adopted is None:
             continue
-        if one.job_id not in books.faults:
-            with books.on_behalf_of(one.job_id, "taking in the checkpoint that it goes on from"):
-                _take_in(books, one, one.adopted, desk)
+        if one.job_id not in context.faults:
+            with context.on_behalf_of(one.job_id, "taking in the checkpoint that it goes on from"):
+                _take_in(context, one, one.adopted, candidate_service)
 
 
-def _take_in(books: Books, one: Looked, adopted: Adopted, desk: CandidateDesk) -> None:
-    row, info = books.row(one.job_id, one.incarnation), adopted.info
+def _take_in(context: PassContext, one: Looked, adopted: Adopted, candidate_service: CandidateService) -> None:
+    row, info = context.row(one.job_id, one.incarnation), adopted.info
     if row is None or row.introduced or row.terminal or row.ending or row.cancel_reason is not None:
         if info is not None and (row is None or row.promoted is None):
-            checkpoints = books.checkpoints_of(one.job_id, one.incarnation)
-            desk.ask_delete(one.job_id, one.incarnation, checkpoints, info.name)
+            checkpoints = context.checkpoints_of(one.job_id, one.incarnation)
+            candidate_service.ask_delete(one.job_id, one.incarnation, checkpoints, info.name)
     elif info is not None:
-        _go_on(books, row, info)
+        _go_on(context, row, info)
     elif adopted.again:
         reason = f"waits for its checkpoint, and tries again: {adopted.problem}"
         if row.state_reason != reason:
-            books.event(EventKind.WARNING, reason, row)
+            context.event(EventKind.WARNING, reason, row)
             row.state_reason = reason
     else:
-        _begin_anew(books, row, adopted.problem)
+        _begin_anew(context, row, adopted.problem)
 
 
-def _begin_anew(books: Books, row: IncarnationRow, problem: str) -> None:
-    books.event(EventKind.WARNING, f"starts from the beginning: {problem}", row)
-    _add_copy(books, row, candidate_name(0, 0), step=0, digest="", status="invalid")
+def _begin_anew(context: PassContext, row: IncarnationRow, problem: str) -> None:
+    context.event(EventKind.WARNING, f"starts from the beginning: {problem}", row)
+    _add_copy(context, row, candidate_name(0, 0), step=0, digest="", status="invalid")
 
 
-def _origin(books: Books, row: IncarnationRow) -> IncarnationRow | None:
+def _origin(context: PassContext, row: IncarnationRow) -> IncarnationRow | None:
     """The incarnation whose checkpoint it goes on from; None where it begins anew."""
-    before = None if row.resume_from is None else books.tx.incarnation(row.job_id, row.resume_from)
+    before = None if row.resume_from is None else context.tx.incarnation(row.job_id, row.resume_from)
     while before is not None and before.promoted is None and before.resume_from is not None:
-        before = books.tx.incarnation(row.job_id, before.resume_from)  # It ended before it had any of its own.
+        before = context.tx.incarnation(row.job_id, before.resume_from)  # It ended before it had any of its own.
     return before
 
 
-def _go_on(books: Books, row: IncarnationRow, info: CandidateInfo) -> None:
-    before = _origin(books, row)
+def _go_on(context: PassContext, row: IncarnationRow, info: CandidateInfo) -> None:
+    before = _origin(context, row)
     if before is None:
         raise LookupError(f"{row.job_id} has a copy of a checkpoint, and no incarnation {row.resume_from} it is of")
     row.promoted = Promotion(path=info.name, generation=info.generation, step=info.step, digest=info.digest)
     row.step = row.restart_step = info.step
-    _add_copy(books, row, info.name, step=info.step, digest=info.digest, status="valid")
+    _add_copy(context, row, info.name, step=info.step, digest=info.digest, status="valid")
     reason = f"goes on from step {info.step}, the last valid checkpoint of incarnation {before.incarnation}"
-    books.event(EventKind.RESUMED, reason, row, step=info.step)
+    context.event(EventKind.RESUMED, reason, row, step=info.step)
 
 
-def _add_copy(books: Books, row: IncarnationRow, path: str, *, step: int, digest: str, status: str) -> None:
-    books.tx.add(
+def _add_copy(context: PassContext, row: IncarnationRow, path: str, *, step: int, digest: str, status: str) -> None:
+    context.tx.add(
         CandidateRow(
             job_id=row.job_id,
             incarnation=row.incarnation,

@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 
 from elasticflow_airflow.runtime.protocol import checkpoint_dir
-from elasticflow_airflow.service.books import incarnation_dir
+from elasticflow_airflow.service.pass_context import incarnation_dir
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import remove
 from elasticflow_airflow.service.store import Store

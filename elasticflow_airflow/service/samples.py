@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from elasticflow_airflow.runtime.protocol import Report
-from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow, WorkerTimesRow
+from elasticflow_airflow.service.pass_context import PassContext
 
 MOST = 500
 """A job keeps at most so many samples."""
@@ -29,7 +29,7 @@ _SIZES = ("window_steps", "samples", "memory_bytes", "device_memory_bytes")
 
 
 def take(
-    books: Books,
+    context: PassContext,
     row: IncarnationRow,
     generation: GenerationRow,
     at_s: float,
@@ -51,10 +51,10 @@ def take(
     number = 0 if before is None else (int(before) // stride + 1) * stride
     if number // stride >= MOST:
         stride *= 2
-        write(books)
-        books.tx.thin_samples(row.job_id, row.incarnation, stride)
+        write(context)
+        context.tx.thin_samples(row.job_id, row.incarnation, stride)
         number = -(-number // stride) * stride
-    books.samples.append(
+    context.samples.append(
         {
             "job_id": row.job_id,
             "incarnation": row.incarnation,
@@ -76,25 +76,25 @@ def note(row: IncarnationRow, data: Mapping[str, Any]) -> None:
         row.sampling = {**(row.sampling or {}), **told}
 
 
-def write(books: Books) -> None:
+def write(context: PassContext) -> None:
     """Store the samples that were taken in this pass, all at once."""
-    if books.samples:
-        books.tx.add_samples(books.samples)
-        books.samples = []
+    if context.samples:
+        context.tx.add_samples(context.samples)
+        context.samples = []
 
 
-def take_worker(books: Books, row: IncarnationRow, generation: GenerationRow, report: Report) -> None:
+def take_worker(context: PassContext, row: IncarnationRow, generation: GenerationRow, report: Report) -> None:
     """Keep where the time of a worker went in the window that it reports; the window before is forgotten."""
     window: dict[str, Any] = {name: value for name in _TIMES if (value := _number(report.data.get(name))) is not None}
     window |= {name: int(value) for name in _SIZES if (value := _number(report.data.get(name))) is not None}
     if not window:
         return
-    known = books.tx.worker_time(row.job_id, row.incarnation, report.worker_id)
+    known = context.tx.worker_time(row.job_id, row.incarnation, report.worker_id)
     if known is None:
         known = WorkerTimesRow(job_id=row.job_id, incarnation=row.incarnation, worker_id=report.worker_id)
-        books.tx.add(known)
+        context.tx.add(known)
     known.generation, known.rank = generation.generation, report.rank
-    known.at, known.window = min(report.at_s, books.now), window
+    known.at, known.window = min(report.at_s, context.now), window
 
 
 def _number(value: Any) -> float | None:

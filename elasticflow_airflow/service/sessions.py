@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from elasticflow_airflow.insight import TrainedWith
 from elasticflow_airflow.runtime.protocol import SessionConfig, threads_in
-from elasticflow_airflow.service.books import incarnation_dir
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.pass_context import incarnation_dir
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.snapshots import Snapshots
 from elasticflow_airflow.service.stored_bounds import promotion_of

@@ -14,12 +14,12 @@ from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangS
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.values import JobState, Slot
-from elasticflow_airflow.service.books import Books, alive, can_be_stopped
 from elasticflow_airflow.service.codec import placement_from_json, slots_to_json
 from elasticflow_airflow.service.documents import readable
 from elasticflow_airflow.service.faults import Fault, find_culprits
 from elasticflow_airflow.service.job_documents import Ending
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.pass_context import PassContext, alive, can_be_stopped
 from elasticflow_airflow.service.secrets import redact
 from elasticflow_airflow.service.stored_bounds import (
     amendment_out_of_bounds,
@@ -44,22 +44,22 @@ _ADVICE = (
 )
 
 
-def write_down(books: Books, secrets: Callable[[IncarnationRow], Mapping[str, str]]) -> None:
+def write_down(context: PassContext, secrets: Callable[[IncarnationRow], Mapping[str, str]]) -> None:
     """Say of each job that is set aside that it is, and why; of one that this process has not failed on, nothing more.
 
     ``secrets`` are the values that must not show up in messages.
     """
-    for row in books.aside:
-        fault = books.faults.aside.get(row.job_id)
+    for row in context.aside:
+        fault = context.faults.aside.get(row.job_id)
         if row.set_aside is None and fault is not None and not row.terminal:
             row.set_aside = _reason(row, fault, secrets)
             row.state_reason = f"{row.set_aside}. {_ADVICE}"
-            books.event(EventKind.SET_ASIDE, row.state_reason, row)
-    for row in books.rows:
+            context.event(EventKind.SET_ASIDE, row.state_reason, row)
+    for row in context.rows:
         if row.set_aside is not None:
             row.set_aside = None
             row.state_reason = "the service has started anew: it is tried again, and not set aside any more"
-            books.event(EventKind.TRIED_AGAIN, row.state_reason, row)
+            context.event(EventKind.TRIED_AGAIN, row.state_reason, row)
 
 
 def _reason(row: IncarnationRow, fault: Fault, secrets: Callable[[IncarnationRow], Mapping[str, str]]) -> str:
@@ -76,18 +76,18 @@ class BoundsCheck:
     _checked: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
     """Submissions that are within bounds; they hardly ever change."""
 
-    def check(self, books: Books, observations: Sequence[GangObservation]) -> None:
+    def check(self, context: PassContext, observations: Sequence[GangObservation]) -> None:
         """Look at every job that may be decided on, and at where the engine says that its workers stand."""
         seen = {(gang.job_id, gang.generation): gang for gang in observations}
-        for row in books.rows:
+        for row in context.rows:
             if row.terminal:
                 self._checked.pop((row.job_id, row.incarnation), None)
                 continue
-            with books.on_behalf_of(row.job_id, "reading what is known of it"):
+            with context.on_behalf_of(row.job_id, "reading what is known of it"):
                 self._check(row)
-                for generation in books.open_of(row):
+                for generation in context.open_of(row):
                     _check_placement(generation, seen.get((generation.job_id, generation.generation)))
-        for amendment in books.tx.open_amendments():
+        for amendment in context.tx.open_amendments():
             problem = amendment_out_of_bounds(amendment)
             if problem is not None:
                 amendment.answer = {"accepted": False, "reason": problem, "earliest_deadline_at": None}
@@ -119,36 +119,36 @@ def _check_placement(generation: GenerationRow, gang: GangObservation | None) ->
         )
 
 
-def notice_troubles(books: Books, observations: Sequence[GangObservation]) -> None:
+def notice_troubles(context: PassContext, observations: Sequence[GangObservation]) -> None:
     """Set jobs aside whose workers the engine cannot look at: what their scripts have made of their files, say."""
     for gang in observations:
-        if gang.trouble is not None and gang.job_id in books.jobs and gang.job_id not in books.faults:
-            with books.on_behalf_of(gang.job_id, "looking at its workers"):
+        if gang.trouble is not None and gang.job_id in context.jobs and gang.job_id not in context.faults:
+            with context.on_behalf_of(gang.job_id, "looking at its workers"):
                 raise UnreadableGangError(gang.trouble)
 
 
-def _gangs_of(books: Books, observations: Sequence[GangObservation]) -> dict[tuple[str, int], GangObservation]:
+def _gangs_of(context: PassContext, observations: Sequence[GangObservation]) -> dict[tuple[str, int], GangObservation]:
     """Their gangs, by job and generation. Hardly ever is anybody set aside, and each pass asks."""
-    aside = {row.job_id for row in books.aside}
+    aside = {row.job_id for row in context.aside}
     return {(gang.job_id, gang.generation): gang for gang in observations if gang.job_id in aside} if aside else {}
 
 
-def place(books: Books, observations: Sequence[GangObservation]) -> None:
+def place(context: PassContext, observations: Sequence[GangObservation]) -> None:
     """Write down where the workers of jobs that are set aside stand, as the engine says, whatever is stored."""
-    seen = _gangs_of(books, observations)
-    for row in books.aside:
-        for generation in books.open_of(row):
+    seen = _gangs_of(context, observations)
+    for row in context.aside:
+        for generation in context.open_of(row):
             gang = seen.get((generation.job_id, generation.generation))
             if gang is not None and gang.workers:
                 generation.placement = slots_to_json(worker.slot for worker in gang.workers)
                 generation.workers = len(gang.workers)
 
 
-def look_after(books: Books, observations: Sequence[GangObservation]) -> None:
+def look_after(context: PassContext, observations: Sequence[GangObservation]) -> None:
     """Follow the workers of jobs that are set aside, and bring those to their end that are to end."""
-    seen = _gangs_of(books, observations)
-    for row in books.aside:
-        for generation in books.open_of(row):
+    seen = _gangs_of(context, observations)
+    for row in context.aside:
+        for generation in context.open_of(row):
             gang = seen.get((generation.job_id, generation.generation))
             if gang is not None:
                 overwrite_generation(generation, gang.state)
@@ -156,17 +156,17 @@ def look_after(books: Books, observations: Sequence[GangObservation]) -> None:
                 overwrite_generation(generation, GangState.ENDED)
             if generation.state == GangState.ENDED:
                 outcome = GangOutcome.LOST if gang is None or gang.outcome is None else gang.outcome
-                generation.outcome, generation.ended_at = outcome.value, books.now
+                generation.outcome, generation.ended_at = outcome.value, context.now
                 generation.judged = generation.handled = True
         if row.cancel_reason is not None:
-            books.end(row, State.CANCELLED, row.cancel_reason or "cancelled")
-        if row.ending and not row.terminal and not any(map(can_be_stopped, books.open_of(row))):
-            _end(books, row)
+            context.end(row, State.CANCELLED, row.cancel_reason or "cancelled")
+        if row.ending and not row.terminal and not any(map(can_be_stopped, context.open_of(row))):
+            _end(context, row)
 
 
-def _end(books: Books, row: IncarnationRow) -> None:
+def _end(context: PassContext, row: IncarnationRow) -> None:
     """Of what it has reached nothing is read: that may be what the service fails on."""
-    for generation in books.open_of(row):
+    for generation in context.open_of(row):
         overwrite_generation(generation, GangState.ENDED)
         generation.outcome = GangOutcome.STOPPED.value
         generation.judged = generation.handled = True
@@ -174,26 +174,26 @@ def _end(books: Books, row: IncarnationRow) -> None:
     state, reason = ending.state, ending.reason
     if state is State.SUCCEEDED:
         state, reason = State.FAILED, f"{reason}; but it was set aside, and what it has reached could not be read"
-    row.finished_at = books.now
+    row.finished_at = context.now
     row.failure = row.set_aside
     row.terminal = True
     row.secret_env = row.scheduler_state = row.lease_expires_at = row.projected_finish_at = None
     row.at_risk = False
     overwrite(row, state, reason)
-    books.event(EventKind[state.name], reason, row)
+    context.event(EventKind[state.name], reason, row)
 
 
-def ended(books: Books) -> set[str]:
+def ended(context: PassContext) -> set[str]:
     """Jobs that were set aside and are over: what is submitted of them next is tried like any other."""
-    first = {row.job_id: row for row in reversed(books.aside) if row.set_aside is not None}
+    first = {row.job_id: row for row in reversed(context.aside) if row.set_aside is not None}
     return {job_id for job_id, row in first.items() if row.terminal}
 
 
-def held_slots(books: Books) -> dict[str, dict[int, str]]:
+def held_slots(context: PassContext) -> dict[str, dict[int, str]]:
     """Slots that their workers hold, by node and index: by whom."""
     found: dict[str, dict[int, str]] = {}
-    for row in books.aside:
-        for generation in books.open_of(row):
+    for row in context.aside:
+        for generation in context.open_of(row):
             if alive(generation):
                 for slot in slots_of(generation):
                     found.setdefault(slot.node_id, {})[slot.index] = f"{row.job_id}, which is set aside"
@@ -208,24 +208,24 @@ def slots_of(generation: GenerationRow) -> tuple[Slot, ...]:
         return ()
 
 
-def culprits(books: Books, states: Sequence[JobState], fresh: Callable[[], Scheduler]) -> list[str]:
+def culprits(context: PassContext, states: Sequence[JobState], fresh: Callable[[], Scheduler]) -> list[str]:
     """The jobs (or recurring tasks) without which the scheduler would not have failed in this pass.
 
     ``states`` are those that the last scheduler was restored from, or would be; ``fresh`` makes one without jobs. What
     the scheduler heard in this pass is played again, with some of the jobs only.
     """
     owners = {state.job.job_id: None for state in states} | dict.fromkeys(
-        owner for event in books.fed if (owner := owner_of(event)) is not None
+        owner for event in context.fed if (owner := owner_of(event)) is not None
     )
 
     def works(some: Sequence[str]) -> bool:
         chosen, scheduler = set(some), fresh()
         try:
-            scheduler.restore([state for state in states if state.job.job_id in chosen], books.now)
-            for event in books.fed:
+            scheduler.restore([state for state in states if state.job.job_id in chosen], context.now)
+            for event in context.fed:
                 owner = owner_of(event)
                 if owner is None or owner in chosen:
-                    scheduler.handle(event, books.now)
+                    scheduler.handle(event, context.now)
         except Exception:  # noqa: BLE001  (that, and nothing else, is the question)
             return False
         return True

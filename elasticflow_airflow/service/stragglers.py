@@ -20,10 +20,10 @@ from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decisions import Purpose
 from elasticflow_airflow.scheduler_core.stragglers import StragglerRule, add_window, find_stragglers
 from elasticflow_airflow.scheduler_core.values import JobState
-from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.deciding import feed, when
 from elasticflow_airflow.service.generations import can_continue
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.pass_context import PassContext
 from elasticflow_airflow.wire import EventKind
 
 _ASK_AGAIN_S = 30.0
@@ -51,7 +51,7 @@ class _Slow:
         )
 
 
-def note(books: Books, generation: GenerationRow, report: Report) -> None:
+def note(context: PassContext, generation: GenerationRow, report: Report) -> None:
     """Keep what a worker has measured of itself. Waiting for others is no part of it, nor is what only rank 0 does."""
     data = report.data
     compute, steps = data.get("compute_s"), data.get("window_steps")
@@ -59,47 +59,47 @@ def note(books: Books, generation: GenerationRow, report: Report) -> None:
         return
     loading = data.get("data_s")
     own_s = float(compute) + (float(loading) if isinstance(loading, int | float) else 0.0)
-    windows = add_window(generation.notes.windows, report.worker_id, own_s, steps, _rule(books))
+    windows = add_window(generation.notes.windows, report.worker_id, own_s, steps, _rule(context))
     generation.notes = replace(generation.notes, windows=windows)
 
 
-def watch(books: Books) -> None:
+def watch(context: PassContext) -> None:
     """Answer to workers that are slow for good, one a gang in a pass."""
-    for row in books.rows:
-        with books.on_behalf_of(row.job_id, "comparing the speeds of its workers"):
-            _watch(books, row)
+    for row in context.rows:
+        with context.on_behalf_of(row.job_id, "comparing the speeds of its workers"):
+            _watch(context, row)
 
 
-def _watch(books: Books, row: IncarnationRow) -> None:
-    training = books.training(row)
-    if training is None or row.terminal or row.ending or training is not books.desired(row):
+def _watch(context: PassContext, row: IncarnationRow) -> None:
+    training = context.training(row)
+    if training is None or row.terminal or row.ending or training is not context.desired(row):
         return
     usual = training.state == GangState.RUNNING and training.running_at is not None
     if not usual or training.purpose != Purpose.TRAIN or training.notes.finished:
         return
-    slow = _find(books, row, training)
+    slow = _find(context, row, training)
     if slow is not None:
         known = training.notes.slow
-        training.notes = replace(training.notes, slow={**known, slow.worker.worker_id: books.now})
-        _answer(books, row, training, slow, again=slow.worker.worker_id in known)
+        training.notes = replace(training.notes, slow={**known, slow.worker.worker_id: context.now})
+        _answer(context, row, training, slow, again=slow.worker.worker_id in known)
 
 
-def take_back(books: Books) -> None:
+def take_back(context: PassContext) -> None:
     """Use slots again whose time is over."""
-    for row in books.tx.avoided():
-        if row.until_at <= books.now:
-            books.tx.forget_avoided(row)
+    for row in context.tx.avoided():
+        if row.until_at <= context.now:
+            context.tx.forget_avoided(row)
             reason = f"slot {row.node_id}:{row.slot_index} is used again: {row.reason}"
-            books.tx.add_event(EventKind.SLOT_BACK, reason, None, {"node_id": row.node_id, "slot": row.slot_index})
+            context.tx.add_event(EventKind.SLOT_BACK, reason, None, {"node_id": row.node_id, "slot": row.slot_index})
 
 
-def _find(books: Books, row: IncarnationRow, training: GenerationRow) -> _Slow | None:
+def _find(context: PassContext, row: IncarnationRow, training: GenerationRow) -> _Slow | None:
     windows = training.notes.windows
-    workers = {w.worker_id: w for w in books.workers.get((training.job_id, training.generation), ())}
+    workers = {w.worker_id: w for w in context.workers.get((training.job_id, training.generation), ())}
     if len(workers) < 2 or any(worker.exit_code is not None for worker in workers.values()):
         return None
-    for found in find_stragglers(windows, list(workers), _rule(books)):
-        if books.now - training.notes.slow.get(found.worker_id, -math.inf) >= _ASK_AGAIN_S:
+    for found in find_stragglers(windows, list(workers), _rule(context)):
+        if context.now - training.notes.slow.get(found.worker_id, -math.inf) >= _ASK_AGAIN_S:
             others = [median(windows[worker_id]) for worker_id in workers if worker_id != found.worker_id]
             slow = _Slow(workers[found.worker_id], median(windows[found.worker_id]), median(others))
             if row.steps_per_s and (slow.step_s - slow.median_s) * row.steps_per_s >= _LEAST_GAIN:
@@ -107,31 +107,33 @@ def _find(books: Books, row: IncarnationRow, training: GenerationRow) -> _Slow |
     return None
 
 
-def _answer(books: Books, row: IncarnationRow, training: GenerationRow, slow: _Slow, *, again: bool) -> None:
+def _answer(context: PassContext, row: IncarnationRow, training: GenerationRow, slow: _Slow, *, again: bool) -> None:
     """Have the gang leave the slot, if that does good and no harm; say what was seen and done, that it stays once."""
-    until_s = books.now + books.settings.straggler_avoid_s
+    until_s = context.now + context.settings.straggler_avoid_s
     slot = slow.worker.slot
-    event = ev.SlotSlow(row.job_id, slot, until_s, _gain(books, row, slow))
-    against, workers = _outcome(books, row, training, event)
+    event = ev.SlotSlow(row.job_id, slot, until_s, _gain(context, row, slow))
+    against, workers = _outcome(context, row, training, event)
     data = {"worker": slow.worker.worker_id, "slot": [slot.node_id, slot.index], "step_s": slow.step_s}
     data |= {"median_s": slow.median_s, "slowdown": slow.step_s / slow.median_s}
     if against:
         if not again:
-            books.event(
+            context.event(
                 EventKind.SLOW_WORKER, f"{slow.seen}: it is left there, as {against}", row, action="left", **data
             )
         return
     action = "moved" if workers >= training.workers else "shrunk"
     done = "its gang moves to other slots" if action == "moved" else f"its gang goes on with {workers} of its workers"
     reason = f"{slow.seen}: {done}, and the slot is avoided until {when(until_s)}"
-    books.event(EventKind.SLOW_WORKER, reason, row, action=action, until_at=until_s, **data)
-    books.tx.avoid(slot.node_id, slot.index, until_s, f"worker {slow.worker.worker_id} of {row.job_id} was slow there")
-    feed(books, event)
+    context.event(EventKind.SLOW_WORKER, reason, row, action=action, until_at=until_s, **data)
+    context.tx.avoid(
+        slot.node_id, slot.index, until_s, f"worker {slow.worker.worker_id} of {row.job_id} was slow there"
+    )
+    feed(context, event)
 
 
-def _gain(books: Books, row: IncarnationRow, slow: _Slow) -> float:
+def _gain(context: PassContext, row: IncarnationRow, slow: _Slow) -> float:
     """How many times the steps the gang would make without it: the time that the others wait for it is saved."""
-    state = books.state_of(row.job_id)
+    state = context.state_of(row.job_id)
     if not row.steps_per_s or state is None or state.job.curve is None:
         return 1.0
     step_s = 1.0 / row.steps_per_s
@@ -140,15 +142,15 @@ def _gain(books: Books, row: IncarnationRow, slow: _Slow) -> float:
     return 1.0 if known is None else min(max(1.0, likely / known), slow.step_s / slow.median_s)
 
 
-def _outcome(books: Books, row: IncarnationRow, training: GenerationRow, event: ev.SlotSlow) -> tuple[str, int]:
+def _outcome(context: PassContext, row: IncarnationRow, training: GenerationRow, event: ev.SlotSlow) -> tuple[str, int]:
     """Ask a copy of the scheduler: why the gang had better stay (empty: it should go), and its number of workers."""
-    if not books.settings.straggler_removal:
+    if not context.settings.straggler_removal:
         return "ELASTICFLOW_STRAGGLER_REMOVAL is off", 0
-    if can_continue(books, row) is None:
+    if can_continue(context, row) is None:
         return "its session cannot change its workers while it trains", 0
-    before = {state.job.job_id: state for state in books.scheduler.states()}
-    trial = books.scheduler.twin()
-    decisions = trial.handle(event, books.now)
+    before = {state.job.job_id: state for state in context.scheduler.states()}
+    trial = context.scheduler.twin()
+    decisions = trial.handle(event, context.now)
     after = {state.job.job_id: state for state in trial.states()}
     mine = after.get(row.job_id)
     if mine is None or not mine.placement.slots or event.slot in mine.placement.slots:
@@ -174,6 +176,6 @@ def _speed(state: JobState) -> float:
     return max((speed for size, speed in known.items() if size <= state.placement.workers), default=0.0)
 
 
-def _rule(books: Books) -> StragglerRule:
-    s = books.settings
+def _rule(context: PassContext) -> StragglerRule:
+    s = context.settings
     return StragglerRule(windows=s.straggler_windows, least_excess=s.straggler_excess)

@@ -16,7 +16,7 @@ from elasticflow_airflow.scheduler_core.calendar_forecast import joining
 from elasticflow_airflow.scheduler_core.decisions import Admit, Amended, AmendRejected, Decision, Reject
 from elasticflow_airflow.scheduler_core.values import Node, Phase
 from elasticflow_airflow.service.codec import plan_to_json
-from elasticflow_airflow.service.forecasting import ForecastDesk
+from elasticflow_airflow.service.forecasting import ForecastService
 from elasticflow_airflow.service.refusal import Refusal, no_such_job
 from elasticflow_airflow.wire import ForecastAnswer, Verdict
 
@@ -45,10 +45,10 @@ class _Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class WhatIfDesk:
+class WhatIfService:
     """The service's side."""
 
-    forecasts: ForecastDesk
+    forecasts: ForecastService
     monotonic: Callable[[], float] = time.monotonic
 
     def ask(self, request: WhatIfRequest) -> WhatIf:

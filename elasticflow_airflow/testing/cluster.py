@@ -178,7 +178,7 @@ class SimulatedCluster:
     def submitted_at(self, identity: JobIdentity) -> float | None:
         """When the job of a task was submitted, UTC seconds."""
         job_id = self._job_id(identity)
-        return None if job_id is None else self._parts.desk.status(job_id).submitted_at
+        return None if job_id is None else self._parts.job_service.status(job_id).submitted_at
 
     def has_news(self, identity: JobIdentity) -> bool:
         """Whether the task of a job has something to learn since it was asked last."""
@@ -233,7 +233,7 @@ class SimulatedCluster:
 
     def statuses(self, dag_id: str | None = None) -> list[JobStatus]:
         """Every job, in order of submission."""
-        return list(reversed(self._parts.desk.list_jobs(None, dag_id, None, 1000)))
+        return list(reversed(self._parts.job_service.list_jobs(None, dag_id, None, 1000)))
 
     def close(self) -> None:
         """Stop serving; nothing is left but the folder."""

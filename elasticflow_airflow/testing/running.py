@@ -75,7 +75,7 @@ class Simulation:
                 break
             if not self._cluster.live and self._somebody_waits(everybody(), looks):
                 return looks  # sensors of trainings that are yet to come, behind a task that waits in real time
-            self._cluster.wait(self._patience(looks), watched=any(self._is_sensor(ti) for ti in looks))
+            self._cluster.wait(self._hang_detector(looks), watched=any(self._is_sensor(ti) for ti in looks))
             if self._is_over(looks):
                 return looks
         return busy
@@ -106,7 +106,7 @@ class Simulation:
     def _identity(self, ti: Any) -> JobIdentity:
         return JobIdentity(dag_id=ti.dag_id, run_id=ti.run_id, task_id=ti.task_id, map_index=ti.map_index)
 
-    def _patience(self, looks: list[Any]) -> float:
+    def _hang_detector(self, looks: list[Any]) -> float:
         """Until when these tasks wait at most: a training whose ``execution_timeout`` is over wants to know."""
         ends = [self._timeout_at(ti) for ti in looks]
         return min((end for end in ends if end > self._cluster.clock()), default=math.inf)

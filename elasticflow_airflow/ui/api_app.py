@@ -40,7 +40,7 @@ from elasticflow_airflow.ui.guard import HeadersGuard, refuse_foreign_pages
 from elasticflow_airflow.ui.lateness import latest_finish_at
 from elasticflow_airflow.ui.source import Source
 from elasticflow_airflow.ui.trace import chrome_trace
-from elasticflow_airflow.ui.visibility import Sight
+from elasticflow_airflow.ui.visibility import VisibilityFilter
 from elasticflow_airflow.wire import AmendAnswer, AmendRequest, Event, JobStatus, LogPiece
 
 _NOW_S, _HISTORY_S, _LONG_HISTORY_S, _FORECAST_S = 1.0, 5.0, 30.0, 20.0
@@ -106,10 +106,10 @@ def _editable(user: Any) -> list[str]:
     return sorted(get_auth_manager().get_authorized_dag_ids(user=user, method="PUT"))
 
 
-def _sight(source: Source, user: Any) -> Sight:
+def _sight(source: Source, user: Any) -> VisibilityFilter:
     """What the user may see, and how sentences may call the jobs of now and of late."""
     readable = _readable(user)
-    sight = Sight(namespace=source.namespace, readable=readable, hidden_dags=_known_dags() - readable)
+    sight = VisibilityFilter(namespace=source.namespace, readable=readable, hidden_dags=_known_dags() - readable)
     recent = source.share(calls.list_jobs(None, None, None, _RECENT), _HISTORY_S)
     return sight.knowing(recent).knowing(source.share(calls.cluster(), _NOW_S).jobs)
 
@@ -278,7 +278,7 @@ def _add_cluster(app: FastAPI, source: Source) -> None:
 
 
 def _newest_seen(
-    sight: Sight, dag_id: str | None, limit: int, newest: Callable[[Sequence[str] | None], list[JobStatus]]
+    sight: VisibilityFilter, dag_id: str | None, limit: int, newest: Callable[[Sequence[str] | None], list[JobStatus]]
 ) -> list[JobStatus]:
     """The newest jobs that may be seen. ``newest`` asks for those of some DAGs, at most ``limit``; None: of all."""
     if dag_id is not None and dag_id not in sight.readable:

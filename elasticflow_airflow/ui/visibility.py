@@ -31,7 +31,7 @@ _JOB_ID = re.compile(r"(?<![\w-])[a-z0-9][a-z0-9-]*-[0-9a-f]{16}(?![\w-])")
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class VisibilityFilter:
     """The DAGs that a user may read, of this Airflow's namespace.
 
     ``names``: how to call jobs, by their ids. ``hidden_dags`` and ``hidden_tasks`` are those that no sentence may name.
@@ -47,7 +47,7 @@ class Sight:
         """Whether this job may be shown at all."""
         return identity.namespace == self.namespace and identity.dag_id in self.readable
 
-    def knowing(self, jobs: Iterable[JobStatus]) -> Sight:
+    def knowing(self, jobs: Iterable[JobStatus]) -> VisibilityFilter:
         """Know the names of those of the jobs that may be shown, and of those that may not."""
         names, hidden = dict(self.names), set(self.hidden_tasks)
         for job in jobs:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from elasticflow_airflow.scheduler_core.allocation import while_free
 from elasticflow_airflow.scheduler_core.draft import Draft
-from elasticflow_airflow.scheduler_core.filling import Share
+from elasticflow_airflow.scheduler_core.minimum_share import Share
 from elasticflow_airflow.scheduler_core.placement import Layout
-from elasticflow_airflow.scheduler_core.rolling import NoPlaceError, place
+from elasticflow_airflow.scheduler_core.seat_shares import NoPlaceError, place
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.values import Node, Placement, Slot
 from elasticflow_airflow.scheduler_core.work import Course, Holding, Work

@@ -27,8 +27,8 @@ from support.postgres import Postgres, postgres
 from elasticflow_airflow.client import ElasticFlowClient, Endpoint, Snapshot, ensure_service, snapshot_folder
 from elasticflow_airflow.engines.fake import BEHAVIOUR_ENV, FakeEngine, fake_nodes
 from elasticflow_airflow.service import store
-from elasticflow_airflow.service.candidates import CandidateDesk, verify_by_manifest
-from elasticflow_airflow.service.jobs import JobDesk, Submitted
+from elasticflow_airflow.service.candidates import CandidateService, verify_by_manifest
+from elasticflow_airflow.service.jobs import JobService, Submitted
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.reconcile import Reconciler
@@ -108,9 +108,9 @@ class World:
     """What the monotonic clock shows."""
     store: Store = field(init=False)
     reconciler: Reconciler = field(init=False)
-    desk: JobDesk = field(init=False)
+    job_service: JobService = field(init=False)
     snapshots: Snapshots = field(init=False)
-    candidates: CandidateDesk | None = None
+    candidates: CandidateService | None = None
     waits_for_candidates: bool = True
     """Whether what the loop asked about checkpoints is known before its next pass."""
     troubles: list[str] = field(default_factory=list)
@@ -131,7 +131,7 @@ class World:
     def start(self) -> None:
         """What a service does when it starts, with whatever the one before left."""
         self.store = Store(self.url, clock=self.clock)
-        self.candidates = CandidateDesk(verify_by_manifest, lambda: None)
+        self.candidates = CandidateService(verify_by_manifest, lambda: None)
         notifier = _Stepping(self.step)
         secrets = SecretBox(self.settings.state_dir / "secret.key")
         self.reconciler = Reconciler(
@@ -145,7 +145,7 @@ class World:
             clock=self.clock,
             monotonic=lambda: self.elapsed_s,
         )
-        self.desk = JobDesk(
+        self.job_service = JobService(
             self.store,
             notifier,
             self.snapshots,
@@ -208,19 +208,21 @@ class World:
 
     def submit(self, **given: Any) -> Attachment:
         submission = self.submission(**given)
-        return self.attached(self.desk.submit(submission.identity.job_id, submission))
+        return self.attached(self.job_service.submit(submission.identity.job_id, submission))
 
     def attached(self, submitted: Submitted) -> Attachment:
         wanted = submitted.amendment_id
-        answer = None if wanted is None else self.desk.answered([wanted]).get(wanted)
-        return submitted.attachment(self.desk.status(submitted.job_id), answer)
+        answer = None if wanted is None else self.job_service.answered([wanted]).get(wanted)
+        return submitted.attachment(self.job_service.status(submitted.job_id), answer)
 
     def amend(self, job_id: str, request: AmendRequest) -> AmendAnswer:
-        amendment_id = self.desk.amend(job_id, request)
-        return AmendAnswer(**self.desk.answered([amendment_id])[amendment_id], job=self.desk.status(job_id))
+        amendment_id = self.job_service.amend(job_id, request)
+        return AmendAnswer(
+            **self.job_service.answered([amendment_id])[amendment_id], job=self.job_service.status(job_id)
+        )
 
     def status(self, job: Attachment | str) -> JobStatus:
-        return self.desk.status(job if isinstance(job, str) else job.job.job_id)
+        return self.job_service.status(job if isinstance(job, str) else job.job.job_id)
 
     def row(self, job: Attachment, incarnation: int | None = None) -> IncarnationRow:
         with self.store.read() as reader:

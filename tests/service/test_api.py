@@ -18,11 +18,11 @@ from elasticflow_airflow.client import ElasticFlowClient, Unauthorized, snapshot
 from elasticflow_airflow.client.service_calls import calls
 from elasticflow_airflow.insight import ClusterHistory, ClusterNow, JobStory, StackDump, WhatIf
 from elasticflow_airflow.service.api import build_app
-from elasticflow_airflow.service.autoscaling import CapacityDesk
-from elasticflow_airflow.service.feeding import CalendarDesk
-from elasticflow_airflow.service.forecasting import ForecastDesk
-from elasticflow_airflow.service.insight_routes import InsightDesks
-from elasticflow_airflow.service.whatif import WhatIfDesk
+from elasticflow_airflow.service.autoscaling import CapacityService
+from elasticflow_airflow.service.feeding import CalendarService
+from elasticflow_airflow.service.forecasting import ForecastService
+from elasticflow_airflow.service.insight_routes import InsightServices
+from elasticflow_airflow.service.whatif import WhatIfService
 from elasticflow_airflow.wire import Command, Event, Health, JobIdentity, JobSubmission, Length, Problem
 
 TOKEN = "a-long-random-token"
@@ -31,17 +31,17 @@ CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 
 
 def app_of(world, token=None):
-    forecasts = ForecastDesk(
+    forecasts = ForecastService(
         world.store, world.settings, world.reconciler.copy_scheduler, lambda: "", clock=world.clock
     )
     parts = parts_of(
         world,
         forecasts=forecasts,
-        capacity=CapacityDesk(forecasts),
-        insight=InsightDesks(
+        capacity=CapacityService(forecasts),
+        insight=InsightServices(
             insight_of(world),
-            WhatIfDesk(forecasts),
-            CalendarDesk(world.store, world.settings, world.reconciler.hear_of_runs, clock=world.clock),
+            WhatIfService(forecasts),
+            CalendarService(world.store, world.settings, world.reconciler.hear_of_runs, clock=world.clock),
         ),
     )
     return build_app(parts, token)
@@ -200,7 +200,7 @@ async def test_a_defect_is_a_problem_too_and_tells_nothing(world, http, monkeypa
 
 async def test_a_stale_claim_is_a_conflict(world, http):
     job = world.submit(within=600, scaling_curve=CURVE)
-    world.desk.attach(job.job.job_id, None)
+    world.job_service.attach(job.job.job_id, None)
     answer = await http.post(f"/v1/jobs/{job.job.job_id}/cancel", json={"claim": job.claim})
     assert answer.status_code == 409
     assert Problem.model_validate_json(answer.content).error == "stale_claim"
@@ -250,7 +250,7 @@ JSON = {"Content-Type": "application/json"}
 async def test_when_nobody_can_write_everybody_else_is_answered_and_too_many_are_sent_away(world, http, monkeypatch):
     job = world.submit(task="runs", within=900, scaling_curve=CURVE)
     world.run(5)
-    monkeypatch.setattr(world.desk.notifier, "wake", lambda: None)
+    monkeypatch.setattr(world.job_service.notifier, "wake", lambda: None)
     submissions = [world.submission(task=f"t{n}", within=900, scaling_curve=CURVE) for n in range(520)]
     with world.store.sessions() as session, world.store.alone_in_writing(session):
         waiting = [

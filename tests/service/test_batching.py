@@ -12,7 +12,7 @@ from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.refusal import Refusal, no_such_job
 
 
-class Desk:
+class Counter:
     """Answers when it is let go, and remembers what it was asked at once."""
 
     def __init__(self) -> None:
@@ -29,29 +29,29 @@ class Desk:
 
 
 async def test_who_comes_while_others_are_answered_is_answered_together():
-    desk = Desk()
-    questions = Batcher("test", desk)
+    counter = Counter()
+    questions = Batcher("test", counter)
     first = asyncio.create_task(questions.ask(("first", 1)))
     async with asyncio.timeout(10):
-        while not desk.asked:
+        while not counter.asked:
             await asyncio.sleep(0)
         others = [asyncio.create_task(questions.ask((f"job{n}", n))) for n in range(130)]
         gone = others.pop(50)
         await asyncio.sleep(0)
         gone.cancel()
-        desk.go.set()
+        counter.go.set()
         assert await first == b"first"
         answers = await asyncio.gather(*others, return_exceptions=True)
-    assert [len(some) for some in desk.asked] == [1, 100, 30]
+    assert [len(some) for some in counter.asked] == [1, 100, 30]
     assert isinstance(answers[0], Refusal)
     assert answers[1:50] == [f"job{n}".encode() for n in range(1, 50)]
     assert answers[50] == b"job51"
 
 
 async def test_what_goes_wrong_is_told_to_all_of_them_and_to_nobody_after():
-    desk = Desk()
-    desk.go.set()
-    questions = Batcher("test", desk)
+    counter = Counter()
+    counter.go.set()
+    questions = Batcher("test", counter)
     found = await asyncio.gather(questions.ask(("broken", 1)), questions.ask(("other", 1)), return_exceptions=True)
     assert any(isinstance(one, OSError) for one in found)
     assert await questions.ask(("other", 1)) == b"other"

@@ -300,7 +300,7 @@ def test_what_is_just_within_bounds_can_be_stored_by_postgresql(make_world, post
         raw = changed(raw, f"identity.{name}", value)
     raw = changed(changed(raw, "command.snapshot", sha256), "command.script", script)
     submission = JobSubmission.model_validate(raw)
-    job = world.attached(world.desk.submit(submission.identity.job_id, submission))
+    job = world.attached(world.job_service.submit(submission.identity.job_id, submission))
     assert world.ended(job).state == "succeeded"
     with world.store.read() as reader:
         assert reader.history(submission.identity.recurring_key, world.row(job).signature) is not None

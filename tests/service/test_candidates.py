@@ -14,7 +14,7 @@ import pytest
 from elasticflow_airflow.runtime import manifest
 from elasticflow_airflow.runtime.manifest import MANIFEST, publish, writing
 from elasticflow_airflow.service import candidates
-from elasticflow_airflow.service.candidates import CandidateDesk, Looked, verify_by_manifest
+from elasticflow_airflow.service.candidates import CandidateService, Looked, verify_by_manifest
 
 PATH = "g000001/step-000000000005"
 
@@ -48,86 +48,86 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], list[Path]]
 
 
 @pytest.fixture
-def desk(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CandidateDesk, threading.Event]]:
-    """A desk whose rests are short, and what it sets when the loop should look."""
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CandidateService, threading.Event]]:
+    """A service whose rests are short, and what it sets when the loop should look."""
     monkeypatch.setattr(candidates, "_LONGEST_REST_S", 0.05)
     woken = threading.Event()
-    desk = CandidateDesk(verify_by_manifest, woken.set)
-    yield desk, woken
-    desk.close()
+    service = CandidateService(verify_by_manifest, woken.set)
+    yield service, woken
+    service.close()
 
 
-def ask_until_told(desk: CandidateDesk, woken: threading.Event, ask: Callable[[], None]) -> Looked:
+def ask_until_told(service: CandidateService, woken: threading.Event, ask: Callable[[], None]) -> Looked:
     """As the loop does it: it asks in each pass, and passes when it is woken."""
     end_s = time.monotonic() + 20
     while time.monotonic() < end_s:
         ask()
         assert woken.wait(10), "nobody wakes the loop"
         woken.clear()
-        if found := desk.collect():
-            desk.settled(found)
+        if found := service.collect():
+            service.settled(found)
             return found[0]
     raise AssertionError("it never came to an end")
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ESTALE])
 @pytest.mark.parametrize("whole", [False, True])
-def test_what_cannot_be_read_for_a_while_counts_in_the_end(desk, checkpoints, failing, code, whole):
+def test_what_cannot_be_read_for_a_while_counts_in_the_end(service, checkpoints, failing, code, whole):
     reads = failing(code, 3)
 
     def ask() -> None:
         if whole:
-            desk[0].ask_generation("job", 1, 1, checkpoints, frozenset())
+            service[0].ask_generation("job", 1, 1, checkpoints, frozenset())
         else:
-            desk[0].ask_candidate("job", 1, checkpoints, PATH)
+            service[0].ask_candidate("job", 1, checkpoints, PATH)
 
-    told = ask_until_told(*desk, ask)
+    told = ask_until_told(*service, ask)
     assert [(one.path, one.problem) for one in told.verified] == [(PATH, None)]
     assert len(reads) == 4
 
 
-def test_what_cannot_be_read_for_good_is_not_waited_for_without_end(desk, checkpoints, failing):
+def test_what_cannot_be_read_for_good_is_not_waited_for_without_end(service, checkpoints, failing):
     reads = failing(errno.EIO, 10**6)
-    told = ask_until_told(*desk, lambda: desk[0].ask_generation("job", 1, 1, checkpoints, frozenset()))
+    told = ask_until_told(*service, lambda: service[0].ask_generation("job", 1, 1, checkpoints, frozenset()))
     assert "it could not be read, again and again: OSError(5, 'said the kernel')" in str(told.verified[0].problem)
     assert len(reads) == 10
 
 
-def test_between_two_tries_it_rests(desk, checkpoints, failing, monkeypatch):
+def test_between_two_tries_it_rests(service, checkpoints, failing, monkeypatch):
     monkeypatch.setattr(candidates, "_LONGEST_REST_S", 60.0)
     reads = failing(errno.EIO, 10**6)
     for _ in range(50):
-        desk[0].ask_candidate("job", 1, checkpoints, PATH)
-        desk[0].wait()
-        assert desk[0].collect() == []
+        service[0].ask_candidate("job", 1, checkpoints, PATH)
+        service[0].wait()
+        assert service[0].collect() == []
     assert len(reads) == 1
 
 
-def test_between_two_copies_it_rests(desk, checkpoints, failing, monkeypatch, tmp_path):
+def test_between_two_copies_it_rests(service, checkpoints, failing, monkeypatch, tmp_path):
     monkeypatch.setattr(candidates, "_LONGEST_REST_S", 60.0)
     reads, told = failing(errno.EIO, 10**6), []
     for _ in range(50):
-        desk[0].ask_adopt("job", 2, checkpoints / PATH, tmp_path / "next")
-        desk[0].wait()
-        found = desk[0].collect()
-        desk[0].settled(found)
+        service[0].ask_adopt("job", 2, checkpoints / PATH, tmp_path / "next")
+        service[0].wait()
+        found = service[0].collect()
+        service[0].settled(found)
         told += found
     assert [one.adopted.again for one in told] == [True]
     assert len(reads) == 1
 
 
-def test_damage_is_told_at_once(desk, checkpoints):
+def test_damage_is_told_at_once(service, checkpoints):
     (checkpoints / PATH / "weights").write_bytes(b"abd")
-    told = ask_until_told(*desk, lambda: desk[0].ask_candidate("job", 1, checkpoints, PATH))
+    told = ask_until_told(*service, lambda: service[0].ask_candidate("job", 1, checkpoints, PATH))
     assert str(told.verified[0].problem).startswith("it is damaged: ")
 
 
 def test_a_copy_that_cannot_be_made_now_is_said_and_tried_again_for_as_long_as_it_is_asked_for(
-    desk, checkpoints, failing, tmp_path
+    service, checkpoints, failing, tmp_path
 ):
     reads, told = failing(errno.EIO, 12), []
     while not told or told[-1].again:
-        found = ask_until_told(*desk, lambda: desk[0].ask_adopt("job", 2, checkpoints / PATH, tmp_path / "next"))
+        found = ask_until_told(*service, lambda: service[0].ask_adopt("job", 2, checkpoints / PATH, tmp_path / "next"))
         assert found.adopted is not None
         told.append(found.adopted)
     assert len(told) == 13
@@ -137,9 +137,11 @@ def test_a_copy_that_cannot_be_made_now_is_said_and_tried_again_for_as_long_as_i
     assert len(reads) > 12
 
 
-def test_a_copy_of_what_is_damaged_is_told_at_once(desk, checkpoints, tmp_path):
+def test_a_copy_of_what_is_damaged_is_told_at_once(service, checkpoints, tmp_path):
     (checkpoints / PATH / "weights").write_bytes(b"abd")
-    told = ask_until_told(*desk, lambda: desk[0].ask_adopt("job", 2, checkpoints / PATH, tmp_path / "next")).adopted
+    told = ask_until_told(
+        *service, lambda: service[0].ask_adopt("job", 2, checkpoints / PATH, tmp_path / "next")
+    ).adopted
     assert told is not None
     assert (told.info, told.again) == (None, False)
     assert "weights" in told.problem

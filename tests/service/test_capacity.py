@@ -17,8 +17,8 @@ from elasticflow_airflow.cli import capacity as command
 from elasticflow_airflow.cli.main import app as commands
 from elasticflow_airflow.insight import CapacityAnswer
 from elasticflow_airflow.service.api import build_app
-from elasticflow_airflow.service.autoscaling import CapacityDesk, CapacityWatch
-from elasticflow_airflow.service.forecasting import ForecastDesk
+from elasticflow_airflow.service.autoscaling import CapacityService, CapacityWatch
+from elasticflow_airflow.service.forecasting import ForecastService
 from elasticflow_airflow.service.refusal import Refusal
 
 HOUR_S = 3600.0
@@ -30,10 +30,10 @@ def world(make_world):
     return make_world(nodes=3, slots=4)
 
 
-def desk_of(world) -> CapacityDesk:
+def service_of(world) -> CapacityService:
     reconciler = world.reconciler
-    return CapacityDesk(
-        ForecastDesk(
+    return CapacityService(
+        ForecastService(
             world.store, world.settings, reconciler.copy_scheduler, lambda: reconciler.device_type, clock=world.clock
         )
     )
@@ -47,7 +47,7 @@ def tight(world, task: str, **given):
 
 def test_before_the_first_pass_nobody_can_say(make_world):
     with pytest.raises(Refusal) as refused:
-        desk_of(make_world()).capacity()
+        service_of(make_world()).capacity()
     assert refused.value.status == 503
 
 
@@ -59,17 +59,17 @@ def test_a_rejected_job_that_cannot_be_read_hides_nobody(world, wrong):
         last = tight(world, task)
     world.run(1)
     assert world.status(last).state == "rejected"
-    wants = {want.task for want in desk_of(world).capacity().wanted_by}
+    wants = {want.task for want in service_of(world).capacity().wanted_by}
     assert "daily.e" in wants
     with world.store.write() as tx:
         for name, value in wrong.items():
             setattr(tx.current(last.job.job_id)[1], name, value)
-    assert {want.task for want in desk_of(world).capacity().wanted_by} == wants - {"daily.e"}
+    assert {want.task for want in service_of(world).capacity().wanted_by} == wants - {"daily.e"}
 
 
 def test_nobody_needs_an_idle_cluster(world):
     world.step()
-    answer = desk_of(world).capacity(2.0)
+    answer = service_of(world).capacity(2.0)
     assert [(node.node_id, node.slots, node.idle) for node in answer.releasable] == [
         ("node0", 4, True),
         ("node1", 4, True),
@@ -83,19 +83,19 @@ def test_nobody_needs_an_idle_cluster(world):
 def test_what_a_job_and_an_expected_run_need_stays(world):
     job = tight(world, "nightly", next_run_at=world.now_s + HOUR_S)
     assert job.job.verdict.decision == "admitted"
-    assert len(desk_of(world).capacity().releasable) == 2
+    assert len(service_of(world).capacity().releasable) == 2
     assert world.ended(job).state == "succeeded"
-    assert len(desk_of(world).capacity().releasable) == 2
-    assert len(desk_of(world).capacity(0.1).releasable) == 3
+    assert len(service_of(world).capacity().releasable) == 2
+    assert len(service_of(world).capacity(0.1).releasable) == 3
 
 
 def test_a_node_that_is_drained_is_no_longer_told_and_can_go(world):
     job = tight(world, "one", within=600.0)
     world.until(lambda: world.status(job).step > 5, "it trains")
-    for node in desk_of(world).capacity().releasable:
-        world.desk.drain(node.node_id, world.now_s + 20.0)
+    for node in service_of(world).capacity().releasable:
+        world.job_service.drain(node.node_id, world.now_s + 20.0)
     world.run(25.0)
-    assert desk_of(world).capacity().releasable == []
+    assert service_of(world).capacity().releasable == []
     assert world.status(job).state == "running"
     assert len({node for node, _ in world.status(job).slots}) == 1
     assert world.ended(job).result.met
@@ -105,7 +105,7 @@ def test_rejected_jobs_ask_for_nodes_until_their_deadline_or_until_they_come_aga
     first = [tight(world, f"t{number}") for number in range(4)]
     assert [job.job.verdict.decision for job in first] == ["admitted"] * 3 + ["rejected"]
     hopeless = tight(world, "hopeless", steps=200_000)
-    answer = desk_of(world).capacity()
+    answer = service_of(world).capacity()
     assert answer.releasable == []
     assert (answer.wanted_nodes, answer.slots_per_node, answer.wanted_slots) == (1, 4, 4)
     (want,) = answer.wanted_by
@@ -115,9 +115,9 @@ def test_rejected_jobs_ask_for_nodes_until_their_deadline_or_until_they_come_aga
     assert "would do for 1 rejected job; no further node would help 1 rejected job" in answer.summary
     again = world.submit(task="t3", steps=2000, within=4000.0, scaling_curve=CURVE)
     assert again.job.incarnation == 2
-    assert desk_of(world).capacity().wanted_nodes == 0
+    assert service_of(world).capacity().wanted_nodes == 0
     world.run(150.0)
-    assert desk_of(world).capacity().hopeless == []
+    assert service_of(world).capacity().hopeless == []
 
 
 def test_best_effort_without_slots_and_missed_runs_are_named(make_world):
@@ -126,11 +126,11 @@ def test_best_effort_without_slots_and_missed_runs_are_named(make_world):
     for task in ("one", "two"):
         job = tight(world, task, next_run_at=due)
         if job.job.verdict.decision == "admitted":
-            world.desk.cancel(job.job.job_id, job.claim, "seen enough")
+            world.job_service.cancel(job.job.job_id, job.claim, "seen enough")
             world.ended(job)
     world.submit(task="big", best_effort=True, scaling_curve=CURVE, min_workers=4, steps=10**6)
     world.submit(task="free", best_effort=True, scaling_curve=CURVE, min_workers=4, steps=10**6)
-    answer = desk_of(world).capacity()
+    answer = service_of(world).capacity()
     assert [(want.need, want.task) for want in answer.wanted_by] == [
         ("missed", "daily.two"),
         ("best_effort", "daily.free"),
@@ -143,13 +143,13 @@ def test_best_effort_without_slots_and_missed_runs_are_named(make_world):
 # -- over HTTP ---------------------------------------------------------------------------------------------------
 
 
-def app_of(world, desk, token=None):
-    return build_app(parts_of(world, capacity=desk), token)
+def app_of(world, service, token=None):
+    return build_app(parts_of(world, capacity=service), token)
 
 
 async def test_the_route_answers_and_asks_for_the_token(world):
     world.step()
-    transport = httpx.ASGITransport(app_of(world, desk_of(world), "secret"), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(app_of(world, service_of(world), "secret"), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://service") as http:
         assert (await http.get("/v1/capacity")).status_code == 401
         http.headers["Authorization"] = "Bearer secret"
@@ -177,10 +177,10 @@ def test_the_client_asks_a_real_service(daemons, open_client):
 
 
 async def test_the_gauges_show_what_can_go_and_what_is_wanted(world):
-    async def gauges(desk: CapacityDesk | None) -> dict[str, float]:
-        app, found = app_of(world, desk), dict[str, float]()
+    async def gauges(service: CapacityService | None) -> dict[str, float]:
+        app, found = app_of(world, service), dict[str, float]()
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as client:
-            for _ in range(1 if desk is None else 20):  # each waits a little for what is not known yet
+            for _ in range(1 if service is None else 20):  # each waits a little for what is not known yet
                 text = (await client.get("/metrics")).text
                 samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
                 found = {s.name: s.value for s in samples if s.name.endswith(("releasable_slots", "wanted_slots"))}
@@ -189,15 +189,15 @@ async def test_the_gauges_show_what_can_go_and_what_is_wanted(world):
         return found
 
     world.step()
-    desk = desk_of(world)
-    assert await gauges(desk) == {"elasticflow_releasable_slots": 12, "elasticflow_wanted_slots": 0}
+    service = service_of(world)
+    assert await gauges(service) == {"elasticflow_releasable_slots": 12, "elasticflow_wanted_slots": 0}
     for number in range(4):
         tight(world, f"t{number}")
-    assert await gauges(desk) == {"elasticflow_releasable_slots": 0, "elasticflow_wanted_slots": 4}
+    assert await gauges(service) == {"elasticflow_releasable_slots": 0, "elasticflow_wanted_slots": 4}
     assert await gauges(None) == {}
 
 
-class FakeDesk:
+class FakeService:
     """Counts how often it is asked; answers when it may."""
 
     def __init__(self) -> None:
@@ -216,8 +216,8 @@ class FakeDesk:
 
 class Watching:
     def __init__(self) -> None:
-        self.desk, self.now_s = FakeDesk(), 0.0
-        self.watch = CapacityWatch(self.desk, monotonic=lambda: self.now_s)
+        self.service, self.now_s = FakeService(), 0.0
+        self.watch = CapacityWatch(self.service, monotonic=lambda: self.now_s)
 
     def look(self, wait_s: float = 30.0) -> float | None:
         found = self.watch.look(wait_s)
@@ -233,37 +233,37 @@ def test_many_scrapes_ask_once_a_minute_and_never_wait_for_what_is_known():
     it = Watching()
     assert it.look(0.0) is None
     assert it.look(0.0) is None
-    it.desk.may.set()
+    it.service.may.set()
     assert [it.look(), it.look()] == [1.0, 1.0]
     it.now_s = 59.0
     assert it.look() == 1.0
-    it.desk.may.clear()
+    it.service.may.clear()
     it.now_s = 60.0
     assert it.look() == 1.0, "the last answer, while the next is worked out"
-    it.desk.may.set()
+    it.service.may.set()
     it.settle()
     assert it.look() == 2.0
-    assert it.desk.asked == 2
+    assert it.service.asked == 2
 
 
 def test_planning_that_takes_long_is_done_seldom():
     it = Watching()
     it.look(0.0)
-    assert it.desk.begun.wait(30.0)
+    assert it.service.begun.wait(30.0)
     it.now_s = 30.0
-    it.desk.may.set()
+    it.service.may.set()
     it.settle()
     it.now_s = 30.0 + 599.0
-    assert (it.look(), it.desk.asked) == (1.0, 1)
+    assert (it.look(), it.service.asked) == (1.0, 1)
     it.now_s = 30.0 + 600.0
     it.look()
     it.settle()
-    assert it.desk.asked == 2
+    assert it.service.asked == 2
 
 
 def test_what_nobody_asked_for_in_a_while_is_not_shown():
     it = Watching()
-    it.desk.may.set()
+    it.service.may.set()
     assert it.look() == 1.0
     it.now_s = 60.0 + 601.0
     assert it.look() == 2.0
@@ -271,17 +271,17 @@ def test_what_nobody_asked_for_in_a_while_is_not_shown():
 
 def test_what_cannot_be_told_is_not_shown_and_is_asked_again():
     it = Watching()
-    it.desk.may.set()
-    it.desk.problem = Refusal(503, "busy", "busy", "")
+    it.service.may.set()
+    it.service.problem = Refusal(503, "busy", "busy", "")
     assert it.look() is None
-    it.desk.problem = None
+    it.service.problem = None
     assert it.look() == 2.0
-    it.now_s, it.desk.problem = 60.0, RuntimeError("a defect")
+    it.now_s, it.service.problem = 60.0, RuntimeError("a defect")
     it.look()
     it.settle()
     assert it.look() is None
-    assert it.desk.asked == 3
-    it.now_s, it.desk.problem = 120.0, None
+    assert it.service.asked == 3
+    it.now_s, it.service.problem = 120.0, None
     assert it.look() == 4.0
 
 
@@ -290,11 +290,11 @@ def test_what_cannot_be_told_is_not_shown_and_is_asked_again():
 
 @pytest.fixture
 def ask(world, monkeypatch):
-    """Run the command against the world's own desk; the HTTP between the two is tested elsewhere."""
+    """Run the command against the world's own service; the HTTP between the two is tested elsewhere."""
 
     @contextmanager
     def opened(_url, _state_dir):
-        yield desk_of(world)
+        yield service_of(world)
 
     monkeypatch.setattr(command, "client", opened)
     monkeypatch.setenv("COLUMNS", "300")

@@ -196,7 +196,7 @@ def test_a_job_that_ends_before_its_verdict_is_told_of(submit):
 def test_who_chose_to_wait_for_capacity_is_not_kept(world, monkeypatch, on_reject, asked):
     """A job that may be rejected waits for slots to be measured on, and is asked about until it has a verdict."""
     submission = world.submission(within=600.0, on_reject=on_reject)
-    waits = world.attached(world.desk.submit(submission.identity.job_id, submission)).job.model_copy(
+    waits = world.attached(world.job_service.submit(submission.identity.job_id, submission)).job.model_copy(
         update={"state": State.WAITING}
     )
     answers = [waits, waits.model_copy(update={"verdict": Verdict(decision="admitted")})]

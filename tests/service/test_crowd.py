@@ -21,12 +21,12 @@ def submit_meanwhile(world, monkeypatch, count):
     """Have jobs submitted while the engine is told what to do, one after the other."""
     act, made = Actuator.act, []
 
-    def acting(self, books):
+    def acting(self, context):
         nonlocal made
-        act(self, books)
+        act(self, context)
         if not made:
             with monkeypatch.context() as quiet:
-                quiet.setattr(world.desk.notifier, "wake", lambda: None)
+                quiet.setattr(world.job_service.notifier, "wake", lambda: None)
                 made += [world.submit(task=f"late{n}", within=900, scaling_curve=CURVE) for n in range(count)]
 
     monkeypatch.setattr(Actuator, "act", acting)
@@ -61,10 +61,10 @@ def test_a_job_that_cannot_be_decided_on_keeps_nobody_of_a_crowd_from_it(world, 
 
     introduce = introducing._introduce
 
-    def broken(books, row, *given):
+    def broken(context, row, *given):
         if row.job_id.startswith("daily-late1"):
             raise RuntimeError("nobody can decide on this one")
-        return introduce(books, row, *given)
+        return introduce(context, row, *given)
 
     made = submit_meanwhile(world, monkeypatch, 3)
     monkeypatch.setattr(introducing, "_introduce", broken)

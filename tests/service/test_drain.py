@@ -24,7 +24,7 @@ def test_workers_are_elsewhere_before_their_node_goes(world):
     job = world.submit(steps=2000, scaling_curve={1: 10.0, 2: 18.0}, max_workers=2)
     world.until(lambda: world.status(job).step > 50, "some steps")
     (home,) = nodes_of(world, job)
-    world.desk.drain(home, world.now_s + 40)
+    world.job_service.drain(home, world.now_s + 40)
     world.run(20)
     assert nodes_of(world, job) == {home}, "there is time"
     world.run(18)
@@ -40,7 +40,7 @@ def test_workers_are_elsewhere_before_their_node_goes(world):
 def test_a_drain_outlives_the_service_and_ends_with_the_node(world):
     world.step()
     (first, second) = world.engine.inventory()
-    world.desk.drain(first.node_id, world.now_s + 5)
+    world.job_service.drain(first.node_id, world.now_s + 5)
     world.restart()
     job = world.submit(steps=900, scaling_curve=CURVE)
     world.run(5)
@@ -53,11 +53,11 @@ def test_a_drain_outlives_the_service_and_ends_with_the_node(world):
 
 def test_a_node_that_stays_after_all_is_used_again(world):
     world.step()
-    world.desk.drain("node0", world.now_s + 5)
+    world.job_service.drain("node0", world.now_s + 5)
     job = world.submit(steps=2000, scaling_curve=CURVE)
     world.run(5)
     assert nodes_of(world, job) == {"node1"}
-    world.desk.drain("node0", None)
+    world.job_service.drain("node0", None)
     world.until(lambda: nodes_of(world, job) == {"node0", "node1"}, "it grows onto the node")
     assert world.events(kind="node_draining")[-1].reason == "node node0 stays after all"
 
@@ -84,6 +84,6 @@ def test_a_drain_that_is_stored_out_of_bounds_is_told(world, until_at, words, ca
         assert {s.draining_until for s in slot_statuses(world.reconciler.nodes, reader)} == {None}
     job = world.submit(steps=200, scaling_curve=CURVE)
     world.until(lambda: nodes_of(world, job) == {"node0", "node1"}, "all slots are used")
-    world.desk.drain("node1", None)
+    world.job_service.drain("node1", None)
     world.step()
     assert world.reconciler.problems == [slot]

@@ -10,7 +10,7 @@ import pytest
 from support.service_parts import parts_of
 
 from elasticflow_airflow.service.api import build_app
-from elasticflow_airflow.service.forecasting import ForecastDesk
+from elasticflow_airflow.service.forecasting import ForecastService
 from elasticflow_airflow.service.refusal import Refusal
 from elasticflow_airflow.wire import Command, DryRun, ForecastAnswer, JobIdentity, JobSubmission, Length, PlannedRun
 
@@ -18,9 +18,9 @@ HOUR_S = 3600.0
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 
 
-def desk_of(world) -> ForecastDesk:
+def service_of(world) -> ForecastService:
     reconciler = world.reconciler
-    return ForecastDesk(
+    return ForecastService(
         world.store, world.settings, reconciler.copy_scheduler, lambda: reconciler.device_type, clock=world.clock
     )
 
@@ -116,7 +116,7 @@ def test_a_task_whose_speed_is_not_known_yet_is_expected_once_it_was_measured(wo
     due = world.now_s + HOUR_S
     first = world.submit(task="nightly", run="r1", steps=2000, within=1200.0, next_run_at=due)
     assert expected(world) == []
-    items = desk_of(world).forecast(2.0).items
+    items = service_of(world).forecast(2.0).items
     assert [(item.kind, item.outcome) for item in items if item.kind == "expected"] == [("expected", "unknown")]
     assert world.ended(first).state == "succeeded"
     assert expected(world) == [due]
@@ -124,7 +124,7 @@ def test_a_task_whose_speed_is_not_known_yet_is_expected_once_it_was_measured(wo
 
 def test_a_forecast_says_that_everything_will_be_kept(world):
     submit_nightly(world, "r1")
-    answer = desk_of(world).forecast(2.0)
+    answer = service_of(world).forecast(2.0)
     assert [(item.kind, item.outcome, item.task) for item in answer.items] == [
         ("job", "kept", "daily.nightly"),
         ("expected", "kept", "daily.nightly"),
@@ -132,7 +132,7 @@ def test_a_forecast_says_that_everything_will_be_kept(world):
     assert (answer.kept, answer.not_kept, answer.missing_slots) == (2, 0, 0)
     assert all(item.projected_at <= item.deadline_at for item in answer.items)
     assert answer.summary == "all 2 will be kept"
-    assert desk_of(world).forecast(0.5).kept == 1
+    assert service_of(world).forecast(0.5).kept == 1
 
 
 def test_a_forecast_says_what_is_missing(world):
@@ -140,10 +140,10 @@ def test_a_forecast_says_what_is_missing(world):
     for task in ("one", "two", "three"):
         job = world.submit(task=task, steps=2000, within=140.0, scaling_curve=CURVE, next_run_at=due)
         assert job.job.verdict.decision == "admitted"
-        world.desk.cancel(job.job.job_id, job.claim, "seen enough")
+        world.job_service.cancel(job.job.job_id, job.claim, "seen enough")
         world.ended(job)
     # Each needs the whole cluster for some 95 s; due together, two of them cannot be done within 140 s.
-    answer = desk_of(world).forecast(24.0)
+    answer = service_of(world).forecast(24.0)
     assert [item.outcome for item in answer.items] == ["kept", "missed", "missed"]
     for item in answer.items[1:]:
         assert item.deadline_at < item.earliest_deadline_at < item.deadline_at + 300.0
@@ -153,20 +153,20 @@ def test_a_forecast_says_what_is_missing(world):
 
 
 def test_a_dry_run_says_what_a_submit_would_and_leaves_no_trace(world):
-    desk = desk_of(world)
+    service = service_of(world)
     submission = world.submission(task="new", steps=2000, within=600.0, scaling_curve=CURVE)
     world.step()
     events = len(world.events())
-    said = desk.dry_run(submission.identity.job_id, submission)
+    said = service.dry_run(submission.identity.job_id, submission)
     assert said.verdict.decision == "admitted"
     assert said.verdict.plan
     assert said.projected_finish_at < submission.deadline_at
     world.step(5.0)
     assert len(world.events()) == events
-    assert world.desk.list_jobs(None, None, None, 10) == []
+    assert world.job_service.list_jobs(None, None, None, 10) == []
 
     hopeless = world.submission(task="new", steps=200_000, within=60.0, scaling_curve=CURVE)
-    refused = desk.dry_run(hopeless.identity.job_id, hopeless).verdict
+    refused = service.dry_run(hopeless.identity.job_id, hopeless).verdict
     assert refused.decision == "rejected"
     assert "hopeless" in refused.reason
     real = world.submit(task="new", steps=200_000, within=60.0, scaling_curve=CURVE).job.verdict
@@ -177,7 +177,7 @@ def test_a_dry_run_says_what_a_submit_would_and_leaves_no_trace(world):
 def test_a_dry_run_of_a_job_whose_speed_nobody_knows_says_that_it_would_be_measured(world):
     world.step()
     submission = world.submission(task="new", steps=2000, within=600.0)
-    verdict = desk_of(world).dry_run(submission.identity.job_id, submission).verdict
+    verdict = service_of(world).dry_run(submission.identity.job_id, submission).verdict
     assert verdict.decision == "undecided"
     assert "measured first" in verdict.reason
 
@@ -185,15 +185,15 @@ def test_a_dry_run_of_a_job_whose_speed_nobody_knows_says_that_it_would_be_measu
 def test_a_dry_run_needs_no_uploaded_code_but_the_right_id(world):
     world.step()
     submission = world.submission(task="new", steps=2000, within=600.0, scaling_curve=CURVE, snapshot="0" * 64)
-    assert desk_of(world).dry_run(submission.identity.job_id, submission).verdict.decision == "admitted"
+    assert service_of(world).dry_run(submission.identity.job_id, submission).verdict.decision == "admitted"
     with pytest.raises(Refusal, match="identity makes the id"):
-        desk_of(world).dry_run("another", submission)
+        service_of(world).dry_run("another", submission)
 
 
 def test_a_dry_run_of_a_live_job_asks_as_if_it_were_submitted_anew(world):
     job = world.submit(task="new", steps=20_000, within=2000.0, scaling_curve=CURVE)
     again = world.submission(task="new", steps=40_000, within=4000.0, scaling_curve=CURVE)
-    assert desk_of(world).dry_run(again.identity.job_id, again).verdict.decision == "admitted"
+    assert service_of(world).dry_run(again.identity.job_id, again).verdict.decision == "admitted"
     assert world.status(job).total_steps == 20_000
 
 
@@ -211,7 +211,7 @@ def test_planned_runs_are_forecast_beside_everything_else_that_is_due(world):
     submit_nightly(world, "r1", within=140.0)
     new = planned(world, "new", due=due, steps=2000, scaling_curve=CURVE)
     later = planned(world, "later", due=due + 1800.0, steps=2000, scaling_curve=CURVE)
-    answer = desk_of(world).forecast(24.0, [new, later])
+    answer = service_of(world).forecast(24.0, [new, later])
     assert {item.task: item.outcome for item in answer.items if item.planned} == {
         "daily.new": "missed",
         "daily.later": "kept",
@@ -219,14 +219,14 @@ def test_planned_runs_are_forecast_beside_everything_else_that_is_due(world):
     missed = next(item for item in answer.items if item.outcome == "missed")
     assert missed.earliest_deadline_at > missed.deadline_at
     assert [item.outcome for item in answer.items if not item.planned] == ["kept", "kept"]
-    assert desk_of(world).forecast(24.0).not_kept == 0  # nothing stays of it
+    assert service_of(world).forecast(24.0).not_kept == 0  # nothing stays of it
 
 
 def test_a_planned_run_stands_instead_of_what_is_expected_of_its_task(world):
     due = world.now_s + HOUR_S
     submit_nightly(world, "r1", within=140.0)
     longer = planned(world, "nightly", due=due, steps=4000, scaling_curve=CURVE)
-    answer = desk_of(world).forecast(24.0, [longer])
+    answer = service_of(world).forecast(24.0, [longer])
     (item,) = [item for item in answer.items if item.kind == "expected"]
     assert (item.planned, item.outcome, item.due_at) == (True, "missed", due)
 
@@ -239,7 +239,7 @@ def test_a_planned_run_may_be_kept_by_a_later_deadline_as_it_allows(world):
     for on_reject in ("renegotiate", "late"):
         for latest, outcome in ((due + 300.0, "kept"), (due + 65.0, "missed")):
             run = planned(world, "late", due=due, on_reject=on_reject, latest_deadline_at=latest, **wants)
-            answer = desk_of(world).forecast(2.0, [run])
+            answer = service_of(world).forecast(2.0, [run])
             (item,) = answer.items
             assert (item.outcome, item.deadline_at) == (outcome, due + 60.0)
             if outcome == "kept":
@@ -252,9 +252,11 @@ def test_a_planned_run_may_be_kept_by_a_later_deadline_as_it_allows(world):
                 assert "nothing up to its latest_deadline can be promised either" in item.reason
     # What was agreed on is kept free, too: the next one has the less.
     both = planned(world, "late", due=due, on_reject="late", latest_deadline_at=due + 400.0, **wants)
-    answer = desk_of(world).forecast(2.0, [alone, both])
+    answer = service_of(world).forecast(2.0, [alone, both])
     assert {item.task: item.outcome for item in answer.items} == {"daily.alone": "kept", "daily.late": "kept"}
-    answer = desk_of(world).forecast(2.0, [alone, both, planned(world, "~third", due=due, **wants | {"within": 140.0})])
+    answer = service_of(world).forecast(
+        2.0, [alone, both, planned(world, "~third", due=due, **wants | {"within": 140.0})]
+    )
     assert {item.task: item.outcome for item in answer.items}["daily.~third"] == "missed"
 
 
@@ -263,7 +265,7 @@ def test_a_planned_run_that_is_missed_says_what_becomes_of_it(world, on_reject, 
     world.step()
     due = world.now_s + HOUR_S
     run = planned(world, "new", due=due, within=60.0, steps=2000, scaling_curve=CURVE, on_reject=on_reject)
-    answer = desk_of(world).forecast(2.0, [run])
+    answer = service_of(world).forecast(2.0, [run])
     assert (answer.items[0].outcome, answer.not_kept) == ("missed", 1)
     assert f"it would {'train ' if on_reject == 'best_effort' else ''}{says} then" in answer.items[0].reason
 
@@ -273,7 +275,7 @@ def test_a_planned_run_that_never_fits_would_be_refused(world, on_reject):
     world.step()
     wants = {"min_workers": 64, "steps": 2000, "scaling_curve": {64: 100.0}, "global_batch_size": 64}
     run = planned(world, "large", due=world.now_s + HOUR_S, on_reject=on_reject, **wants)
-    (item,) = desk_of(world).forecast(2.0, [run]).items
+    (item,) = service_of(world).forecast(2.0, [run]).items
     assert item.outcome == "missed"
     assert re.fullmatch(r"min_workers=64 never fits: the cluster has \d+ slots: it would be refused then", item.reason)
 
@@ -284,7 +286,7 @@ def test_of_a_planned_run_that_says_too_little_nobody_can_say(world):
     unknown = planned(world, "unknown", due=due, steps=2000)
     endless = planned(world, "endless", due=due, steps=None, scaling_curve=CURVE)
     before = planned(world, "before", due=due, within=-60.0, steps=2000, scaling_curve=CURVE)
-    answer = desk_of(world).forecast(24.0, [unknown, endless, before])
+    answer = service_of(world).forecast(24.0, [unknown, endless, before])
     said = {item.task: (item.outcome, item.reason) for item in answer.items}
     assert said["daily.unknown"] == ("unknown", "its speed is not known: let it run once, or give scaling_curve=")
     assert said["daily.endless"][0] == "unknown"
@@ -301,7 +303,7 @@ def test_of_a_planned_run_that_says_too_little_nobody_can_say(world):
 def app_of(world, token=None):
     parts = parts_of(
         world,
-        forecasts=desk_of(world),
+        forecasts=service_of(world),
     )
     return build_app(parts, token)
 
@@ -330,7 +332,7 @@ async def test_the_routes_answer_and_ask_for_the_token(world):
 def test_before_the_first_pass_nobody_can_say(make_world):
     world = make_world()
     with pytest.raises(Refusal) as refused:
-        desk_of(world).forecast(1.0)
+        service_of(world).forecast(1.0)
     assert refused.value.status == 503
 
 

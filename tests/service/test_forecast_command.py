@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from elasticflow_airflow.cli import forecasting
 from elasticflow_airflow.cli.main import app
-from elasticflow_airflow.service.forecasting import ForecastDesk
+from elasticflow_airflow.service.forecasting import ForecastService
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 HOUR_S = 3600.0
@@ -17,15 +17,15 @@ HOUR_S = 3600.0
 
 @pytest.fixture
 def ask(world, monkeypatch):
-    """Run the command against the world's own desk; the HTTP between the two is tested elsewhere."""
+    """Run the command against the world's own service; the HTTP between the two is tested elsewhere."""
     reconciler = world.reconciler
-    desk = ForecastDesk(
+    service = ForecastService(
         world.store, world.settings, reconciler.copy_scheduler, lambda: reconciler.device_type, clock=world.clock
     )
 
     @contextmanager
     def opened(_url, _state_dir, **_):
-        yield desk
+        yield service
 
     monkeypatch.setattr(forecasting, "client", opened)
     monkeypatch.setenv("COLUMNS", "300")
@@ -55,7 +55,7 @@ def test_it_says_what_is_kept(world, ask):
 def test_with_check_a_missed_deadline_ends_it_with_status_3(world, ask):
     for task in ("one", "two"):
         job = nightly(world, task)
-        world.desk.cancel(job.job.job_id, job.claim, "seen enough")
+        world.job_service.cancel(job.job.job_id, job.claim, "seen enough")
         world.ended(job)
     assert ask().exit_code == 0
     done = ask("--check")

@@ -55,7 +55,7 @@ def test_how_long_a_script_says_it_is_counts_once_it_has_succeeded(world):
     )
     world.reach(first, "running")
     assert (world.row(first).total_steps, world.row(first).best_effort) == (2 * 10**9, True)
-    world.desk.cancel(first.job.job_id, first.claim, "so long?")
+    world.job_service.cancel(first.job.job_id, first.claim, "so long?")
     again = world.submit(run="run1", within=900, steps=None, fake={"samples": 6400}, max_workers=2)
     assert world.ended(again).state == "succeeded"
     assert world.status(again).verdict.decision == "admitted"
@@ -139,7 +139,7 @@ def test_what_was_measured_of_a_job_that_is_refused_is_known_to_its_next_run(wor
     assert world.status(easy).verdict.decision == "admitted"
     assert not world.events(easy, "measured")
     assert "its speed with 1 worker is known from earlier runs" in world.events(easy, "submitted")[0].reason
-    world.desk.cancel(easy.job.job_id, easy.claim, "enough seen")
+    world.job_service.cancel(easy.job.job_id, easy.claim, "enough seen")
     world.until(lambda: world.status(easy).state.terminal, "it is cancelled")
     world.run(240)
     hard = world.submit(run="run2", steps=8000, within=420)

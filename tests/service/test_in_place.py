@@ -31,7 +31,7 @@ def grow(world, **given):
     other = submit(world, task="other", min_workers=2, max_workers=2)
     job = submit(world, **given)
     world.until(lambda: world.status(job).step > 20 and world.status(job).workers == 2, "it trains with 2")
-    world.desk.cancel(other.job.job_id, other.claim, "makes room")
+    world.job_service.cancel(other.job.job_id, other.claim, "makes room")
     world.until(lambda: world.generations(job)[-1].state == "starting", "the change is under way")
     return job, world.generations(job)[-1]
 
@@ -145,7 +145,7 @@ def test_a_session_that_cannot_is_changed_by_a_restart(world):
     other = submit(world, task="other", min_workers=2, max_workers=2, fake={"in_place": False})
     job = submit(world, fake={"in_place": False})
     world.until(lambda: world.status(job).step > 20, "it trains")
-    world.desk.cancel(other.job.job_id, other.claim, "makes room")
+    world.job_service.cancel(other.job.job_id, other.claim, "makes room")
     assert world.ended(job).state == "succeeded"
     assert {g.mode for g in world.generations(job)} == {"restart"}
     assert world.row(job).in_place == InPlaceRecord(able=False)
@@ -167,7 +167,7 @@ def test_a_restarted_service_goes_on_with_a_change_that_is_under_way(world):
 
 def test_a_cancel_in_the_middle_of_a_change(world):
     job, _ = grow(world)
-    world.desk.cancel(job.job.job_id, job.claim, "no longer wanted")
+    world.job_service.cancel(job.job.job_id, job.claim, "no longer wanted")
     done = world.ended(job)
     assert done.state == "cancelled"
     assert world.row(job).promoted.step > 20
@@ -197,7 +197,7 @@ def test_an_owner_goes_away_in_the_middle_of_a_change_and_comes_back(world):
     world.until(lambda: world.status(job).workers == 0, "its workers have left")
     world.run(2)
     saved = world.row(job).promoted.step
-    world.desk.renew(job.job.job_id, job.claim)
+    world.job_service.renew(job.job.job_id, job.claim)
     world.reach(job, "running")
     assert world.events(job, "started")[-1].data["step"] == saved
 

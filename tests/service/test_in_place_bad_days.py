@@ -43,7 +43,7 @@ def grow(world, **given):
     other = submit(world, task="other", min_workers=2, max_workers=2)
     job = submit(world, **given)
     world.until(lambda: world.status(job).step > 20 and world.status(job).workers == 2, "it trains with 2")
-    world.desk.cancel(other.job.job_id, other.claim, "makes room")
+    world.job_service.cancel(other.job.job_id, other.claim, "makes room")
     joining(world, job)
     return job
 
@@ -315,7 +315,7 @@ def test_a_change_that_the_engine_refuses_is_made_by_a_restart(world):
     world.until(lambda: world.status(job).step > 20 and world.status(job).workers == 2, "it trains with 2")
     for _ in range(12):
         world.engine.fail_next("apply", "no more processes can be started")
-    world.desk.cancel(other.job.job_id, other.claim, "makes room")
+    world.job_service.cancel(other.job.job_id, other.claim, "makes room")
     world.until(lambda: world.events(job, "restart_instead"), "it is refused for long")
     assert "no more processes can be started" in reasons(world, job, "restart_instead")[0]
     assert world.ended(job).state == "succeeded", "\n".join(world.story())
@@ -338,7 +338,7 @@ def test_a_size_that_nobody_can_join_for_is_not_measured(world):
 
 def test_of_jobs_that_wait_for_each_other_in_a_circle_one_makes_room(make_world):
     from elasticflow_airflow.service import generations
-    from elasticflow_airflow.service.books import Books
+    from elasticflow_airflow.service.pass_context import PassContext
     from elasticflow_airflow.service.unit_of_work import unit_of_work
 
     world = make_world(slots=2, checkpoint_interval_s=10.0)
@@ -346,22 +346,22 @@ def test_of_jobs_that_wait_for_each_other_in_a_circle_one_makes_room(make_world)
     world.until(lambda: all(world.status(job).step > 20 for job in jobs), "both train")
     homes = [world.status(job).slots for job in jobs]
     with unit_of_work(world.store) as tx:  # What no plan has made so far: they change places.
-        books = Books.open(tx, world.now_s, world.settings, world.reconciler._scheduler, None)
+        context = PassContext.open(tx, world.now_s, world.settings, world.reconciler._scheduler, None)
         for job, slots in zip(jobs, reversed(homes), strict=True):
-            row = books.live(job.job.job_id)
+            row = context.live(job.job.job_id)
             generations.order(
-                books,
+                context,
                 row,
                 slots=[list(slot) for slot in slots],
                 purpose="train",
                 reason="changes places",
-                continues=generations.can_continue(books, row),
+                continues=generations.can_continue(context, row),
                 own=False,
             )
-        assert {books.due(books.live(job.job.job_id)).mode for job in jobs} == {"in_place"}
-        break_circles(books)
+        assert {context.due(context.live(job.job.job_id)).mode for job in jobs} == {"in_place"}
+        break_circles(context)
         tx.commit()
-        modes = [books.due(books.live(job.job.job_id)).mode for job in jobs]
+        modes = [context.due(context.live(job.job.job_id)).mode for job in jobs]
     assert sorted(modes) == ["in_place", "restart"]
     for job in jobs:
         assert world.ended(job).state == "succeeded"

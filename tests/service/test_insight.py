@@ -10,7 +10,7 @@ import pytest
 from support.service_parts import insight_of
 
 from elasticflow_airflow.insight import CalendarRequest, DueRuns
-from elasticflow_airflow.service.feeding import CalendarDesk
+from elasticflow_airflow.service.feeding import CalendarService
 from elasticflow_airflow.service.refusal import Refusal
 from elasticflow_airflow.service.secrets import secrets_in_args, shown_args
 from elasticflow_airflow.wire import Command
@@ -184,7 +184,9 @@ def test_why_says_whose_the_tasks_are_that_it_names(world):
     curve = {"scaling_curve": CURVE, "within": 600.0}
     nightly = world.submission(task="nightly", run="r1", steps=32 * 300, next_run_at=due, **curve)
     of_others = nightly.identity.model_copy(update={"namespace": "elsewhere", "dag_id": "secretteam_eu"})
-    first = world.attached(world.desk.submit(of_others.job_id, nightly.model_copy(update={"identity": of_others})))
+    first = world.attached(
+        world.job_service.submit(of_others.job_id, nightly.model_copy(update={"identity": of_others}))
+    )
     assert world.ended(first, every=10.0).state == "succeeded"
     world.step(due - 900.0 - world.now_s)
     job = running(world, task="adhoc", within=7200.0, min_workers=4, steps=32 * 3000)
@@ -205,7 +207,7 @@ def test_why_tells_of_measuring_waiting_and_an_owner_who_is_away(world):
     urgent = running(world, task="urgent", within=780.0)
     job = world.submit(task="new", within=4 * 3600.0, steps=32 * 1800)
     assert why(world, job) == "waits for slots that no promise needs, to measure its speed on them"
-    world.desk.cancel(urgent.job.job_id, urgent.claim, "")
+    world.job_service.cancel(urgent.job.job_id, urgent.claim, "")
     world.until(lambda: world.status(job).state == "profiling", "it is measured")
     assert why(world, job).startswith("measures its speed with ")
     world.until(lambda: world.row(job).parked, "nobody asks for it", 1000.0, every=5.0)
@@ -221,7 +223,7 @@ def test_a_story_has_everything_and_no_secret(world):
     submission = submission.model_copy(
         update={"command": submission.command.model_copy(update={"env": {"PASSWORD": "hunter2"}})}
     )
-    job = world.attached(world.desk.submit(submission.identity.job_id, submission))
+    job = world.attached(world.job_service.submit(submission.identity.job_id, submission))
     world.reach(job, "running")
     world.run(40.0, every=1.0)
     story = insight_of(world).story(job.job.job_id, None)
@@ -271,7 +273,7 @@ def test_a_story_shows_of_the_arguments_what_their_submitter_would(world):
     submission = world.submission(args=("/data", "hunter22", "x=hunter22;y"), fake=fake, **LONG)
     command = {**submission.command.model_dump(), "args_shown": ("/data", "***", "x=***;y")}
     submission = submission.model_copy(update={"command": Command.model_validate(command)})
-    job = world.attached(world.desk.submit(submission.identity.job_id, submission))
+    job = world.attached(world.job_service.submit(submission.identity.job_id, submission))
     assert world.ended(job).state == "failed"
     story = insight_of(world).story(job.job.job_id, None)
     assert story.submission["command"]["args"] == ["/data", "***", "x=***;y"]
@@ -320,7 +322,7 @@ def test_a_story_tells_where_the_time_of_each_worker_went(world):
 def test_a_story_of_an_earlier_incarnation_can_be_asked_for(world):
     job = world.submit(steps=320, scaling_curve=CURVE)
     world.ended(job)
-    world.desk.acknowledge(job.job.job_id, job.claim)
+    world.job_service.acknowledge(job.job.job_id, job.claim)
     again = world.submit(steps=320, scaling_curve=CURVE)
     assert again.job.incarnation == 2
     world.reach(again, "running")
@@ -362,20 +364,20 @@ def test_both_databases_answer_alike(make_world, database_url):
     world.ended(job, every=2.0)
     world.submit(task="adhoc", **LONG)
     world.run(5.0, every=1.0)
-    desk = insight_of(world)
-    assert len(desk.cluster().jobs) == 1
-    history = desk.history(None, None, 4)
+    insight = insight_of(world)
+    assert len(insight.cluster().jobs) == 1
+    history = insight.history(None, None, 4)
     assert len({span.job_id for span in history.spans}) == len(history.admissions) == 2
     assert all(one.decided_at and one.started_at for one in history.admissions)
-    assert desk.story(job.job.job_id, None).samples
-    assert [run.met for run in desk.runs(job.job.job_id, 5)] == [True]
-    calendar = CalendarDesk(world.store, world.settings, world.reconciler.hear_of_runs, clock=world.clock)
+    assert insight.story(job.job.job_id, None).samples
+    assert [run.met for run in insight.runs(job.job.job_id, 5)] == [True]
+    calendar = CalendarService(world.store, world.settings, world.reconciler.hear_of_runs, clock=world.clock)
     due = DueRuns(dag_id="daily", task_id="nightly", due_at=[world.now_s + 3600.0])
     assert calendar.feed(CalendarRequest(tasks=[due])).taken == 1
     world.until(lambda: world.row(job).drained, "the engine has forgotten it")
     world.step(91 * 86400.0)
     assert world.generations(job) == []
-    assert desk.story(job.job.job_id, None).samples == []
+    assert insight.story(job.job.job_id, None).samples == []
 
 
 def test_sums_are_of_all_that_was_also_where_not_all_is_told(make_world, database_url, monkeypatch):
@@ -390,10 +392,10 @@ def test_sums_are_of_all_that_was_also_where_not_all_is_told(make_world, databas
     world.submit(task="hopeless", within=1.0, scaling_curve=CURVE)
     other = world.submission(task="loose", steps=32 * 600, scaling_curve=CURVE)
     whose = other.identity.model_copy(update={"namespace": "elsewhere", "dag_id": "weekly"})
-    world.desk.submit(whose.job_id, other.model_copy(update={"identity": whose}))
+    world.job_service.submit(whose.job_id, other.model_copy(update={"identity": whose}))
     world.run(10.0, every=2.0)
-    desk = insight_of(world)
-    full = desk.history(began + 10.0, world.now_s, 7)
+    insight = insight_of(world)
+    full = insight.history(began + 10.0, world.now_s, 7)
     assert (full.complete, full.spans_from_at, full.admissions_from_at) == (True, None, None)
     for dag in full.by_dag:
         asked = [one for one in full.admissions if (one.namespace, one.dag_id) == (dag.namespace, dag.dag_id)]
@@ -412,7 +414,7 @@ def test_sums_are_of_all_that_was_also_where_not_all_is_told(make_world, databas
     assert daily.slot_s > weekly.slot_s
 
     monkeypatch.setattr("elasticflow_airflow.service.insight.MOST_ROWS", 2)
-    cut = desk.history(began + 10.0, world.now_s, 7)
+    cut = insight.history(began + 10.0, world.now_s, 7)
     assert not cut.complete
     assert len(cut.admissions) == 2 < len(full.admissions)
     assert len(cut.spans) < len(full.spans)

@@ -61,14 +61,14 @@ def test_a_success_that_nobody_acknowledged_is_attached_to_and_trains_nothing_ag
 
 def test_attach_takes_a_new_claim_and_nothing_else(world):
     first = world.submit(within=600, scaling_curve=CURVE)
-    second = world.desk.attach(first.job.job_id, lease_s=5.0)
+    second = world.job_service.attach(first.job.job_id, lease_s=5.0)
     assert (second.claim, second.job.incarnation) == (2, 1)
     assert world.row(first).lease_s == 5.0
 
 
 def test_nobody_attaches_to_a_job_that_never_was(world):
     with pytest.raises(Refusal, match="there is no job 'nothing'") as caught:
-        world.desk.attach("nothing", None)
+        world.job_service.attach("nothing", None)
     assert caught.value.status == 404
 
 
@@ -86,7 +86,7 @@ def test_what_does_not_make_another_training_does_not_open_an_incarnation(world)
 def test_after_an_acknowledged_success_the_task_trains_again_from_nothing(world):
     first = world.submit(within=600, scaling_curve=CURVE)
     world.ended(first)
-    world.desk.acknowledge(first.job.job_id, first.claim)
+    world.job_service.acknowledge(first.job.job_id, first.claim)
     second = world.submit(within=600, scaling_curve=CURVE)
     assert (second.created, second.job.incarnation, second.claim) == (True, 2, 2)
     assert world.events(second, "resumed") == []
@@ -105,7 +105,7 @@ def fail(world):
 def cancel(world):
     job = world.submit(within=600, scaling_curve=CURVE, max_workers=1)
     world.until(lambda: world.status(job).step >= 100, "half way")
-    world.desk.cancel(job.job.job_id, job.claim, "no longer wanted")
+    world.job_service.cancel(job.job.job_id, job.claim, "no longer wanted")
     assert world.ended(job).state == "cancelled"
     return job
 
@@ -213,7 +213,7 @@ def test_a_job_that_is_cancelled_while_its_checkpoint_is_copied_leaves_it_to_the
     saved = world.row(cancel(world)).promoted.step
     monkeypatch.setattr(candidates, "take_over", lambda *_: candidates.Adopted(None, "not yet", again=True))
     second = world.submit(within=600, scaling_curve=CURVE)
-    world.desk.cancel(second.job.job_id, second.claim, "no longer wanted")
+    world.job_service.cancel(second.job.job_id, second.claim, "no longer wanted")
     assert world.ended(second).state == "cancelled"
     monkeypatch.undo()
     third = world.submit(within=600, scaling_curve=CURVE)
@@ -226,7 +226,7 @@ def test_a_copy_that_comes_after_the_job_was_cancelled_is_deleted(world, monkeyp
     cancel(world)
     may_go_on = hold_copies(world, monkeypatch)
     second = world.submit(within=600, scaling_curve=CURVE)
-    world.desk.cancel(second.job.job_id, second.claim, "no longer wanted")
+    world.job_service.cancel(second.job.job_id, second.claim, "no longer wanted")
     assert world.ended(second).state == "cancelled"
     may_go_on()
     world.run(3)
@@ -243,7 +243,7 @@ def test_what_was_away_for_one_incarnation_is_there_for_the_next(world):
     second = world.submit(within=600, scaling_curve=CURVE)
     world.step()
     assert "starts from the beginning" in world.events(second, "warning")[0].reason
-    world.desk.cancel(second.job.job_id, second.claim, "not like this")
+    world.job_service.cancel(second.job.job_id, second.claim, "not like this")
     assert world.ended(second).state == "cancelled"
     assert world.row(second).promoted is None
     away.rename(folder)
@@ -302,7 +302,7 @@ def test_three_changed_submits_in_a_row_leave_one_training(world):
 def test_a_submit_during_a_cancel_opens_a_new_incarnation_that_goes_on(world):
     first = world.submit(within=600, scaling_curve=CURVE)
     world.until(lambda: world.status(first).step > 60, "some steps")
-    world.desk.cancel(first.job.job_id, first.claim, "the attempt was cleared")
+    world.job_service.cancel(first.job.job_id, first.claim, "the attempt was cleared")
     second = world.submit(within=600, scaling_curve=CURVE)
     assert (second.created, second.job.incarnation) == (True, 2)
     world.until(lambda: world.events(second, "resumed"), "it is taken over")
@@ -312,9 +312,9 @@ def test_a_submit_during_a_cancel_opens_a_new_incarnation_that_goes_on(world):
 def test_an_attempt_that_never_began_does_not_lose_what_the_one_before_saved(world):
     first = world.submit(within=600, scaling_curve=CURVE, fake={"save_s": 5})
     world.until(lambda: world.status(first).step > 60, "some steps")
-    world.desk.cancel(first.job.job_id, first.claim, "the attempt was cleared")
+    world.job_service.cancel(first.job.job_id, first.claim, "the attempt was cleared")
     second = world.submit(within=600, scaling_curve=CURVE)
-    world.desk.cancel(first.job.job_id, second.claim, "and cleared again")
+    world.job_service.cancel(first.job.job_id, second.claim, "and cleared again")
     third = world.submit(within=600, scaling_curve=CURVE)
     assert third.job.incarnation == 3
     world.until(lambda: world.events(third, "resumed"), "it is taken over")
@@ -352,11 +352,11 @@ def test_a_stale_claim_changes_nothing(world):
     second = world.submit(deadline_at=first.job.deadline_at, scaling_curve=CURVE)
     job_id, before = first.job.job_id, world.status(first)
     calls = [
-        lambda: world.desk.cancel(job_id, first.claim, "late"),
-        lambda: world.desk.renew(job_id, first.claim),
-        lambda: world.desk.acknowledge(job_id, first.claim),
-        lambda: world.desk.amend(job_id, AmendRequest(claim=first.claim, value=2.0)),
-        lambda: world.desk.cancel(job_id, second.claim + 1, "from the future"),
+        lambda: world.job_service.cancel(job_id, first.claim, "late"),
+        lambda: world.job_service.renew(job_id, first.claim),
+        lambda: world.job_service.acknowledge(job_id, first.claim),
+        lambda: world.job_service.amend(job_id, AmendRequest(claim=first.claim, value=2.0)),
+        lambda: world.job_service.cancel(job_id, second.claim + 1, "from the future"),
     ]
     for call in calls:
         with pytest.raises(Refusal, match="stale: a newer attempt holds claim 2") as caught:
@@ -370,14 +370,14 @@ def test_the_old_attempt_cannot_cancel_the_new_attempts_job(world):
     first = cancel(world)
     second = world.submit(within=600, scaling_curve=CURVE)
     with pytest.raises(Refusal):
-        world.desk.cancel(first.job.job_id, first.claim, "on_kill of the old attempt")
+        world.job_service.cancel(first.job.job_id, first.claim, "on_kill of the old attempt")
     assert world.ended(second).state == "succeeded"
 
 
 def test_only_a_success_can_be_acknowledged(world):
     job = world.submit(within=600, scaling_curve=CURVE)
     with pytest.raises(Refusal, match="only a success can be acknowledged") as caught:
-        world.desk.acknowledge(job.job.job_id, job.claim)
+        world.job_service.acknowledge(job.job.job_id, job.claim)
     assert caught.value.status == 409
 
 
@@ -385,8 +385,8 @@ def test_acknowledging_and_cancelling_twice_is_as_once(world):
     job = world.submit(within=600, scaling_curve=CURVE)
     world.ended(job)
     for _ in range(2):
-        assert world.desk.acknowledge(job.job.job_id, job.claim).acknowledged
-    assert world.desk.cancel(job.job.job_id, job.claim, "too late").state == "succeeded"
+        assert world.job_service.acknowledge(job.job.job_id, job.claim).acknowledged
+    assert world.job_service.cancel(job.job.job_id, job.claim, "too late").state == "succeeded"
     assert len(world.events(job, "acknowledged")) == 1
 
 
@@ -537,7 +537,7 @@ def test_the_next_run_of_a_task_has_an_id_of_its_own(world):
 
 def refused(world, submission, job_id=None):
     with pytest.raises(Refusal) as caught:
-        world.desk.submit(job_id or submission.identity.job_id, submission)
+        world.job_service.submit(job_id or submission.identity.job_id, submission)
     assert caught.value.hint, "every refusal says what to do"
     with world.store.read() as reader:
         assert reader.job(submission.identity.job_id) is None, "a refused submit leaves nothing"

@@ -171,19 +171,19 @@ class Lives:
         submission = world.submission(task=f"task{number}", **task.given)
         job_id = submission.identity.job_id
         if not self.memory[claim]:
-            self.memory[claim] = world.desk.submit(job_id, submission).claim
-        status = world.desk.renew(job_id, int(self.memory[claim]))
+            self.memory[claim] = world.job_service.submit(job_id, submission).claim
+        status = world.job_service.renew(job_id, int(self.memory[claim]))
         amended = 201 + number
         if task.amend_at_s is not None and self.elapsed_s >= task.amend_at_s and not self.memory[amended]:
             request = AmendRequest(claim=int(self.memory[claim]), deadline_at=task.new_deadline_at)
             assert world.amend(job_id, request).accepted
             self.memory[amended] = 1.0
         if task.cancel_at_s is not None and self.elapsed_s >= task.cancel_at_s and not status.state.terminal:
-            world.desk.cancel(job_id, int(self.memory[claim]), "no longer needed")
+            world.job_service.cancel(job_id, int(self.memory[claim]), "no longer needed")
         if not status.state.terminal:
             return False
         if status.state == "succeeded" and not status.acknowledged:
-            world.desk.acknowledge(job_id, int(self.memory[claim]))
+            world.job_service.acknowledge(job_id, int(self.memory[claim]))
             return False
         with world.store.read() as reader:
             self.memory[done] = float(reader.current(job_id)[1].drained)
@@ -233,9 +233,9 @@ class Lives:
                 assert all(g.handled for g in generations), story
                 claim = int(self.memory[1 + number])
                 assert claim == job.claim, story
-                assert world.desk.renew(job_id, claim).state == task.ends
+                assert world.job_service.renew(job_id, claim).state == task.ends
                 with pytest.raises(Refusal, match="claim"):
-                    world.desk.cancel(job_id, claim - 1, "too late")
+                    world.job_service.cancel(job_id, claim - 1, "too late")
                 # No step is trained twice, and none is left out.
                 trained = [g for g in generations if g.first_step is not None]
                 for before, after in pairwise(trained):

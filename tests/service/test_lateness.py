@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticflow_airflow.service.forecasting import ForecastDesk
+from elasticflow_airflow.service.forecasting import ForecastService
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 FAILS = {"fake": {"fail_at_step": 800}}
@@ -123,7 +123,7 @@ def test_a_dry_run_says_what_a_submit_would(world, given):
     submission = world.submission(**asked)
     world.step()
     reconciler = world.reconciler
-    forecasts = ForecastDesk(
+    forecasts = ForecastService(
         world.store, world.settings, reconciler.copy_scheduler, lambda: reconciler.device_type, clock=world.clock
     )
     dry = forecasts.dry_run(submission.identity.job_id, submission).verdict
@@ -232,7 +232,7 @@ def test_a_cleared_late_task_trains_though_its_job_is_still_being_cancelled(worl
     asked = {"deadline_at": world.now_s + 60, "steps": 2000, "scaling_curve": {1: 100.0}}
     first = world.submit(**asked, fake={"save_s": 8.0})
     world.run(70)
-    world.desk.cancel(first.job.job_id, first.claim, "the task was cleared")
+    world.job_service.cancel(first.job.job_id, first.claim, "the task was cleared")
     assert not world.status(first).state.terminal
     second = world.submit(**asked, on_past_deadline="best_effort")
     assert second.created

@@ -176,7 +176,7 @@ def test_on_reject_wait_is_admitted_when_capacity_comes_back(world):
     world.run(2)
     job = world.submit(task="waits", within=260, steps=640, scaling_curve={4: 32.0}, min_workers=4, on_reject="wait")
     assert job.job.state == "waiting"
-    world.desk.cancel(full.job.job_id, full.claim, "makes room")
+    world.job_service.cancel(full.job.job_id, full.claim, "makes room")
     assert world.ended(job).result.met
     assert world.status(job).verdict.decision == "admitted"
 
@@ -239,7 +239,7 @@ def test_on_miss_use_last_checkpoint(make_world):
 def test_a_job_without_an_owner_is_parked_and_goes_on_when_one_is_back(world):
     job = world.submit(within=900, steps=1500, scaling_curve=CURVE, lease_s=20, orphan_s=100)
     world.run(15)
-    world.desk.renew(job.job.job_id, job.claim)
+    world.job_service.renew(job.job.job_id, job.claim)
     world.run(15)
     assert world.status(job).state == "running"
     world.reach(job, "suspended", limit_s=20)
@@ -249,12 +249,12 @@ def test_a_job_without_an_owner_is_parked_and_goes_on_when_one_is_back(world):
     saved = world.row(job).promoted.step
     assert saved == world.status(job).step
     world.run(30)
-    world.desk.renew(job.job.job_id, job.claim)
+    world.job_service.renew(job.job.job_id, job.claim)
     world.reach(job, "running", limit_s=10)
     assert world.events(job, "started")[-1].data["step"] == saved
 
     def over() -> bool:
-        world.desk.renew(job.job.job_id, job.claim)
+        world.job_service.renew(job.job.job_id, job.claim)
         return world.status(job).state.terminal
 
     world.until(over, "it ends")
@@ -272,7 +272,7 @@ def test_a_job_whose_owner_stays_away_is_cancelled(world):
     again = world.submit(within=3600, steps=9000, scaling_curve=CURVE, lease_s=20, orphan_s=400)
     assert (again.created, again.job.incarnation) == (True, 2)
     world.reach(again, "suspended")
-    world.desk.cancel(again.job.job_id, again.claim, "its owner wants that")
+    world.job_service.cancel(again.job.job_id, again.claim, "its owner wants that")
     cancelled = world.ended(again)
     assert (cancelled.state, cancelled.orphaned) == ("cancelled", False)
 
@@ -322,9 +322,9 @@ def test_who_asks_renews_the_lease_without_a_write(world, monkeypatch):
         world.run(6)
         with monkeypatch.context() as patch:
             patch.setattr(type(world.store), "write", lambda store: writes.append(1) or write(store))
-            assert world.desk.renew(job.job.job_id, job.claim).state == "running"
+            assert world.job_service.renew(job.job.job_id, job.claim).state == "running"
             with pytest.raises(Refusal, match="stale"):
-                world.desk.renew(job.job.job_id, job.claim - 1)
+                world.job_service.renew(job.job.job_id, job.claim - 1)
     assert not writes
     assert not world.events(kind="parked")
     world.reach(job, "suspended", limit_s=40)  # a stale claim has renewed nothing
@@ -336,9 +336,9 @@ def test_an_owner_that_comes_back_late_is_counted_where_the_loop_looks_before_it
     world.run(5)
     counts = [world.row(job).renewals]
     for pause_s in (5, 14):
-        world.desk.renew(job.job.job_id, job.claim)
+        world.job_service.renew(job.job.job_id, job.claim)
         world.run(pause_s)
-        world.desk.renew(job.job.job_id, job.claim)
+        world.job_service.renew(job.job.job_id, job.claim)
         counts.append(world.row(job).renewals)
     assert counts[1] == counts[0]
     assert counts[2] == counts[1] + 1
@@ -351,7 +351,7 @@ def test_a_clock_that_jumps_a_day_expires_no_lease(world):
     for jump in (DAY_S, -DAY_S):
         world.now_s += jump
         for one in (job, patient):
-            world.desk.renew(one.job.job_id, one.claim)
+            world.job_service.renew(one.job.job_id, one.claim)
         world.run(15)
         assert not world.events(kind="parked")
     directions = [e.reason for e in world.events(kind="clock_jumped")]
@@ -361,8 +361,8 @@ def test_a_clock_that_jumps_a_day_expires_no_lease(world):
         world.row(one)
 
         def over(one=one) -> bool:
-            world.desk.renew(job.job.job_id, job.claim)
-            world.desk.renew(patient.job.job_id, patient.claim)
+            world.job_service.renew(job.job.job_id, job.claim)
+            world.job_service.renew(patient.job.job_id, patient.claim)
             return world.status(one).state.terminal
 
         world.until(over, "it ends")
@@ -497,9 +497,9 @@ def break_one_pass(world):
     """The next pass raises right before its commit, as a full disk would make it."""
     real = world.reconciler._write_states
 
-    def broken(books):
+    def broken(context):
         world.reconciler._write_states = real
-        real(books)
+        real(context)
         raise OSError(28, "No space left on device")
 
     world.reconciler._write_states = broken

@@ -190,7 +190,7 @@ def test_a_damaged_final_checkpoint_is_trained_again_and_never_returned(world):
 def test_workers_that_ignore_that_they_should_leave_are_gone_in_the_end(world):
     job = world.submit(within=900, steps=4000, scaling_curve=CURVE, fake={"ignores_leave": True})
     world.run(5)
-    world.desk.cancel(job.job.job_id, job.claim, "no longer wanted")
+    world.job_service.cancel(job.job.job_id, job.claim, "no longer wanted")
     done = world.ended(job)
     assert (done.state, done.state_reason) == ("cancelled", "no longer wanted")
     assert all(g.phase == "ended" for g in world.engine.world.gangs.values())
@@ -199,7 +199,7 @@ def test_workers_that_ignore_that_they_should_leave_are_gone_in_the_end(world):
 def test_a_cancel_saves_first(world):
     job = world.submit(within=900, steps=4000, scaling_curve=CURVE, max_workers=1)
     world.until(lambda: world.status(job).step > 10, "some steps")
-    world.desk.cancel(job.job.job_id, job.claim, "no longer wanted")
+    world.job_service.cancel(job.job.job_id, job.claim, "no longer wanted")
     assert world.ended(job).state == "cancelled"
     assert world.row(job).promoted.step > 10
 
@@ -207,7 +207,7 @@ def test_a_cancel_saves_first(world):
 def test_a_cancel_of_a_job_that_is_done_leaves_the_success(world):
     job = world.submit(within=900, steps=100, scaling_curve=CURVE, fake={"tail_s": 5})
     world.until(lambda: world.status(job).step == 100, "its last step")
-    world.desk.cancel(job.job.job_id, job.claim, "too late")
+    world.job_service.cancel(job.job.job_id, job.claim, "too late")
     done = world.ended(job)
     assert done.state in ("succeeded", "cancelled")
     assert done.result.steps == 100
@@ -216,14 +216,14 @@ def test_a_cancel_of_a_job_that_is_done_leaves_the_success(world):
 def test_a_sleeping_machine_costs_a_restart_and_nothing_else(world):
     job = world.submit(steps=400, scaling_curve=CURVE, max_workers=1, lease_s=30, orphan_s=3600)
     world.until(lambda: world.status(job).step > 50, "some steps")
-    world.desk.renew(job.job.job_id, job.claim)
+    world.job_service.renew(job.job.job_id, job.claim)
     world.elapsed_s += 200  # Nobody ran: neither the service nor its owner.
     world.now_s += 200
     world.step(0.5)
-    world.desk.renew(job.job.job_id, job.claim)
+    world.job_service.renew(job.job.job_id, job.claim)
 
     def over() -> bool:
-        world.desk.renew(job.job.job_id, job.claim)
+        world.job_service.renew(job.job.job_id, job.claim)
         return world.status(job).state.terminal
 
     world.until(over, "it ends")

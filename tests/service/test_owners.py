@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.service_parts import parts_of
 
-from elasticflow_airflow.service.owners import OwnerDesk
+from elasticflow_airflow.service.owners import OwnerService
 from elasticflow_airflow.service.owners_routes import OWNERS_PATH
 from elasticflow_airflow.wire.owners import OwnerSeen, OwnersReport
 
@@ -16,7 +16,7 @@ LONG = {"steps": 100_000, "scaling_curve": CURVE, "max_workers": 1}
 @pytest.fixture
 def owners(world):
     parts = parts_of(world)
-    return OwnerDesk(world.store, parts.notifier, parts.started_at, world.clock)
+    return OwnerService(world.store, parts.notifier, parts.started_at, world.clock)
 
 
 def report(job, owner, *, claim=None, airflow="prod", namespace="default", state="failed"):
@@ -58,7 +58,7 @@ def test_that_an_owner_was_seen_outlives_the_service(world, owners):
     job = world.submit(**LONG)
     owners.report(report(job, "there"))
     world.restart()
-    again = OwnerDesk(world.store, parts_of(world).notifier, world.now_s, world.clock)
+    again = OwnerService(world.store, parts_of(world).notifier, world.now_s, world.clock)
     assert again.report(report(job, "deleted")).cancelled == [job.job.job_id]
 
 
@@ -74,7 +74,7 @@ def test_another_namespace_is_not_touched(world, owners):
 def test_what_is_over_or_being_cancelled_is_left_as_it_is(world, owners):
     over = world.submit(run="over", steps=10, scaling_curve=CURVE)
     world.ended(over)
-    world.desk.cancel((job := world.submit(run="ending", **LONG)).job.job_id, job.claim, "no longer wanted")
+    world.job_service.cancel((job := world.submit(run="ending", **LONG)).job.job_id, job.claim, "no longer wanted")
     for one in (over, job):
         assert owners.report(report(one, "ended")).cancelled == []
     assert owners.owned("default", "", 10).jobs == []
@@ -101,7 +101,7 @@ def test_a_job_that_nobody_asks_for_is_unowned_long_before_its_lease(world, owne
     (one,) = owners.unowned()
     assert (one.job.job_id, one.since_at, one.job.state) == (job.job.job_id, heard_at, "running")
     assert one.why == "nobody has asked for it for 70 s"
-    world.desk.renew(job.job.job_id, job.claim)
+    world.job_service.renew(job.job.job_id, job.claim)
     world.step()  # which writes down who has asked since the last
     assert owners.unowned() == []
 
@@ -129,7 +129,7 @@ def test_nobody_could_ask_while_the_service_was_away(world, owners):
     world.now_s += 3600
     world.elapsed_s += 3600
     world.start()
-    again = OwnerDesk(world.store, parts_of(world).notifier, world.now_s, world.clock)
+    again = OwnerService(world.store, parts_of(world).notifier, world.now_s, world.clock)
     world.step(1)
     assert again.unowned() == []
     world.run(70, every=10)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elasticflow_airflow.service.books import costs_from
 from elasticflow_airflow.service.job_documents import InPlaceRecord, MeasuredCosts
+from elasticflow_airflow.service.pass_context import costs_from
 from elasticflow_airflow.service.settings import ServiceSettings
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
@@ -26,7 +26,7 @@ def test_a_change_that_is_taken_back_before_it_has_begun_stops_nobody(world):
     (first,) = [g for g in world.generations(job) if g.state == "running"]
     world.until(lambda: world.generations(job)[-1].workers == 4, "it is to grow into the slots of who is away")
     world.step(1.0)
-    world.desk.renew(other.job.job_id, other.claim)
+    world.job_service.renew(other.job.job_id, other.claim)
     world.step(1.0)
     assert world.events(other, "unparked")
     assert "the change that was ordered had not begun" in world.events(job, "kept")[-1].reason

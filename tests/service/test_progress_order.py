@@ -17,7 +17,7 @@ def fold():
     """Fold in progress of a worker; returns the failure, if there was one."""
     ended: list[str] = []
     enough = Enough(skip_steps=2, steps=10, seconds=1.0)
-    books = SimpleNamespace(
+    context = SimpleNamespace(
         now=1e9, enough=enough, samples=[], end=lambda row, state, reason, failure: ended.append(reason)
     )
     row = SimpleNamespace(step=0, loss=None, steps_per_s=None, ever_reported=False, last_step_at=None, target=None)
@@ -31,7 +31,7 @@ def fold():
         report = Report(
             kind=ReportKind.PROGRESS, generation=1, worker_id=worker_id, rank=0, step=step, at_s=step, data=data
         )
-        observing._progress(books, row, generation, report)
+        observing._progress(context, row, generation, report)
         assert ended or row.step == generation.last_step
         return ended[-1] if ended else None
 

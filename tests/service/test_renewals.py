@@ -20,6 +20,6 @@ def test_each_is_told_of_its_own_job(world, jobs):
     made = [world.submit(task=f"t{n}", within=900, steps=1500, scaling_curve={1: 10.0}) for n in range(jobs)]
     world.run(5)
     asked = [(one.job.job_id, one.claim) for one in made]
-    answers = world.desk.renew_all([*asked, ("nobody", 1), (asked[0][0], made[0].claim + 1)])
+    answers = world.job_service.renew_all([*asked, ("nobody", 1), (asked[0][0], made[0].claim + 1)])
     assert answers[:jobs] == [world.status(one) for one in made]
     assert [answer.error for answer in answers[jobs:]] == ["job_not_found", "stale_claim"]

@@ -171,7 +171,7 @@ def test_whatever_a_worker_reports_the_others_are_decided_on(two_jobs, kinds, st
     for table in (IncarnationRow, GenerationRow):
         check_numbers(world.store.engine, table, bad.job.job_id)
     if not world.status(bad).state.terminal:
-        world.desk.cancel(bad.job.job_id, bad.claim, "the next one")
+        world.job_service.cancel(bad.job.job_id, bad.claim, "the next one")
         world.ended(bad)
 
 

@@ -6,8 +6,8 @@ import sqlalchemy as sa
 
 from elasticflow_airflow.runtime.protocol import checkpoint_dir
 from elasticflow_airflow.service import retention
-from elasticflow_airflow.service.books import incarnation_dir
 from elasticflow_airflow.service.models import EventRow, GenerationRow, SampleRow
+from elasticflow_airflow.service.pass_context import incarnation_dir
 from elasticflow_airflow.service.tallies import Tallies
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
@@ -78,7 +78,7 @@ def test_a_folder_that_cannot_be_emptied_holds_up_nobody(world, monkeypatch):
 
 def test_a_task_that_is_cleared_after_that_trains_anew_with_numbers_of_its_own(world):
     job = ended(world)
-    world.desk.acknowledge(job.job.job_id, job.claim)
+    world.job_service.acknowledge(job.job.job_id, job.claim)
     world.step(91 * DAY_S)
     again = world.submit(run="r1", steps=96, scaling_curve=CURVE)
     assert again.job.incarnation == 2

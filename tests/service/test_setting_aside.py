@@ -18,7 +18,7 @@ from elasticflow_airflow.scheduler_core.decider import Decider
 from elasticflow_airflow.service import observing
 from elasticflow_airflow.service.api import build_app
 from elasticflow_airflow.service.faults import Faults, ServiceFaultError, find_culprits
-from elasticflow_airflow.service.insight_routes import InsightDesks
+from elasticflow_airflow.service.insight_routes import InsightServices
 from elasticflow_airflow.service.models import (
     AmendmentRow,
     CandidateRow,
@@ -51,10 +51,10 @@ def break_for(monkeypatch, job, module, name):
     """Have a stage of the pass fail for one job, whatever else is asked of it."""
     real = getattr(module, name)
 
-    def broken(books, *more, **named):
+    def broken(context, *more, **named):
         if any(getattr(one, "job_id", None) == job.job.job_id for one in more):
             raise RuntimeError("cannot be done")
-        return real(books, *more, **named)
+        return real(context, *more, **named)
 
     monkeypatch.setattr(module, name, broken)
 
@@ -108,7 +108,7 @@ def test_a_job_that_is_set_aside_can_be_cancelled_and_submitted_anew(pair, monke
         break_for(broken, bad, observing, "_fold_state")
         world.step(0.5)
         assert set_aside(world, bad)
-        world.desk.cancel(bad.job.job_id, bad.claim, "enough")
+        world.job_service.cancel(bad.job.job_id, bad.claim, "enough")
         assert world.ended(bad).state == "cancelled"
     assert not world.engine.stacks(bad.job.job_id)
     anew = world.submit(task="bad", steps=20, scaling_curve=CURVE)
@@ -208,7 +208,7 @@ def test_a_job_whose_files_cannot_be_read_is_set_aside_and_can_be_cancelled(pair
     assert len(world.events(bad, "set_aside")) == 1
     assert not world.reconciler.problem
     assert world.engine.stacks(bad.job.job_id), "its workers go on"
-    world.desk.cancel(bad.job.job_id, bad.claim, "enough")
+    world.job_service.cancel(bad.job.job_id, bad.claim, "enough")
     assert world.ended(bad).state == "cancelled"
     assert world.ended(good).state == world.ended(late).state == "succeeded"
 
@@ -281,10 +281,10 @@ def test_what_stays_wrong_with_many_stops_the_others_for_seconds_only(make_world
     real = observing._fold_state
     ids = {job.job.job_id for job in many}
 
-    def broken(books, row, *more, **named):
+    def broken(context, row, *more, **named):
         if row.job_id in ids:
             raise RuntimeError("cannot be done")
-        return real(books, row, *more, **named)
+        return real(context, row, *more, **named)
 
     monkeypatch.setattr(observing, "_fold_state", broken)
     world.run(2)
@@ -295,7 +295,7 @@ def test_what_stays_wrong_with_many_stops_the_others_for_seconds_only(make_world
     assert world.status(late).verdict.decision == "admitted"
     assert all(set_aside(world, job) for job in many)
     for job in many:
-        world.desk.cancel(job.job.job_id, job.claim, "enough")
+        world.job_service.cancel(job.job.job_id, job.claim, "enough")
     world.until(lambda: all(world.row(job, 1).terminal for job in many), "they can be cancelled")
     assert world.ended(late).state == "succeeded"
 
@@ -326,8 +326,8 @@ def test_a_value_that_no_column_holds_is_the_trouble_of_that_job_alone(pair, mon
     world, bad, good = pair
     real = observing._fold_state
 
-    def overflowing(books, row, *more):
-        real(books, row, *more)
+    def overflowing(context, row, *more):
+        real(context, row, *more)
         if row.job_id == bad.job.job_id:
             row.step = 3_000_000_000  # SQLite would take it, and PostgreSQL refuse the whole transaction
 
@@ -370,7 +370,7 @@ PAGES_OF_A_JOB = ("", "/story", "/runs", "/events")
 def served(world):
     """The routes, over HTTP; what they do not catch is raised."""
     insight = insight_of(world)
-    with TestClient(build_app(parts_of(world, insight=InsightDesks(insight, None, None)), None)) as client:
+    with TestClient(build_app(parts_of(world, insight=InsightServices(insight, None, None)), None)) as client:
         yield client
 
 
@@ -429,7 +429,7 @@ def test_what_nobody_can_read_of_one_job_hides_no_other(pair, table, wrong):
     assert not world.reconciler.problem
     shown = read_all_pages(world, bad, good, late)
     assert all(job.job.job_id in shown["/v1/jobs?live=true"] for job in (bad, good, late))
-    world.desk.cancel(bad.job.job_id, bad.claim, "enough")
+    world.job_service.cancel(bad.job.job_id, bad.claim, "enough")
     world.until(lambda: world.row(bad, 1).terminal, "it can be cancelled")
     assert world.ended(good).state == world.ended(late).state == "succeeded"
 
@@ -455,7 +455,7 @@ def test_whatever_is_stored_of_a_job_can_be_asked_for_and_submitted_anew(pair, s
     world, bad, good = pair
     submission = world.submission(task="bad", steps=4000, scaling_curve=CURVE, max_workers=2, lease_s=5000)
     if stands != "lives":
-        world.desk.cancel(bad.job.job_id, bad.claim, "enough")
+        world.job_service.cancel(bad.job.job_id, bad.claim, "enough")
     if stands == "ended":
         assert world.ended(bad).state == "cancelled"
     poison(world, bad, IncarnationRow, **wrong)
@@ -578,7 +578,7 @@ def test_whatever_is_stored_of_some_jobs_all_others_are_decided_on(make_world, c
     assert not world.reconciler.problem, world.reconciler.problem
     read_all_pages(world, bad, late)
     next_one = world.submission(task="bad", run="run2", **BAD)
-    world.desk.submit(next_one.identity.job_id, next_one)  # What was learned of its task may be what is wrong.
+    world.job_service.submit(next_one.identity.job_id, next_one)  # What was learned of its task may be what is wrong.
     ask_for_everything(world, world.submission(task="bad", **BAD), world.submission(task="bad", init_from="latest"))
     world.until(lambda: world.row(good, 1).terminal and world.row(late, 1).terminal, "both end")
     assert world.row(good, 1).state == world.row(late, 1).state == "succeeded"

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from elasticflow_airflow import service
-from elasticflow_airflow.service.books import Books
 from elasticflow_airflow.service.faults import Faults
 from elasticflow_airflow.service.models import AmendmentRow
+from elasticflow_airflow.service.pass_context import PassContext
 from elasticflow_airflow.service.reconcile import Reconciler
 from elasticflow_airflow.service.refusal import Refusal
 
@@ -38,11 +38,11 @@ STAGES = {
     "endings.settle": ("deciding what the end of its workers means",),
     "introducing.cancel": ("cancelling it",),
     "self._leases.check": ("looking whether its owner is there",),
-    "self._almanac.keep": ("expecting the runs of this task",),
+    "self._recurring_runs.keep": ("expecting the runs of this task",),
     "introducing.introduce": ("asking the scheduler about it",),
     "introducing.amend": ("asking the scheduler about an amendment of it",),
     "watching.watch_deadlines": ("watching its deadline",),
-    "self._patience.watch_gangs": ("watching whether its workers hang",),
+    "self._hang_detector.watch_gangs": ("watching whether its workers hang",),
     "rescaling.break_circles": ("looking for whom it waits",),
     "endings.conclude": ("bringing it to its end",),
     "promotion.ask": ("asking what its checkpoints are worth",),
@@ -75,7 +75,9 @@ def calls_with_books() -> set[str]:
     found = set()
     for method in (Reconciler._pass, Reconciler._think, Reconciler._hear):
         for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(method)))):
-            if isinstance(node, ast.Call) and any(isinstance(one, ast.Name) and one.id == "books" for one in node.args):
+            if isinstance(node, ast.Call) and any(
+                isinstance(one, ast.Name) and one.id == "context" for one in node.args
+            ):
                 found.add(ast.unparse(node.func))
     return found
 
@@ -120,7 +122,7 @@ def happenings(world, bad):
     yield
     world.restart()
     yield
-    world.desk.cancel(job_id, world.status(bad).claim, "enough")
+    world.job_service.cancel(job_id, world.status(bad).claim, "enough")
     yield
     with suppress(Refusal):
         world.submit(task="bad", **BAD)  # it goes on where it was cancelled
@@ -136,22 +138,22 @@ BAD = {"within": 3000, "steps": 4000, "scaling_curve": CURVE, "max_workers": 2, 
 def test_work_that_fails_for_a_job_fails_for_no_other(make_world, monkeypatch, work):
     world = make_world(nodes=2)
     name = world.submission(task="bad").identity
-    real, note, hits, noted = Books.on_behalf_of, Faults.note, [], []
+    real, note, hits, noted = PassContext.on_behalf_of, Faults.note, [], []
 
     def noting(faults, owner, doing, error):
         noted.append((owner, doing))
         note(faults, owner, doing, error)
 
     @contextmanager
-    def broken(books, owner, doing):
-        with real(books, owner, doing):
+    def broken(context, owner, doing):
+        with real(context, owner, doing):
             yield
             if owner in (name.job_id, name.recurring_key) and doing == work:
                 hits.append(owner)
                 raise RuntimeError("cannot be done")
 
     good = world.submit(task="good", within=900, steps=600, scaling_curve=CURVE, lease_s=5000)
-    monkeypatch.setattr(Books, "on_behalf_of", broken)
+    monkeypatch.setattr(PassContext, "on_behalf_of", broken)
     monkeypatch.setattr(Faults, "note", noting)
     bad = world.submit(task="bad", next_run_at=world.now_s + 900, **BAD)
     for _ in happenings(world, bad):

@@ -571,7 +571,7 @@ def test_a_job_from_its_submit_to_its_acknowledgement(make_world, database_url):
     job = world.submit(within=600)
     assert job.created
     world.ended(job)
-    assert world.desk.acknowledge(job.job.job_id, job.claim).acknowledged
+    assert world.job_service.acknowledge(job.job.job_id, job.claim).acknowledged
     kinds = [event.kind for event in world.events(job)]
     milestones = ["submitted", "measured", "admitted", "succeeded", "acknowledged"]
     assert [kind for kind in dict.fromkeys(kinds) if kind in milestones] == milestones

@@ -9,7 +9,7 @@ import time
 import pytest
 import structlog
 
-from elasticflow_airflow.service.chronicle import Chronicle, write_to_log
+from elasticflow_airflow.service.event_log_follower import EventLogFollower, write_to_log
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.traces import job_traces, traces_from_environment
 
@@ -23,7 +23,7 @@ def told(world):
     memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
     exporter = memory.InMemorySpanExporter()
     traces = job_traces(exporter, at_once=True)
-    listening = [Chronicle(world.store, Notifier(), [traces])]
+    listening = [EventLogFollower(world.store, Notifier(), [traces])]
 
     def tell():
         listening[0].tell()
@@ -32,7 +32,7 @@ def told(world):
     def again():
         """The service is started again: another process hears the same log."""
         world.restart()
-        listening[0] = Chronicle(world.store, Notifier(), [job_traces(exporter, at_once=True)])
+        listening[0] = EventLogFollower(world.store, Notifier(), [job_traces(exporter, at_once=True)])
 
     return exporter, tell, again
 
@@ -131,19 +131,19 @@ def test_a_listener_that_fails_keeps_nobody_else_from_hearing(world):
         raise RuntimeError("no")
 
     heard = []
-    chronicle = Chronicle(world.store, Notifier(), [fails, lambda _reader, event: heard.append(event.kind)])
+    follower = EventLogFollower(world.store, Notifier(), [fails, lambda _reader, event: heard.append(event.kind)])
     world.submit(steps=10)
     with structlog.testing.capture_logs():
-        chronicle.tell()
+        follower.tell()
     assert "submitted" in heard
 
 
 def test_lines_of_the_log_say_what_they_are_about(world):
-    chronicle = Chronicle(world.store, Notifier(), [write_to_log])
+    follower = EventLogFollower(world.store, Notifier(), [write_to_log])
     job = world.submit(steps=50, within=600.0, scaling_curve=CURVE)
     world.ended(job)
     with structlog.testing.capture_logs() as lines:
-        chronicle.tell()
+        follower.tell()
     kinds = {line["event"]: line for line in lines}
     assert {"submitted", "admitted", "resized", "started", "succeeded"} <= set(kinds)
     for line in lines:

@@ -15,24 +15,24 @@ from elasticflow_airflow.insight import (
     WholeNamespace,
 )
 from elasticflow_airflow.service import feeding
-from elasticflow_airflow.service.feeding import CalendarDesk
-from elasticflow_airflow.service.forecasting import ForecastDesk
+from elasticflow_airflow.service.feeding import CalendarService
+from elasticflow_airflow.service.forecasting import ForecastService
 from elasticflow_airflow.service.refusal import Refusal
-from elasticflow_airflow.service.whatif import WhatIfDesk
+from elasticflow_airflow.service.whatif import WhatIfService
 
 HOUR_S = 3600.0
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 
 
-def desk_of(world) -> WhatIfDesk:
-    return WhatIfDesk(
-        ForecastDesk(world.store, world.settings, world.reconciler.copy_scheduler, lambda: "", clock=world.clock)
+def service_of(world) -> WhatIfService:
+    return WhatIfService(
+        ForecastService(world.store, world.settings, world.reconciler.copy_scheduler, lambda: "", clock=world.clock)
     )
 
 
 def ask(world, *changes: tuple[str, float | None], **given):
     asked = [DeadlineChange(job_id=job_id, deadline_at=deadline) for job_id, deadline in changes]
-    return desk_of(world).ask(WhatIfRequest(changes=asked, **given))
+    return service_of(world).ask(WhatIfRequest(changes=asked, **given))
 
 
 def hour_long(world, task: str, within: float):
@@ -121,9 +121,9 @@ def test_what_makes_no_sense_is_refused(world):
 def test_a_question_that_takes_too_long_is_refused_and_says_what_can_be_asked(world):
     world.step()
     now_s = iter(range(1000))
-    desk = WhatIfDesk(desk_of(world).forecasts, monotonic=lambda: float(next(now_s)))
+    service = WhatIfService(service_of(world).forecasts, monotonic=lambda: float(next(now_s)))
     with pytest.raises(Refusal) as refused:
-        desk.ask(WhatIfRequest(extra_nodes=100))
+        service.ask(WhatIfRequest(extra_nodes=100))
     assert (refused.value.status, refused.value.error) == (422, "too_large")
     assert "after 5 s 5 of 100 changes" in refused.value.message
     assert "some 2 are worked out" in refused.value.hint
@@ -134,8 +134,8 @@ def test_a_question_that_takes_too_long_is_refused_and_says_what_can_be_asked(wo
 
 
 def feed(world, *tasks: DueRuns, whole: WholeNamespace | None = None):
-    desk = CalendarDesk(world.store, world.settings, world.reconciler.hear_of_runs, clock=world.clock)
-    answer = desk.feed(CalendarRequest(tasks=list(tasks), whole=whole))
+    service = CalendarService(world.store, world.settings, world.reconciler.hear_of_runs, clock=world.clock)
+    answer = service.feed(CalendarRequest(tasks=list(tasks), whole=whole))
     world.step()
     return answer
 
@@ -253,7 +253,7 @@ def test_what_is_due_and_has_not_come_stays_expected(world):
 def test_a_forecast_knows_what_was_fed(world):
     known_task(world, next_run_at=world.now_s + 9 * HOUR_S)
     feed(world, due("nightly", world.now_s + HOUR_S), due("brand-new", world.now_s + HOUR_S))
-    items = desk_of(world).forecasts.forecast(3.0).items
+    items = service_of(world).forecasts.forecast(3.0).items
     assert {(item.task, item.outcome) for item in items} == {("daily.nightly", "kept"), ("daily.brand-new", "unknown")}
 
 

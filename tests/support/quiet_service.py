@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 
 from elasticflow_airflow.engines.fake import FakeEngine, fake_nodes
 from elasticflow_airflow.service.api import ServiceParts, Traffic, build_app
-from elasticflow_airflow.service.forecasting import ForecastDesk
-from elasticflow_airflow.service.jobs import JobDesk
+from elasticflow_airflow.service.forecasting import ForecastService
+from elasticflow_airflow.service.jobs import JobService
 from elasticflow_airflow.service.models import IncarnationRow, JobRow
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.secrets import SecretBox
@@ -46,13 +46,15 @@ class QuietService:
                 notifier=notifier,
                 snapshots=snapshots,
                 engine=self.engine,
-                desk=JobDesk(self.store, notifier, snapshots, secrets, settings, slots=lambda: 4, clock=time.time),
+                job_service=JobService(
+                    self.store, notifier, snapshots, secrets, settings, slots=lambda: 4, clock=time.time
+                ),
                 settings=settings,
                 nodes=lambda: (),
                 problems=list,
                 traffic=Traffic(),
                 started_at=0.0,
-                forecasts=ForecastDesk(self.store, settings, nobody_plans, lambda: "", clock=time.time),
+                forecasts=ForecastService(self.store, settings, nobody_plans, lambda: "", clock=time.time),
             ),
             token=None,
         )

@@ -6,19 +6,19 @@ from functools import partial
 from typing import Any
 
 from elasticflow_airflow.service.api import ServiceParts, Traffic
-from elasticflow_airflow.service.insight import InsightDesk
+from elasticflow_airflow.service.insight import InsightService
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.sessions import trained_with
 
 
 def parts_of(world: Any, **more: Any) -> ServiceParts:
-    """Those of a world; ``more`` replaces some or adds desks."""
+    """Those of a world; ``more`` replaces some or adds services."""
     parts: dict[str, Any] = {
         "store": world.store,
         "notifier": Notifier(),
         "snapshots": world.snapshots,
         "engine": world.engine,
-        "desk": world.desk,
+        "job_service": world.job_service,
         "settings": world.settings,
         "nodes": lambda: world.reconciler.nodes,
         "problems": lambda: world.reconciler.problems,
@@ -28,9 +28,9 @@ def parts_of(world: Any, **more: Any) -> ServiceParts:
     return ServiceParts(**{**parts, **more})
 
 
-def insight_of(world: Any) -> InsightDesk:
-    """The desk that tells about jobs and the cluster."""
-    return InsightDesk(
+def insight_of(world: Any) -> InsightService:
+    """The service that tells about jobs and the cluster."""
+    return InsightService(
         world.store,
         world.reconciler.foresee,
         lambda: world.reconciler.nodes,

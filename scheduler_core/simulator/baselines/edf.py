@@ -31,7 +31,7 @@ from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.decisions import Admit, Decision, Reject, Terms, Wait, WakeMeAt
 from elasticflow_airflow.scheduler_core.explain import duration
-from elasticflow_airflow.scheduler_core.filling import minimum_share
+from elasticflow_airflow.scheduler_core.minimum_share import minimum_share
 from elasticflow_airflow.scheduler_core.simulator.baselines.gang import Claim, GangPolicy, Scene, Wanted
 from elasticflow_airflow.scheduler_core.simulator.baselines.live import GangJob, JobView
 from elasticflow_airflow.scheduler_core.simulator.baselines.seating import Room

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elasticflow_airflow.scheduler_core.filling import Shape, Share, fill, minimum_share
+from elasticflow_airflow.scheduler_core.minimum_share import Shape, Share, fill, minimum_share
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.values import Node

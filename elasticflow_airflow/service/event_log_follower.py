@@ -35,13 +35,13 @@ _ALARMING = (
 log = structlog.get_logger()
 
 
-class Chronicle:
+class EventLogFollower:
     """One thread that follows the log from the moment it was made."""
 
     def __init__(self, store: Store, notifier: Notifier, listeners: Sequence[Listener]) -> None:
         self._store, self._notifier, self._listeners = store, notifier, listeners
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="chronicle", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
         with store.read() as reader:
             self._cursor = reader.last_event_id()
 

@@ -2,7 +2,8 @@
 
 Jobs are taken one after another; each gets the smallest level that finishes it in time in what the ones before it left
 free. Unlike the paper's, the filling pays for every start-up, change of size and tail, and needs no concave curve.
-Works on counts per block size; where the gangs stand is decided by :mod:`~elasticflow_airflow.scheduler_core.rolling`.
+Works on counts per block size; where the gangs stand is decided by
+:mod:`~elasticflow_airflow.scheduler_core.seat_shares`.
 """
 
 from __future__ import annotations

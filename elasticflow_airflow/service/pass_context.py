@@ -39,7 +39,7 @@ class Held:
 
 
 @dataclass(slots=True)
-class Books:
+class PassContext:
     """Rows of one pass, the scheduler, and the time of the pass (UTC seconds)."""
 
     tx: UnitOfWork
@@ -90,18 +90,18 @@ class Books:
         scheduler: Scheduler,
         wake_at: float | None,
         faults: Faults | None = None,
-    ) -> Books:
+    ) -> PassContext:
         """Take the rows that the unit of work has read."""
-        books = cls(tx, now, settings, scheduler, Faults() if faults is None else faults, wake_at=wake_at)
+        context = cls(tx, now, settings, scheduler, Faults() if faults is None else faults, wake_at=wake_at)
         for job, row in tx.current_rows:
-            books.jobs[job.job_id] = job
-            books._of_job.setdefault(job.job_id, []).append(row)
-            (books.aside if job.job_id in books.faults else books.rows).append(row)
+            context.jobs[job.job_id] = job
+            context._of_job.setdefault(job.job_id, []).append(row)
+            (context.aside if job.job_id in context.faults else context.rows).append(row)
         for generation in tx.current_generations:
-            books._gangs.setdefault((generation.job_id, generation.incarnation), []).append(generation)
-            if generation.job_id not in books.faults:
-                books.generations[generation.job_id, generation.generation] = generation
-        return books
+            context._gangs.setdefault((generation.job_id, generation.incarnation), []).append(generation)
+            if generation.job_id not in context.faults:
+                context.generations[generation.job_id, generation.generation] = generation
+        return context
 
     @contextmanager
     def on_behalf_of(self, job_id: str, doing: str) -> Iterator[None]:

@@ -12,7 +12,7 @@ from functools import reduce
 from heapq import heapify, heappop, heappush
 from operator import or_
 
-from elasticflow_airflow.scheduler_core.filling import Share
+from elasticflow_airflow.scheduler_core.minimum_share import Share
 from elasticflow_airflow.scheduler_core.placement import Layout, level_of
 from elasticflow_airflow.scheduler_core.work import Holding, Work
 
