@@ -23,7 +23,7 @@ JOB_TRANSITIONS: Mapping[State, frozenset[State]] = {
     State.WAITING: _ANY_END | {State.PROFILING, State.ADMITTED, State.SUSPENDED},
     State.PROFILING: _ANY_END | {State.WAITING, State.ADMITTED, State.RUNNING, State.SUSPENDED},
     State.ADMITTED: _ANY_END | {State.WAITING, State.PROFILING, State.RUNNING, State.SUSPENDED},
-    State.RUNNING: _ANY_END - {State.REJECTED} | {State.SUSPENDED},
+    State.RUNNING: _ANY_END - {State.REJECTED} | {State.WAITING, State.SUSPENDED},
     State.SUSPENDED: _ANY_END | {State.WAITING, State.PROFILING, State.ADMITTED, State.RUNNING},
     **dict.fromkeys(_ENDS, frozenset[State]()),
 }
