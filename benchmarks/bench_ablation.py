@@ -38,7 +38,7 @@ from results import add_write, show, table
 
 from elasticflow_airflow.scheduler_core import planner
 from elasticflow_airflow.scheduler_core.config import Objective, SchedulerConfig
-from elasticflow_airflow.scheduler_core.minimum_share import Shape
+from elasticflow_airflow.scheduler_core.minimum_share import ShareShape
 from elasticflow_airflow.scheduler_core.proof import Attempt, rescues
 from elasticflow_airflow.scheduler_core.scheduler import Scheduler
 from elasticflow_airflow.scheduler_core.simulator.outcome import Result, quantile
@@ -112,7 +112,7 @@ def one_level(works: Sequence[Work], now: float, count: int) -> Rescues:
     unfit = None
     attempt: Attempt | None = next(usual)
     while attempt is not None:
-        if attempt.shape is Shape.FLAT:
+        if attempt.shape is ShareShape.FLAT:
             unfit = yield attempt
         try:
             attempt = usual.send(unfit)

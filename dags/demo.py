@@ -18,7 +18,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from demo_kit.layout import DAGS, SLOTS, Layout, bring_down
+from demo_kit.layout import DAGS, SLOTS, DemoPaths, bring_down
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
@@ -29,7 +29,7 @@ def main() -> int:
     """Run the demo; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=DAGS.parent / "demo-output", help="folder for all it makes")
-    layout = Layout(parser.parse_args().output)
+    layout = DemoPaths(parser.parse_args().output)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # told to end, it cleans up as after Ctrl-C
     bring_down(layout)  # what an earlier run left that was killed

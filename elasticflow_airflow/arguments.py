@@ -16,7 +16,7 @@ from typing import Any, Final
 from elasticflow_airflow import bounds
 from elasticflow_airflow.callables import listed, problem_of
 from elasticflow_airflow.deadlines import DAG_RUN, DeadlineError, check_deadline
-from elasticflow_airflow.training_options import OPTIONS, Kind
+from elasticflow_airflow.training_options import OPTIONS, ValueKind
 from elasticflow_airflow.wire import share_problem, target_problem
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -78,7 +78,7 @@ def check_each(given: Mapping[str, Any]) -> None:
         option = OPTIONS.get(name)
         if value is None or option is None:
             continue
-        if not is_late(value) or option.kind is Kind.PATTERN:
+        if not is_late(value) or option.kind is ValueKind.PATTERN:
             _CHECKS[option.kind](name, value)
         elif not option.template:
             raise ArgumentError(
@@ -367,25 +367,25 @@ def _source(given: Any) -> str:
     return given if isinstance(given, str) else f"XCom {getattr(given, 'key', 'return_value')!r}"
 
 
-_CHECKS: Final[dict[Kind, Callable[[str, Any], object]]] = {
-    Kind.PATH: _check_path,
-    Kind.TEXT: _check_text,
-    Kind.PATTERN: _check_pattern,
-    Kind.CHOICE: _check_choice,
-    Kind.SWITCH: _check_switch,
-    Kind.COUNT: lambda name, value: count(name, value, value),
-    Kind.POWER_OF_TWO: _check_power_of_two,
-    Kind.SEED: _check_seed,
-    Kind.LOSS: lambda _, value: target(value, value),
-    Kind.VALUE: _check_value,
-    Kind.MOMENT: lambda name, value: check_deadline(value, name),
-    Kind.DURATION: _check_duration,
-    Kind.TASK: _check_task,
-    Kind.ARGUMENTS: _check_args,
-    Kind.ENVIRONMENT: _check_env,
-    Kind.SECRETS: _check_secrets,
-    Kind.CURVE: _check_curve,
-    Kind.CALLABLE: _check_callable,
-    Kind.CALLABLES: _check_callables,
+_CHECKS: Final[dict[ValueKind, Callable[[str, Any], object]]] = {
+    ValueKind.PATH: _check_path,
+    ValueKind.TEXT: _check_text,
+    ValueKind.PATTERN: _check_pattern,
+    ValueKind.CHOICE: _check_choice,
+    ValueKind.SWITCH: _check_switch,
+    ValueKind.COUNT: lambda name, value: count(name, value, value),
+    ValueKind.POWER_OF_TWO: _check_power_of_two,
+    ValueKind.SEED: _check_seed,
+    ValueKind.LOSS: lambda _, value: target(value, value),
+    ValueKind.VALUE: _check_value,
+    ValueKind.MOMENT: lambda name, value: check_deadline(value, name),
+    ValueKind.DURATION: _check_duration,
+    ValueKind.TASK: _check_task,
+    ValueKind.ARGUMENTS: _check_args,
+    ValueKind.ENVIRONMENT: _check_env,
+    ValueKind.SECRETS: _check_secrets,
+    ValueKind.CURVE: _check_curve,
+    ValueKind.CALLABLE: _check_callable,
+    ValueKind.CALLABLES: _check_callables,
 }
 """By what kind of value an option takes."""

@@ -62,9 +62,9 @@ def _forecast(dag_files: list[str], hours: float, chosen_conn_id: str | None, *,
     from elasticflow_airflow.cli.forecasting import print_outlook
     from elasticflow_airflow.client import ElasticFlowClient, for_looking
     from elasticflow_airflow.hooks import ElasticFlowHook
-    from elasticflow_airflow.planning import Plan, connections_of, plan, read_dags, trimmed
+    from elasticflow_airflow.planning import PlannedRuns, connections_of, plan, read_dags, trimmed
 
-    made, hooks = Plan(), {}
+    made, hooks = PlannedRuns(), {}
     if dag_files:
         dags = read_dags(dag_files)
         conn_ids = {chosen_conn_id} if chosen_conn_id else connections_of(dags)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import pendulum
 from airflow.sdk.exceptions import AirflowException, AirflowRescheduleException, AirflowTaskTimeout
 
-from elasticflow_airflow.leases import OwnedJob
+from elasticflow_airflow.leases import LeasedJob
 
 KILL_WITHIN_S = 4.0
 """Airflow sends SIGKILL five seconds after SIGTERM."""
@@ -37,7 +37,7 @@ class Kill:
     def strike(
         self,
         task_instance: Any,
-        find_job: Callable[[], OwnedJob | None],
+        find_job: Callable[[], LeasedJob | None],
         log: Any,
         execution_timeout: timedelta | None,
     ) -> None:

@@ -33,7 +33,7 @@ _CANCEL_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnedJob:
+class LeasedJob:
     """A job and the claim by which this process may cancel and acknowledge it."""
 
     endpoint: Endpoint
@@ -73,13 +73,13 @@ class LeaseRenewer:
     """The jobs of this process's ``dag.test()`` runs. One per process: ``lease_renewer()``. Thread-safe."""
 
     def __init__(self) -> None:
-        self._jobs: dict[str, OwnedJob] = {}
+        self._jobs: dict[str, LeasedJob] = {}
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._interrupted: set[str] = set()
 
-    def keep(self, job: OwnedJob) -> None:
+    def keep(self, job: LeasedJob) -> None:
         """Renew this job's lease from now on; a newer claim replaces an older one."""
         with self._lock:
             self._jobs[job.job_id] = job
@@ -93,7 +93,7 @@ class LeaseRenewer:
         with self._lock:
             self._jobs.pop(job_id, None)
 
-    def kept(self) -> list[OwnedJob]:
+    def kept(self) -> list[LeasedJob]:
         """Return the jobs that are kept."""
         with self._lock:
             return list(self._jobs.values())

@@ -19,9 +19,9 @@ from elasticflow_airflow.callables import conceal, reveal
 from elasticflow_airflow.dag_deadline import alerts_of, check_time_from_dag
 from elasticflow_airflow.deadlines import DeadlineError
 from elasticflow_airflow.submission import check_downstream
-from elasticflow_airflow.training_options import DEFAULTS, OPTIONS, Kind, names_of
+from elasticflow_airflow.training_options import DEFAULTS, OPTIONS, ValueKind, names_of
 
-_CALLED = names_of(Kind.CALLABLE, Kind.CALLABLES)
+_CALLED = names_of(ValueKind.CALLABLE, ValueKind.CALLABLES)
 _UNKNOWN = "{{ mapped }}"
 """Stands for what another task will return."""
 

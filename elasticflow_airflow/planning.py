@@ -63,7 +63,7 @@ class Unknown:
 
 
 @dataclass(slots=True, kw_only=True)
-class Plan:
+class PlannedRuns:
     """The runs that are due, by connection; what nobody can say; and the tasks that are best effort anyway."""
 
     runs: dict[str, list[PlannedRun]] = field(default_factory=dict)
@@ -101,12 +101,12 @@ def connections_of(dags: Sequence[DAG]) -> set[str]:
     return found
 
 
-def plan(dags: Sequence[DAG], *, namespaces: Mapping[str, str], now: datetime, window: timedelta) -> Plan:
+def plan(dags: Sequence[DAG], *, namespaces: Mapping[str, str], now: datetime, window: timedelta) -> PlannedRuns:
     """The runs of all elastic tasks that are due from ``now`` on. ``namespaces`` by connection id; "" for the others.
 
     Raises BadDagFileError for a task that could not be submitted as it is.
     """
-    made = Plan()
+    made = PlannedRuns()
     for dag in dags:
         for task in dag.tasks:
             operators = _operators_of(task)
@@ -156,7 +156,7 @@ def _expanded(task: MappedOperator) -> Iterator[dict[str, Any]]:
 
 
 def _plan_task(
-    made: Plan,
+    made: PlannedRuns,
     dag: DAG,
     operator: ElasticTrainOperator,
     map_index: int,
@@ -306,8 +306,8 @@ def _macros() -> Any:
     return macros
 
 
-def trimmed(made: Plan) -> tuple[Plan, int]:
+def trimmed(made: PlannedRuns) -> tuple[PlannedRuns, int]:
     """The plan with at most as many runs per connection as may be asked about at once, and how many are left out."""
     kept = {conn_id: sorted(runs, key=lambda run: run.due_at)[:MOST_RUNS] for conn_id, runs in made.runs.items()}
     left_out = sum(len(runs) - len(kept[conn_id]) for conn_id, runs in made.runs.items())
-    return Plan(runs=kept, unknown=made.unknown, best_effort=made.best_effort, tasks=made.tasks), left_out
+    return PlannedRuns(runs=kept, unknown=made.unknown, best_effort=made.best_effort, tasks=made.tasks), left_out

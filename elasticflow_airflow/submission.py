@@ -43,7 +43,7 @@ from elasticflow_airflow.run_deadline import (
 from elasticflow_airflow.settings import AirflowSettings
 from elasticflow_airflow.task_memory import TaskMemory
 from elasticflow_airflow.telemetry import trace_labels
-from elasticflow_airflow.training_options import OPTIONS, Kind, names_of, on_wire
+from elasticflow_airflow.training_options import OPTIONS, ValueKind, names_of, on_wire
 from elasticflow_airflow.wire import JobIdentity, JobSubmission
 
 
@@ -163,11 +163,11 @@ def prepare(
     ``snapshot``: the code, where it has been taken before.
     Raises ArgumentError, DeadlineError or SnapshotError; nothing has been sent then.
     """
-    for name in names_of(Kind.PATH, Kind.TEXT, Kind.MOMENT):
+    for name in names_of(ValueKind.PATH, ValueKind.TEXT, ValueKind.MOMENT):
         if name in given:
             present(name, getattr(task, name), given[name])
     check_downstream(task.deadline_of, task)
-    counts = {name: count(name, getattr(task, name), given[name]) for name in names_of(Kind.COUNT)}
+    counts = {name: count(name, getattr(task, name), given[name]) for name in names_of(ValueKind.COUNT)}
     if counts["samples"] is not None and counts["epochs"] is None:
         counts["epochs"] = 1
     now = pendulum.from_timestamp(now_s())

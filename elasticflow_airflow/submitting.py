@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint, JobNotFound, StaleClaim
-from elasticflow_airflow.leases import OwnedJob, lease_renewer
+from elasticflow_airflow.leases import LeasedJob, lease_renewer
 from elasticflow_airflow.task_memory import TaskMemory
 from elasticflow_airflow.wire import Attachment, JobSubmission, State
 
@@ -31,7 +31,7 @@ class InFlight:
         """Wait for the answer. Raises what the client raises."""
         return self._answer.result()
 
-    def job(self, limit_s: float, log: Any) -> OwnedJob | None:
+    def job(self, limit_s: float, log: Any) -> LeasedJob | None:
         """Give it some more time to be answered; the job, if there is one."""
         try:
             attachment = self._answer.result(timeout=limit_s)
@@ -40,8 +40,8 @@ class InFlight:
             return None
         return self._own(attachment)
 
-    def _own(self, attachment: Attachment) -> OwnedJob:
-        return OwnedJob(endpoint=self._endpoint, job_id=attachment.job.job_id, claim=attachment.claim)
+    def _own(self, attachment: Attachment) -> LeasedJob:
+        return LeasedJob(endpoint=self._endpoint, job_id=attachment.job.job_id, claim=attachment.claim)
 
     def _submit(self) -> None:
         try:

@@ -28,7 +28,7 @@ REQUIRED: Final = ...
 """Default of an option that must be given."""
 
 
-class Kind(Enum):
+class ValueKind(Enum):
     """What values an option takes: by it they are checked, and read from a command line."""
 
     PATH = auto()
@@ -54,21 +54,21 @@ class Kind(Enum):
     CALLABLES = auto()
 
 
-_TYPES: Final[Mapping[Kind, str]] = {
-    Kind.SWITCH: "bool",
-    Kind.COUNT: "int",
-    Kind.POWER_OF_TWO: "int",
-    Kind.SEED: "int",
-    Kind.LOSS: "float",
-    Kind.VALUE: "float",
-    Kind.MOMENT: "str | time | timedelta | datetime",
-    Kind.DURATION: "timedelta",
-    Kind.ARGUMENTS: "Sequence[Any]",
-    Kind.ENVIRONMENT: "Mapping[str, str]",
-    Kind.SECRETS: "Mapping[str, str]",
-    Kind.CURVE: "Mapping[int, float]",
-    Kind.CALLABLE: "Callable[..., Any] | str",
-    Kind.CALLABLES: "Callable[..., Any] | str | Sequence[Any]",
+_TYPES: Final[Mapping[ValueKind, str]] = {
+    ValueKind.SWITCH: "bool",
+    ValueKind.COUNT: "int",
+    ValueKind.POWER_OF_TWO: "int",
+    ValueKind.SEED: "int",
+    ValueKind.LOSS: "float",
+    ValueKind.VALUE: "float",
+    ValueKind.MOMENT: "str | time | timedelta | datetime",
+    ValueKind.DURATION: "timedelta",
+    ValueKind.ARGUMENTS: "Sequence[Any]",
+    ValueKind.ENVIRONMENT: "Mapping[str, str]",
+    ValueKind.SECRETS: "Mapping[str, str]",
+    ValueKind.CURVE: "Mapping[int, float]",
+    ValueKind.CALLABLE: "Callable[..., Any] | str",
+    ValueKind.CALLABLES: "Callable[..., Any] | str | Sequence[Any]",
 }
 """As the operator's signature says them; any other kind is a text."""
 
@@ -77,7 +77,7 @@ _TYPES: Final[Mapping[Kind, str]] = {
 class Option:
     """One option of a training, under the name of the operator's argument."""
 
-    kind: Kind
+    kind: ValueKind
     default: Any = None
     name: str = field(init=False)
     choices: tuple[str, ...] = field(default=(), kw_only=True)
@@ -108,17 +108,17 @@ class Option:
 class WhatToTrain:
     """The code, its arguments, and where it begins."""
 
-    script = Option(Kind.PATH, template=True, wire="command.script")
+    script = Option(ValueKind.PATH, template=True, wire="command.script")
     """Training script, relative to the DAG file's folder (then to the bundle's root), or absolute. Give this or
     `module`."""
-    module = Option(Kind.TEXT, template=True, wire="command.module")
+    module = Option(ValueKind.TEXT, template=True, wire="command.module")
     """Module to run, like `package.train`. It is found on the worker's Python path, and not imported there."""
-    script_args = Option(Kind.ARGUMENTS, (), template=True, wire="command.args")
+    script_args = Option(ValueKind.ARGUMENTS, (), template=True, wire="command.args")
     """List of arguments, one element each. Numbers become text. Whoever is on the machine sees them in its table of
     processes: pass secrets by `secret_env`. The page shows `***` for what Airflow masks, and for the values of options
     like `--token`."""
     env = Option(
-        Kind.ENVIRONMENT,
+        ValueKind.ENVIRONMENT,
         template=True,
         wire="command.env",
         flag="--env",
@@ -126,7 +126,7 @@ class WhatToTrain:
     )
     """Environment variables. Rendered fields are shown in Airflow's UI: no secrets here."""
     secret_env = Option(
-        Kind.SECRETS,
+        ValueKind.SECRETS,
         wire="secret_env",
         flag="--secret-env",
         help="NAME of a variable of this shell that is passed on as a secret; may be repeated.",
@@ -134,7 +134,7 @@ class WhatToTrain:
     """Name to `"conn:<connection id>.<field>"`; `<field>` is `password`, `login`, `host`, `schema`, `port` or
     `extra.<key>`. Read at submit, stored encrypted, erased when the job ends, never logged. Not a template field."""
     working_dir = Option(
-        Kind.PATH,
+        ValueKind.PATH,
         template=True,
         wire="command.working_dir",
         flag="--working-dir",
@@ -143,7 +143,7 @@ class WhatToTrain:
     )
     """Where the script runs. Relative: from the DAG file's folder."""
     python = Option(
-        Kind.PATH,
+        ValueKind.PATH,
         template=True,
         wire="command.python",
         flag="--python",
@@ -151,7 +151,7 @@ class WhatToTrain:
         default_means="the service's",
     )
     """Interpreter. It needs torch, and nothing of this project."""
-    init_from = Option(Kind.PATH, template=True, wire="init_from")
+    init_from = Option(ValueKind.PATH, template=True, wire="init_from")
     """`"latest"`: start from the weights of this task's last success; or the folder of a checkpoint."""
 
 
@@ -159,19 +159,19 @@ class HowMuch:
     """The length of the training, and what a step is."""
 
     steps = Option(
-        Kind.COUNT,
+        ValueKind.COUNT,
         template=True,
         wire="length.steps",
         flag="--steps",
         help="How many optimizer steps to train; or --epochs.",
     )
     """Optimizer steps in all. Not beside `epochs` or `samples`."""
-    epochs = Option(Kind.COUNT, template=True, wire="length.epochs", flag="--epochs", help="How many epochs.")
+    epochs = Option(ValueKind.COUNT, template=True, wire="length.epochs", flag="--epochs", help="How many epochs.")
     """Epochs, if there are no `steps`. With neither, the script's own length counts (`session.epochs(4)`,
     `num_train_epochs=4`, `max_epochs=4`); a script that has none, but a loop of its own over the loader, ends with an
     error before its first step. With `samples` alone, one epoch."""
     samples = Option(
-        Kind.COUNT,
+        ValueKind.COUNT,
         template=True,
         wire="length.samples",
         flag="--samples",
@@ -179,7 +179,7 @@ class HowMuch:
     )
     """Samples of one epoch. Without it the training must use our sampler, which reports it."""
     global_batch_size = Option(
-        Kind.COUNT,
+        ValueKind.COUNT,
         REQUIRED,
         template=True,
         wire="global_batch_size",
@@ -188,7 +188,11 @@ class HowMuch:
     )
     """Samples of one optimizer step, over all workers. It never changes."""
     target_loss = Option(
-        Kind.LOSS, template=True, wire="target_loss", flag="--target-loss", help="End when the smoothed loss is there."
+        ValueKind.LOSS,
+        template=True,
+        wire="target_loss",
+        flag="--target-loss",
+        help="End when the smoothed loss is there.",
     )
     """End the training, as a success, as soon as the smoothed loss (mean of about the last 32 steps) is there. `steps`
     or `epochs` must be given as well: the most that it trains, and what its deadline is promised on. For scripts that
@@ -199,7 +203,7 @@ class ByWhen:
     """The deadline, what it is worth, and what happens where it cannot be kept."""
 
     deadline = Option(
-        Kind.MOMENT,
+        ValueKind.MOMENT,
         template=True,
         wire="deadline_at",
         flag="--deadline",
@@ -207,21 +211,25 @@ class ByWhen:
     )
     """Time of day in the DAG's time zone, duration after the run is due, datetime, or text of either. See
     [how to choose a deadline](../how-to/deadlines.md)."""
-    deadline_of = Option(Kind.TASK, decidable=False, default_means="this training")
+    deadline_of = Option(ValueKind.TASK, decidable=False, default_means="this training")
     """Whose deadline that is: the id of a downstream task, or `"dag_run"`. Without `deadline`, the time comes from the
     DAG: its earliest `DeadlineAlert` that a worker can evaluate, else its next run. See
     [the deadline of something downstream](../how-to/deadlines.md#the-deadline-of-something-downstream)."""
-    downstream_reserve = Option(Kind.DURATION, timedelta(minutes=5), default_means="5 min")
+    downstream_reserve = Option(ValueKind.DURATION, timedelta(minutes=5), default_means="5 min")
     """With `deadline_of`: what passes from the end of training to the end of that target, until earlier runs have shown
     it."""
     best_effort = Option(
-        Kind.SWITCH, False, wire="best_effort", flag="--best-effort", help="No deadline: trains with what others leave."
+        ValueKind.SWITCH,
+        False,
+        wire="best_effort",
+        flag="--best-effort",
+        help="No deadline: trains with what others leave.",
     )
     """No deadline: train on what the others leave. A job has a deadline or is best effort."""
-    value = Option(Kind.VALUE, 1.0, wire="value", flag="--value", help="What meeting the deadline is worth.")
+    value = Option(ValueKind.VALUE, 1.0, wire="value", flag="--value", help="What meeting the deadline is worth.")
     """Weight of this job against others, where not all fit; greater than 0, without a unit."""
     on_reject = Option(
-        Kind.CHOICE,
+        ValueKind.CHOICE,
         "fail",
         choices=get_args(OnReject),
         wire="on_reject",
@@ -232,19 +240,21 @@ class ByWhen:
     `"best_effort"`; `"wait"` for capacity; `"renegotiate"` up to `latest_deadline`; `"late"` likewise, for a `value`
     that falls evenly to nothing then."""
     latest_deadline = Option(
-        Kind.MOMENT,
+        ValueKind.MOMENT,
         template=True,
         wire="latest_deadline_at",
         flag="--latest-deadline",
         help="With renegotiate or late, which lets its value fall until then: the latest deadline that will do.",
     )
     """Only with `on_reject="renegotiate"` or `"late"`; the same forms as `deadline`."""
-    on_past_deadline = Option(Kind.CHOICE, "auto", choices=("auto", "fail", "best_effort"), wire="on_past_deadline")
+    on_past_deadline = Option(
+        ValueKind.CHOICE, "auto", choices=("auto", "fail", "best_effort"), wire="on_past_deadline"
+    )
     """When the deadline (with `latest_deadline`: that) has passed before the job is submitted: `"auto"` is best effort
     for backfills, cleared tasks and runs that began after it (the first after unpausing), else fail; `"fail"`;
     `"best_effort"`. For a retry of a job that had been taken on, `on_miss` decides (not in a backfill, nor after a
     clear)."""
-    on_miss = Option(Kind.CHOICE, "finish", choices=get_args(OnMiss), wire="on_miss")
+    on_miss = Option(ValueKind.CHOICE, "finish", choices=get_args(OnMiss), wire="on_miss")
     """When a running job misses its deadline after all: `"finish"`, `"fail"`, or `"use_last_checkpoint"`."""
 
 
@@ -252,11 +262,11 @@ class HowItRuns:
     """The workers, what is known of the script, and who is told."""
 
     min_workers = Option(
-        Kind.POWER_OF_TWO, 1, wire="min_workers", flag="--min-workers", help="Never fewer; a power of two."
+        ValueKind.POWER_OF_TWO, 1, wire="min_workers", flag="--min-workers", help="Never fewer; a power of two."
     )
     """Never fewer workers than this: a power of two."""
     max_workers = Option(
-        Kind.POWER_OF_TWO,
+        ValueKind.POWER_OF_TWO,
         wire="max_workers",
         flag="--max-workers",
         help="Never more; a power of two.",
@@ -264,7 +274,7 @@ class HowItRuns:
     )
     """Never more: a power of two."""
     consistency = Option(
-        Kind.CHOICE,
+        ValueKind.CHOICE,
         "consistent",
         choices=get_args(Consistency),
         wire="consistency",
@@ -274,7 +284,7 @@ class HowItRuns:
     """The trained model does not depend on how many workers there were. `"fast"`: plain data-parallel training, whose
     result does."""
     logical_workers = Option(
-        Kind.POWER_OF_TWO,
+        ValueKind.POWER_OF_TWO,
         wire="logical_workers",
         flag="--logical-workers",
         help="Shares that each step is cut into, whatever the number of workers.",
@@ -285,17 +295,17 @@ class HowItRuns:
     `max_workers` if that is more, or the largest power of two below that divides the batch. A retry that resumes keeps
     it."""
     seed = Option(
-        Kind.SEED,
+        ValueKind.SEED,
         wire="seed",
         flag="--seed",
         help="Of all that is random; default: the script's, or 0.",
         default_means="the script's, or 0",
     )
     """Of all that is random in the training: the first weights, the order of samples, dropout."""
-    scaling_curve = Option(Kind.CURVE, wire="scaling_curve", default_means="measured")
+    scaling_curve = Option(ValueKind.CURVE, wire="scaling_curve", default_means="measured")
     """Workers to optimizer steps per second, like `{1: 2.0, 2: 3.8}`: no profiling."""
     progress_regex = Option(
-        Kind.PATTERN,
+        ValueKind.PATTERN,
         wire="progress_regex",
         flag="--progress-regex",
         help="For scripts that know nothing of us: how a line of output tells the step.",
@@ -303,22 +313,22 @@ class HowItRuns:
     """How to read the step, and the loss, in the lines of a script that knows nothing of this library; it also needs
     `steps`. [How](../how-to/plain-torchrun-script.md#as-a-task)."""
     progress_file = Option(
-        Kind.PATH,
+        ValueKind.PATH,
         wire="progress_file",
         flag="--progress-file",
         help="The same by a file, in its working directory, to which it writes its step.",
     )
     """Or the file that such a script writes its step into."""
-    on_at_risk = Option(Kind.CALLABLES, decidable=False)
+    on_at_risk = Option(ValueKind.CALLABLES, decidable=False)
     """Functions, notifiers or import paths, one or a list, called with Airflow's context each time the job comes to be
     at risk of missing its deadline. See [how to be told in time](../how-to/alerts.md)."""
-    on_promote = Option(Kind.CALLABLE, decidable=False)
+    on_promote = Option(ValueKind.CALLABLE, decidable=False)
     """A function or import path, called after a success with those of `result`, `checkpoint_path` and the context that
     it names. See [how to hand a model on](../how-to/model-registry.md)."""
-    deferrable = Option(Kind.SWITCH, decidable=False, default_means="`[elasticflow] deferrable` (true)")
+    deferrable = Option(ValueKind.SWITCH, decidable=False, default_means="`[elasticflow] deferrable` (true)")
     """Wait in the triggerer. `False` blocks a worker slot. Under `dag.test()` a deferrable task is rescheduled instead,
     so that several jobs are in flight."""
-    elasticflow_conn_id = Option(Kind.TEXT, "elasticflow_default", template=True, decidable=False)
+    elasticflow_conn_id = Option(ValueKind.TEXT, "elasticflow_default", template=True, decidable=False)
     """Connection of the service. Where the *default* one is missing, the embedded service of this machine is used."""
 
 
@@ -334,7 +344,7 @@ DEFAULTS: Final[Mapping[str, Any]] = {
 """What each option is where it is not given; None also for what must be."""
 
 
-def names_of(*kinds: Kind) -> tuple[str, ...]:
+def names_of(*kinds: ValueKind) -> tuple[str, ...]:
     """Return the names of the options of some kinds."""
     return tuple(name for name, option in OPTIONS.items() if option.kind in kinds)
 

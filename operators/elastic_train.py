@@ -46,7 +46,7 @@ from elasticflow_airflow.exceptions import (
 )
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.killing import KILL_WITHIN_S, Kill, come_back
-from elasticflow_airflow.leases import OwnedJob, lease_renewer
+from elasticflow_airflow.leases import LeasedJob, lease_renewer
 from elasticflow_airflow.lineage import ReportsLineage
 from elasticflow_airflow.links import ElasticFlowJobLink
 from elasticflow_airflow.mapping import checked
@@ -239,7 +239,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         """As written in the DAG: what rendered to 'None' must be told from what was left out."""
         self._dag_alerts = alerts_of(dag_of(self))
         """The DAG's DeadlineAlerts at parse: who tests a DAG takes them off, as dag.test() cannot end with them."""
-        self.elasticflow_job: OwnedJob | None = None
+        self.elasticflow_job: LeasedJob | None = None
         """The job of this attempt, for the listener that acknowledges or cancels it."""
         self._in_flight: InFlight | None = None
         self._task_instance: Any = None
@@ -292,7 +292,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
             endpoint = ElasticFlowHook(self.elasticflow_conn_id).endpoint()
         except ElasticFlowError as error:
             raise as_task_error(error) from error
-        self.elasticflow_job = OwnedJob(endpoint=endpoint, job_id=job_id, claim=claim)
+        self.elasticflow_job = LeasedJob(endpoint=endpoint, job_id=job_id, claim=claim)
         if outcome == "stale":
             raise JobTakenOver(f"a newer attempt of this task has taken job {job_id} over: this one stops")
         if outcome == "away":
@@ -338,7 +338,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
             if memory.job_id is None:
                 raise
             endpoint = ElasticFlowHook(self.elasticflow_conn_id).endpoint(start=False)
-            job = OwnedJob(endpoint=endpoint, job_id=memory.job_id, claim=memory.claim)
+            job = LeasedJob(endpoint=endpoint, job_id=memory.job_id, claim=memory.claim)
             self.elasticflow_job = job  # for the listener, if this was the last try
             if isinstance(error, TaskDeferralTimeout):
                 self.log.warning("%s", job.cancel(f"the task's execution_timeout ({self.execution_timeout}) is over"))
@@ -488,7 +488,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         self._in_flight = InFlight(client.endpoint, submission, retry_for_s=client.retry_for_s, keep=facts.is_dag_test)
         return self._in_flight.answer()
 
-    def _find_job(self) -> OwnedJob | None:
+    def _find_job(self) -> LeasedJob | None:
         """Find the job of this attempt, even where the answer to its submission was not waited for."""
         if self.elasticflow_job is None and self._in_flight is not None:
             self.elasticflow_job = self._in_flight.job(KILL_WITHIN_S, self.log)
@@ -520,8 +520,8 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
             raise AirflowException(f"execution_timeout={limit} is over: job {memory.job_id} was cancelled")
         return status
 
-    def _own(self, client: ElasticFlowClient, memory: TaskMemory) -> OwnedJob:
-        self.elasticflow_job = OwnedJob(endpoint=client.endpoint, job_id=str(memory.job_id), claim=memory.claim)
+    def _own(self, client: ElasticFlowClient, memory: TaskMemory) -> LeasedJob:
+        self.elasticflow_job = LeasedJob(endpoint=client.endpoint, job_id=str(memory.job_id), claim=memory.claim)
         return self.elasticflow_job
 
     def _reschedule(self, memory: TaskMemory) -> NoReturn:

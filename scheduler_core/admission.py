@@ -28,7 +28,7 @@ _DOUBLINGS = 6
 
 
 @dataclass(slots=True)
-class Verdict:
+class AdmissionVerdict:
     """The outcome: a draft that includes the newcomer (``anew``: only promises are in it), or why not."""
 
     draft: Draft | None
@@ -48,7 +48,7 @@ def no_block(job: Job, layout: Layout, now: float) -> str:
     )
 
 
-class Admission:
+class AdmissionControl:
     """Admission of one newcomer beside the jobs of a planner."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Admission:
         self.base_known = False
         self.base: Draft | None = None
 
-    def decide(self) -> Verdict:
+    def decide(self) -> AdmissionVerdict:
         """Try everything for the newcomer's own deadline."""
         config = self.planner.config
         work = self.job.work(self.planner.layout, config)
@@ -77,16 +77,16 @@ class Admission:
             raise ValueError(f"job {self.job.job_id!r} has no deadline; only a deadline needs admission")
         problem = self._impossible(work)
         if problem is not None:
-            return Verdict(None, False, problem, None)
+            return AdmissionVerdict(None, False, problem, None)
         tries = self._effort(config.rescue_orders) if self.thorough else 0
         found = self._try(work, deadline - config.deadline_margin_s, tries)
         if found is None and not self.thorough:
-            return Verdict(None, False, "nothing has changed for it", None)
+            return AdmissionVerdict(None, False, "nothing has changed for it", None)
         if found is not None:
             draft, anew = found
-            return Verdict(draft, anew, self._why_admitted(draft), deadline)
+            return AdmissionVerdict(draft, anew, self._why_admitted(draft), deadline)
         reason = self._why_not(work, deadline)  # before other deadlines are tried
-        return Verdict(None, False, reason, self._earliest(work))
+        return AdmissionVerdict(None, False, reason, self._earliest(work))
 
     def _effort(self, tries: int) -> int:
         """Bound tries by how much each costs, so that a decision among many jobs stays quick."""

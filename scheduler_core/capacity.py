@@ -24,7 +24,7 @@ from elasticflow_airflow.scheduler_core.calendar_forecast import (
 from elasticflow_airflow.scheduler_core.decisions import Reject
 from elasticflow_airflow.scheduler_core.explain import duration, moment, workers
 from elasticflow_airflow.scheduler_core.jobs import LiveJob
-from elasticflow_airflow.scheduler_core.node_release import ReleasableNode, Releasing, least_workers, stands
+from elasticflow_airflow.scheduler_core.node_release import Releasing, UnneededNode, least_workers, stands
 from elasticflow_airflow.scheduler_core.scheduler import Scheduler
 from elasticflow_airflow.scheduler_core.values import Job, OnReject, Phase
 from elasticflow_airflow.scheduler_core.work import INFINITY
@@ -73,7 +73,7 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class WantedNodes:
     """What would do for everybody in ``by``, soonest deadline first: ``nodes`` more, of ``slots_per_node`` each.
 
     ``nodes`` is None when no number that was tried would do for all of them; ``reason`` says why.
@@ -94,8 +94,8 @@ class CapacityOutlook:
     whom no number of further nodes that was tried would help. ``reason`` says all of it in a sentence.
     """
 
-    releasable: tuple[ReleasableNode, ...]
-    wanted: Wanted | None
+    releasable: tuple[UnneededNode, ...]
+    wanted: WantedNodes | None
     hopeless: tuple[Want, ...]
     reason: str
 
@@ -221,14 +221,14 @@ def _need_of(job: LiveJob, now: float) -> tuple[Need, str] | None:
 
 def _request(
     scheduler: Scheduler, wants: Mapping[str, Want], asking: Sequence[Job], now: float, until_s: float
-) -> tuple[Wanted | None, tuple[Want, ...]]:
+) -> tuple[WantedNodes | None, tuple[Want, ...]]:
     """What would do for all but the hopeless, and who is hopeless."""
     shape = commonest(scheduler.nodes())
     if not wants:
         return None, ()
     if shape is None:
         reason = f"wanted by {_counted(wants.values())}, but there is no node that further ones could be like: add one"
-        return Wanted(by=_in_order(wants.values()), nodes=None, slots_per_node=0, gpu_type="", reason=reason), ()
+        return WantedNodes(by=_in_order(wants.values()), nodes=None, slots_per_node=0, gpu_type="", reason=reason), ()
     grown: dict[int, Scheduler] = {0: scheduler}
     unmet: dict[int, Collection[str]] = {}
 
@@ -255,7 +255,7 @@ def _request(
     else:
         more = "node" if nodes == 1 else "nodes"
         reason = f"{nodes} more {more} of {shape.slots} slots would do for {_counted(by)}"
-    return Wanted(by=by, nodes=nodes, slots_per_node=shape.slots, gpu_type=shape.gpu_type, reason=reason), out
+    return WantedNodes(by=by, nodes=nodes, slots_per_node=shape.slots, gpu_type=shape.gpu_type, reason=reason), out
 
 
 def _in_order(wants: Iterable[Want]) -> tuple[Want, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from elasticflow_airflow.scheduler_core.admission import Admission, Verdict, no_block
+from elasticflow_airflow.scheduler_core.admission import AdmissionControl, AdmissionVerdict, no_block
 from elasticflow_airflow.scheduler_core.board import Board
 from elasticflow_airflow.scheduler_core.calendar import ExpectedRun, stand_in_id
 from elasticflow_airflow.scheduler_core.calendar_guard import keepable, reserved, stand_ins
@@ -247,7 +247,7 @@ class Decider:
                     return True
         return False
 
-    def ask(self, live: LiveJob, now: float, *, thorough: bool = True) -> Verdict:
+    def ask(self, live: LiveJob, now: float, *, thorough: bool = True) -> AdmissionVerdict:
         """Ask admission control about a job beside all others; changes no plan."""
         board = self.board
         live.asked_s = now
@@ -265,14 +265,14 @@ class Decider:
 
     def _verdict(
         self, live: LiveJob, jobs: Sequence[LiveJob], runs: Sequence[ExpectedRun], now: float, *, thorough: bool
-    ) -> Verdict:
+    ) -> AdmissionVerdict:
         layout = self.board.layout
         planner = self.board.planner_over(jobs, now)
         if runs:
             planner.expected = keepable(planner, reserved(runs, layout, self.config, self.board.calendar.policy, now))
-        return Admission(planner, live, self._protection, thorough=thorough).decide()
+        return AdmissionControl(planner, live, self._protection, thorough=thorough).decide()
 
-    def admit(self, live: LiveJob, verdict: Verdict, terms: Terms, now: float) -> list[Decision]:
+    def admit(self, live: LiveJob, verdict: AdmissionVerdict, terms: Terms, now: float) -> list[Decision]:
         """Promise the deadline, and adopt the plan that shows that it can be kept.
 
         Raises:
@@ -297,7 +297,7 @@ class Decider:
         plan = self.plan_of(live.job_id)
         return [Admit(live.job_id, terms, live.job.deadline_s, plan, verdict.reason), *out, *self._wake(now)]
 
-    def _refuse(self, live: LiveJob, verdict: Verdict, now: float) -> list[Decision]:
+    def _refuse(self, live: LiveJob, verdict: AdmissionVerdict, now: float) -> list[Decision]:
         job = live.job
         known = live.job_id in self.board.jobs
         if known and live.phase is Phase.PROFILING:
@@ -328,7 +328,7 @@ class Decider:
         del self.board.jobs[live.job_id]
         return [decision, *self.replan(now, f"{live.job_id} was rejected", retry=False)]
 
-    def _take_later(self, live: LiveJob, verdict: Verdict, now: float) -> list[Decision] | None:
+    def _take_later(self, live: LiveJob, verdict: AdmissionVerdict, now: float) -> list[Decision] | None:
         """Admit it for the deadline that was offered, if it takes that; None if not."""
         job, offer = live.job, verdict.earliest_deadline_s
         choice = job.on_reject
@@ -348,7 +348,7 @@ class Decider:
         live.changed()
         return None
 
-    def advice(self, verdict: Verdict) -> str:
+    def advice(self, verdict: AdmissionVerdict) -> str:
         """Why it was refused, and what its submitter can do."""
         offer = verdict.earliest_deadline_s
         if offer is None:

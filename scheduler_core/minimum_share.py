@@ -19,7 +19,7 @@ _HALVINGS = 7
 """How often the moment of a change of level is halved in search of the best."""
 
 
-class Share(NamedTuple):
+class ShareStretch(NamedTuple):
     """A stretch of a job's minimum satisfactory share: ``size`` slots from ``start_s`` until ``end_s``."""
 
     start_s: float
@@ -27,7 +27,7 @@ class Share(NamedTuple):
     size: int
 
 
-class Shape(StrEnum):
+class ShareShape(StrEnum):
     """How a share uses the time until its limit, where one level would end well before it."""
 
     FLAT = "flat"
@@ -43,17 +43,17 @@ def fill(
     works: Iterable[Work],
     now: float,
     extra_pauses: Mapping[str, int],
-    shape: Shape = Shape.FLAT,
-) -> tuple[dict[str, list[Share]], str | None]:
+    shape: ShareShape = ShareShape.FLAT,
+) -> tuple[dict[str, list[ShareStretch]], str | None]:
     """Fill in the given order; the shares so far and the id of the first job that did not fit (None: all did).
 
     ``extra_pauses`` are migrations that a job must be able to afford. ``free`` is used up.
     """
-    shares: dict[str, list[Share]] = {}
+    shares: dict[str, list[ShareStretch]] = {}
     for work in works:
         extra_s = extra_pauses.get(work.job_id, 0) * work.pause_s
         share = minimum_share(free, work, now, extra_s)
-        if share is not None and shape is not Shape.FLAT:
+        if share is not None and shape is not ShareShape.FLAT:
             share = _slimmed(free, work, now, extra_s, shape, share)
         if share is None:
             return shares, work.job_id
@@ -63,7 +63,7 @@ def fill(
     return shares, None
 
 
-def minimum_share(free: FreeCapacity, work: Work, now: float, extra_s: float = 0.0) -> list[Share] | None:
+def minimum_share(free: FreeCapacity, work: Work, now: float, extra_s: float = 0.0) -> list[ShareStretch] | None:
     """Find the smallest level at which the job ends by its limit, or None. Does not reserve."""
     now = max(now, work.release_s)
     limit = work.limit_s + TOLERANCE_S / 2
@@ -78,9 +78,9 @@ def minimum_share(free: FreeCapacity, work: Work, now: float, extra_s: float = 0
         if end > limit:
             continue
         if end <= now:
-            return [Share(now, now + TOLERANCE_S, level)]
+            return [ShareStretch(now, now + TOLERANCE_S, level)]
         if free.fits(now, end, level):
-            return [Share(now, end, level)]
+            return [ShareStretch(now, end, level)]
         if runs is None:
             horizon = limit
             if limit == INFINITY:
@@ -93,8 +93,8 @@ def minimum_share(free: FreeCapacity, work: Work, now: float, extra_s: float = 0
 
 
 def _slimmed(
-    free: FreeCapacity, work: Work, now: float, extra_s: float, shape: Shape, share: list[Share]
-) -> list[Share]:
+    free: FreeCapacity, work: Work, now: float, extra_s: float, shape: ShareShape, share: list[ShareStretch]
+) -> list[ShareStretch]:
     """The share with a part at the next smaller size, so that it ends just in time; itself if that is no less.
 
     Between two sizes of a concave curve every mixture costs fewer slot-seconds than the larger one throughout.
@@ -107,10 +107,10 @@ def _slimmed(
     smaller = work.sizes[place - 1]
     runs = free.placeable(work.sizes, now, limit)
     best, least = share, _slot_seconds(share)
-    enough, too_short = (limit, now) if shape is Shape.FALLING else (now, limit)
+    enough, too_short = (limit, now) if shape is ShareShape.FALLING else (now, limit)
     for _ in range(_HALVINGS):
         switch = (enough + too_short) / 2
-        first, second = (level, smaller) if shape is Shape.FALLING else (smaller, level)
+        first, second = (level, smaller) if shape is ShareShape.FALLING else (smaller, level)
         capped = _capped([run for run in _cut(runs, switch) if run[1] <= switch], first)
         capped += _capped([run for run in _cut(runs, switch) if run[0] >= switch], second)
         found = _follow(work, now, extra_s, capped)
@@ -123,7 +123,7 @@ def _slimmed(
     return best
 
 
-def _slot_seconds(share: list[Share]) -> float:
+def _slot_seconds(share: list[ShareStretch]) -> float:
     return sum(piece.size * (piece.end_s - piece.start_s) for piece in share)
 
 
@@ -138,9 +138,9 @@ def _cut(runs: list[tuple[float, float, int]], at_s: float) -> list[tuple[float,
     return out
 
 
-def _follow(work: Work, now: float, extra_s: float, runs: list[tuple[float, float, int]]) -> list[Share] | None:
+def _follow(work: Work, now: float, extra_s: float, runs: list[tuple[float, float, int]]) -> list[ShareStretch] | None:
     """Hold what ``runs`` say at every moment, changing only where a change repays its pause."""
-    shares: list[Share] = []
+    shares: list[ShareStretch] = []
     left, size, ready, starting = work.left_at(now), work.size, work.since_s, work.starting
     joined = work.joined_s
     owed = extra_s
@@ -167,9 +167,9 @@ def _follow(work: Work, now: float, extra_s: float, runs: list[tuple[float, floa
         begin = max(start, ready)
         speed = work.speed(size)
         if shares and shares[-1].end_s == start and shares[-1].size == size:
-            shares[-1] = Share(shares[-1].start_s, end, size)
+            shares[-1] = ShareStretch(shares[-1].start_s, end, size)
         else:
-            shares.append(Share(start, end, size))
+            shares.append(ShareStretch(start, end, size))
         if begin >= end:
             continue
         paid = min(owed, end - begin)
@@ -177,7 +177,7 @@ def _follow(work: Work, now: float, extra_s: float, runs: list[tuple[float, floa
         begin += paid
         finish = begin + left / speed
         if owed == 0.0 and finish + work.tail_s <= end:
-            shares[-1] = Share(shares[-1].start_s, finish + work.tail_s, size)
+            shares[-1] = ShareStretch(shares[-1].start_s, finish + work.tail_s, size)
             return shares
         left = max(0.0, left - speed * (end - begin))
     return None

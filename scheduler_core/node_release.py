@@ -22,7 +22,7 @@ _LATER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReleasableNode:
+class UnneededNode:
     """A node that nobody needs. ``idle``: nobody stands on it now; else who does moves when it is drained."""
 
     node_id: str
@@ -69,7 +69,7 @@ class Releasing:
         self.good, self.gone = scheduler, 0
         """The smallest cluster that was proven to do, and how many nodes are gone there."""
 
-    def search(self, standing: Mapping[str, int]) -> list[ReleasableNode]:
+    def search(self, standing: Mapping[str, int]) -> list[UnneededNode]:
         """The nodes that can go, in order; ``standing`` is how many slots of each node are held now.
 
         Whoever is idle first, then who holds least. A node that cannot go speaks for all later ones of its shape: who
@@ -95,7 +95,7 @@ class Releasing:
         """With how many after the first ``gone`` of ``order`` it does not do any more; None: never."""
         return fewest(lambda count: not self._can_go(order[: gone + count]), room)
 
-    def _tell(self, node: Node, held: int) -> ReleasableNode:
+    def _tell(self, node: Node, held: int) -> UnneededNode:
         until = moment(self.until_s)
         if not self.busy:
             reason = f"no job is live, and no run is expected by {until}"
@@ -103,7 +103,7 @@ class Releasing:
             reason = f"who holds {held} of its {node.slots} slots can move, and all that is promised by {until} is kept"
         else:
             reason = f"nobody stands on it, and without it all that is promised or expected by {until} is kept"
-        return ReleasableNode(node_id=node.node_id, slots=node.slots, idle=not held, reason=reason)
+        return UnneededNode(node_id=node.node_id, slots=node.slots, idle=not held, reason=reason)
 
     def _can_go(self, nodes: Sequence[Node]) -> bool:
         """Whether all these can: drained, then taken away, one after the other. They begin with those that are gone."""

@@ -14,7 +14,7 @@ from elasticflow_airflow.scheduler_core.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.draft import Draft, mask_at
 from elasticflow_airflow.scheduler_core.exploring import try_next_size
 from elasticflow_airflow.scheduler_core.jobs import LiveJob, overdue
-from elasticflow_airflow.scheduler_core.minimum_share import Shape
+from elasticflow_airflow.scheduler_core.minimum_share import ShareShape
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.profiling import is_measured_at, known_speeds, sizes_to_measure, window_s
 from elasticflow_airflow.scheduler_core.proof import deadline_order, prove, rescues
@@ -187,7 +187,7 @@ class Planner:
                 draft.put(job_id, course)
         return draft
 
-    def _proven(self, ordered: list[Work], shape: Shape = Shape.FLAT) -> tuple[Draft | None, str | None]:
+    def _proven(self, ordered: list[Work], shape: ShareShape = ShareShape.FLAT) -> tuple[Draft | None, str | None]:
         """A draft of all, or whom it did not fit."""
         courses, unfit = prove(self.layout, self.free, ordered, self.now, self.held(), self.config.proof_rounds, shape)
         return (None, unfit) if courses is None else (self._draft(courses), None)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
-from elasticflow_airflow.scheduler_core.minimum_share import Shape, fill
+from elasticflow_airflow.scheduler_core.minimum_share import ShareShape, fill
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.seat_shares import NoPlaceError, place
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
@@ -20,7 +20,7 @@ def prove(
     now: float,
     avoid: int,
     rounds: int,
-    shape: Shape = Shape.FLAT,
+    shape: ShareShape = ShareShape.FLAT,
 ) -> tuple[dict[str, Course] | None, str | None]:
     """Plan all jobs in the given order so that each meets its limit; (None, who did not fit) if that fails.
 
@@ -60,7 +60,7 @@ class Attempt(NamedTuple):
     """An order of filling, and the shape of its shares."""
 
     order: list[Work]
-    shape: Shape
+    shape: ShareShape
 
 
 def rescues(works: Sequence[Work], now: float, count: int) -> Generator[Attempt, str | None, None]:
@@ -73,7 +73,7 @@ def rescues(works: Sequence[Work], now: float, count: int) -> Generator[Attempt,
     """
     by_id = {work.job_id: work for work in works}
     first = [work.job_id for work in deadline_order(works)]
-    for shape in (Shape.FALLING, Shape.RISING):
+    for shape in (ShareShape.FALLING, ShareShape.RISING):
         yield Attempt([by_id[job_id] for job_id in first], shape)
 
     def slack(work: Work, size: int) -> float:
@@ -98,7 +98,7 @@ def rescues(works: Sequence[Work], now: float, count: int) -> Generator[Attempt,
         if tuple(order) not in seen:
             seen.add(tuple(order))
             made += 1
-            for shape in Shape:
+            for shape in ShareShape:
                 unfit = yield Attempt([by_id[job_id] for job_id in order], shape)
             last = order
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from elasticflow_airflow.scheduler_core.minimum_share import Share, minimum_share
+from elasticflow_airflow.scheduler_core.minimum_share import ShareStretch, minimum_share
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.proof import deadline_order, prove
 from elasticflow_airflow.scheduler_core.seat_shares import NoPlaceError, place
@@ -126,7 +126,7 @@ class _Choice:
         self.age = age
         self.now = now
         self.extra = extra
-        self.shares: dict[str, list[Share]] = {}
+        self.shares: dict[str, list[ShareStretch]] = {}
         self._newest: list[tuple[int, str, Work]] = []
         """A heap of those kept, the newest promise first."""
 
@@ -145,12 +145,12 @@ class _Choice:
             self._keep(work, share)
         return share is not None
 
-    def _keep(self, work: Work, share: list[Share]) -> None:
+    def _keep(self, work: Work, share: list[ShareStretch]) -> None:
         for start, end, size in share:
             self.free.reserve(start, end, size)
         self._note(work, share)
 
-    def _note(self, work: Work, share: list[Share]) -> None:
+    def _note(self, work: Work, share: list[ShareStretch]) -> None:
         self.shares[work.job_id] = share
         heappush(self._newest, (-self.age[work.job_id], work.job_id, work))
 
@@ -158,7 +158,7 @@ class _Choice:
         """Keep ``work`` instead of newer promises, if few enough of them are in its way."""
         before = self.free
         self.free = before.copy()
-        victims: list[tuple[Work, list[Share]]] = []
+        victims: list[tuple[Work, list[ShareStretch]]] = []
         many, fits = 1, False
         while not fits and many <= _MOST_VICTIMS:
             while len(victims) < many and self._newest and -self._newest[0][0] > self.age[work.job_id]:
@@ -177,10 +177,10 @@ class _Choice:
             else:
                 self._add(victim)
 
-    def _still_fits(self, share: list[Share]) -> bool:
+    def _still_fits(self, share: list[ShareStretch]) -> bool:
         return all(self.free.fits(start, end, size) for start, end, size in share)
 
-    def _drop_newest(self) -> tuple[Work, list[Share]]:
+    def _drop_newest(self) -> tuple[Work, list[ShareStretch]]:
         _, _, work = heappop(self._newest)
         share = self.shares.pop(work.job_id)
         for start, end, size in share:

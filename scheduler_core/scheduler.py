@@ -12,7 +12,7 @@ from itertools import chain, islice
 from typing import Self
 
 from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.admission import Verdict
+from elasticflow_airflow.scheduler_core.admission import AdmissionVerdict
 from elasticflow_airflow.scheduler_core.board import Board
 from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, stand_in_id
 from elasticflow_airflow.scheduler_core.cluster import nodes_after, nodes_avoiding, slots_cut_off
@@ -400,7 +400,7 @@ class Scheduler:
         job.best_effort = was_best_effort
         return self._refuse_amendment(job, before, verdict, now)
 
-    def _refuse_amendment(self, job: LiveJob, before: Job, verdict: Verdict, now: float) -> list[Decision]:
+    def _refuse_amendment(self, job: LiveJob, before: Job, verdict: AdmissionVerdict, now: float) -> list[Decision]:
         """Leave a job as it was."""
         job.job = before
         job.changed()

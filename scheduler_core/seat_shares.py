@@ -12,7 +12,7 @@ from functools import reduce
 from heapq import heapify, heappop, heappush
 from operator import or_
 
-from elasticflow_airflow.scheduler_core.minimum_share import Share
+from elasticflow_airflow.scheduler_core.minimum_share import ShareStretch
 from elasticflow_airflow.scheduler_core.placement import Layout, level_of
 from elasticflow_airflow.scheduler_core.work import Holding, Work
 
@@ -22,7 +22,7 @@ class NoPlaceError(Exception):
 
 
 def place(
-    layout: Layout, works: Sequence[Work], shares: Mapping[str, Sequence[Share]], now: float, avoid: int
+    layout: Layout, works: Sequence[Work], shares: Mapping[str, Sequence[ShareStretch]], now: float, avoid: int
 ) -> tuple[dict[str, list[Holding]], dict[str, int]]:
     """Concrete holdings for every job of ``works``, and how many migrations each of the migrated ones suffers.
 

@@ -18,7 +18,7 @@ from airflow.utils.db import initdb
 from rich.console import Console
 
 from demo_kit import pace
-from demo_kit.layout import SLOTS, Layout
+from demo_kit.layout import SLOTS, DemoPaths
 from demo_kit.summary import Day, broken_promises, summary_lines
 from demo_kit.watching import Watcher, clock
 
@@ -76,7 +76,7 @@ def run_days(watcher: Watcher) -> list[Day]:
 
 def main(root: str) -> int:
     """Run the days and say what they have shown; 1 when that is not what the demo promises."""
-    layout = Layout(Path(root))
+    layout = DemoPaths(Path(root))
     console = Console(file=os.fdopen(os.dup(1), "w"), soft_wrap=True, highlight=False, markup=False)
     with layout.airflow_log.open("wb") as log:
         os.dup2(log.fileno(), 1)

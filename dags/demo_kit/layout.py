@@ -21,7 +21,7 @@ _MARKER = ".made-by-elasticflow-demo"
 _LEAVE_WITHIN_S = 20.0
 
 
-class Layout:
+class DemoPaths:
     """Paths of one run of the demo, all below ``root`` (the state folder too, unless that path would be too long)."""
 
     def __init__(self, root: Path) -> None:
@@ -70,7 +70,7 @@ class Layout:
         }
 
 
-def bring_down(layout: Layout) -> None:
+def bring_down(layout: DemoPaths) -> None:
     """End the demo's service, supervisors and workers. A worker saves when it is told to end; who takes long is killed.
 
     The service and the supervisors are known by the state folder among their arguments, workers as children of those.
@@ -83,7 +83,7 @@ def bring_down(layout: Layout) -> None:
             ours = psutil.wait_procs(ours, _LEAVE_WITHIN_S)[1]
 
 
-def _processes_of(layout: Layout) -> list[psutil.Process]:
+def _processes_of(layout: DemoPaths) -> list[psutil.Process]:
     ours: set[psutil.Process] = set()
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []  # None for one that has ended, or is nobody's business

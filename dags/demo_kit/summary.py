@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from demo_kit.layout import Layout
+from demo_kit.layout import DemoPaths
 from demo_kit.watching import clock
 from elasticflow_airflow.testing import JobOutcome
 
@@ -23,7 +23,7 @@ class Day:
     jobs: Sequence[JobOutcome]
 
 
-def summary_lines(days: Sequence[Day], layout: Layout, readable: Callable[[str], str]) -> Iterator[str]:
+def summary_lines(days: Sequence[Day], layout: DemoPaths, readable: Callable[[str], str]) -> Iterator[str]:
     """The summary, a line at a time."""
     for number, day in enumerate(days, start=1):
         yield f"Day {number} ({day.date})"

@@ -8,7 +8,7 @@ from datetime import datetime
 
 from rich.console import Console
 
-from demo_kit.layout import Layout
+from demo_kit.layout import DemoPaths
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint
 from elasticflow_airflow.testing import JobOutcome
 from elasticflow_airflow.wire import Event, JobStatus
@@ -22,7 +22,7 @@ _QUIET = frozenset({"checkpoint", "acknowledged", "submitted", "length", "kept"}
 class Watcher:
     """Prints what is new at each look; remembers every job and event for the summary."""
 
-    def __init__(self, layout: Layout, console: Console) -> None:
+    def __init__(self, layout: DemoPaths, console: Console) -> None:
         self._root, self._socket, self._console = layout.root, layout.state_dir / "service.sock", console
         self._began_at, self._progress_at = time.monotonic(), 0.0
         self._jobs: dict[str, JobStatus] = {}

@@ -44,7 +44,7 @@ def logs(
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LogPart:
     """What comes next: text, or a note about the log itself."""
 
     text: str = ""
@@ -67,7 +67,7 @@ def read(
     *,
     follow: bool,
     pause: Callable[[], None] = lambda: time.sleep(_POLL_S),
-) -> Iterator[Piece]:
+) -> Iterator[LogPart]:
     """Pieces of the log of ``worker``, or of whoever is rank 0. Raises JobNotFound for a log that is not there."""
     log: _Log | None = None
     while True:
@@ -80,7 +80,7 @@ def read(
             if follow and (ended or log.incarnation != job.incarnation) and worker is None:
                 successor = _successor(service, job, log)
                 if successor is not None:
-                    yield Piece(note=f"goes on in {successor.name}")
+                    yield LogPart(note=f"goes on in {successor.name}")
                     log = successor
                     continue
         if job.state.terminal or not follow:
@@ -94,7 +94,7 @@ def newest_main_log(names: list[str]) -> str | None:
     return main_logs[-1] if main_logs else None
 
 
-def _drain(service: ElasticFlowClient, job: JobStatus, log: _Log) -> Generator[Piece, None, bool]:
+def _drain(service: ElasticFlowClient, job: JobStatus, log: _Log) -> Generator[LogPart, None, bool]:
     """Everything that is there; returns whether nothing more will come."""
     while True:
         try:
@@ -102,12 +102,12 @@ def _drain(service: ElasticFlowClient, job: JobStatus, log: _Log) -> Generator[P
         except JobNotFound:
             if log.name not in job.log_names and log.incarnation == job.incarnation:
                 raise  # It never was.
-            yield Piece(note=f"{log.name} is not there any more")
+            yield LogPart(note=f"{log.name} is not there any more")
             return True
         if piece.start_offset > log.offset:
-            yield Piece(note=f"{piece.start_offset - log.offset} bytes of {log.name} were rotated away")
+            yield LogPart(note=f"{piece.start_offset - log.offset} bytes of {log.name} were rotated away")
         if piece.text:
-            yield Piece(piece.text)
+            yield LogPart(piece.text)
         if piece.next_offset <= log.offset:
             return piece.end_of_file
         log.offset = piece.next_offset

@@ -13,7 +13,7 @@ from elasticflow_airflow.cli.answering import answering, require_writable
 from elasticflow_airflow.cli.simulation_options import CurvesFolder
 
 
-class Kind(StrEnum):
+class TraceKind(StrEnum):
     """What the jobs of a trace are like."""
 
     POISSON = "poisson"
@@ -32,7 +32,7 @@ Out = typer.Option(..., "--out", help="The trace to write, a CSV file.")
 
 def synthesize(
     curves: CurvesFolder,
-    kind: Kind = OfKind,
+    kind: TraceKind = OfKind,
     out: Path = Out,
     seed: int = typer.Option(0, "--seed", help="The same seed makes the same trace."),
     jobs: int = typer.Option(200, "--jobs", min=1, help="How many (poisson, short)."),
@@ -62,13 +62,13 @@ def synthesize(
         require_writable([out], trace=None, curves=curves)
         shape = synthetic.Shape(startup_s=startup_s)
         match kind:
-            case Kind.POISSON:
+            case TraceKind.POISSON:
                 made = synthetic.poisson(found, jobs=jobs, every_s=every_s, seed=seed, shape=shape)
-            case Kind.DIURNAL:
+            case TraceKind.DIURNAL:
                 made = synthetic.diurnal(found, days=days, per_day=per_day, seed=seed, shape=shape)
-            case Kind.SHORT:
+            case TraceKind.SHORT:
                 made = synthetic.short_jobs(found, jobs=jobs, every_s=every_s, startup_s=startup_s, seed=seed)
-            case Kind.RECURRING:
+            case TraceKind.RECURRING:
                 options = synthetic.RecurringDags(slots=slots, days=days, ad_hoc_per_day=per_day, startup_s=startup_s)
                 made = synthetic.recurring(found, options, seed=seed)
         write_trace(out, made)

@@ -10,20 +10,20 @@ import typer
 
 from elasticflow_airflow import bounds
 from elasticflow_airflow.cli.signatures import described_as
-from elasticflow_airflow.training_options import OPTIONS, Kind, Option, WhatToTrain
+from elasticflow_airflow.training_options import OPTIONS, Option, ValueKind, WhatToTrain
 
-_READ_AS: Final[dict[Kind, Any]] = {
-    Kind.COUNT: int,
-    Kind.POWER_OF_TWO: int,
-    Kind.SEED: int,
-    Kind.LOSS: float,
-    Kind.VALUE: float,
-    Kind.SWITCH: bool,
-    Kind.ENVIRONMENT: list[str],
-    Kind.SECRETS: list[str],
+_READ_AS: Final[dict[ValueKind, Any]] = {
+    ValueKind.COUNT: int,
+    ValueKind.POWER_OF_TWO: int,
+    ValueKind.SEED: int,
+    ValueKind.LOSS: float,
+    ValueKind.VALUE: float,
+    ValueKind.SWITCH: bool,
+    ValueKind.ENVIRONMENT: list[str],
+    ValueKind.SECRETS: list[str],
 }
 """Any other kind is a text."""
-_LEAST: Final = {Kind.COUNT: 1, Kind.POWER_OF_TWO: 1, Kind.SEED: 0, Kind.VALUE: bounds.LEAST_VALUE}
+_LEAST: Final = {ValueKind.COUNT: 1, ValueKind.POWER_OF_TWO: 1, ValueKind.SEED: 0, ValueKind.VALUE: bounds.LEAST_VALUE}
 
 
 def with_training_flags(command: Callable[..., None]) -> Callable[..., None]:

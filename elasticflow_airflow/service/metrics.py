@@ -28,7 +28,7 @@ from elasticflow_airflow.service.instruments import PROCESS, measure_statements
 from elasticflow_airflow.service.lanes import Lanes
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.store import Reader
-from elasticflow_airflow.service.tallies import ENDS, Spread, Tallies
+from elasticflow_airflow.service.tallies import ENDS, Tallies, TallyHistogram
 from elasticflow_airflow.service.view import UNREADABLE
 from elasticflow_airflow.wire import API_VERSION, JobIdentity, State
 
@@ -198,5 +198,5 @@ def _counter(name: str, said: str, label: str, counts: Counter[str], known: Iter
     return family
 
 
-def _histogram(name: str, said: str, spread: Spread) -> Metric:
+def _histogram(name: str, said: str, spread: TallyHistogram) -> Metric:
     return HistogramMetricFamily(f"elasticflow_{name}", said, buckets=spread.buckets(), sum_value=spread.total)

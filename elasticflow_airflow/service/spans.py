@@ -12,14 +12,14 @@ from elasticflow_airflow.insight import Span
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core.values import Reservation
 from elasticflow_airflow.service.models import GenerationRow, JobRow
-from elasticflow_airflow.service.store import Holding
+from elasticflow_airflow.service.store import HeldSlots
 from elasticflow_airflow.wire import JobIdentity
 
 JOIN = "join"
 """Purpose of a span in which new workers get ready to join a training that goes on elsewhere."""
 
 Interval = tuple[float, float]
-Held = GenerationRow | Holding
+Held = GenerationRow | HeldSlots
 
 
 def spans_of(job: JobRow, generations: Sequence[GenerationRow]) -> list[Span]:

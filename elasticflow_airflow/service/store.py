@@ -124,7 +124,7 @@ class Current(NamedTuple):
     generations: list[GenerationRow]
 
 
-class Holding(NamedTuple):
+class HeldSlots(NamedTuple):
     """When a generation held which slots: what a ``GenerationRow`` says of that, by the same names."""
 
     generation: int
@@ -353,7 +353,7 @@ class Reader:
         )
         return [(job, row) for job, row in self.session.execute(query)][::-1]
 
-    def holdings_between(self, from_at: float, until_at: float) -> Iterator[tuple[str, list[Holding]]]:
+    def holdings_between(self, from_at: float, until_at: float) -> Iterator[tuple[str, list[HeldSlots]]]:
         """By job, all that held slots between two moments, oldest first; the job is told by its recurring key.
 
         There may be very many: one after the other, and only what is needed of each.
@@ -379,7 +379,7 @@ class Reader:
             .execution_options(yield_per=_ROWS_AT_ONCE)
         )
         for (_, recurring_key), rows in itertools.groupby(self.session.execute(query), key=lambda row: row[:2]):
-            yield recurring_key, [Holding._make((*row[2:-1], row[-1] or GenerationNotes())) for row in rows]
+            yield recurring_key, [HeldSlots._make((*row[2:-1], row[-1] or GenerationNotes())) for row in rows]
 
     def totals_between(self, from_at: float, until_at: float) -> list[DagAsked]:
         """By DAG, what was asked for and how it went, of all that was submitted and not over between two moments."""

@@ -27,7 +27,7 @@ WAIT_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0)
 
 
 @dataclass(slots=True)
-class Spread:
+class TallyHistogram:
     """A histogram: how many values are at most each bound, and their sum."""
 
     bounds: Sequence[float]
@@ -65,10 +65,10 @@ class Tallies:
     """By state."""
     deadlines: Counter[str] = field(default_factory=Counter)
     """Of promised jobs that came to their end: met, or missed."""
-    lateness: Spread = field(default_factory=lambda: Spread(LATENESS_S))
-    spare: Spread = field(default_factory=lambda: Spread(SPARE_S))
-    pauses: Spread = field(default_factory=lambda: Spread(PAUSE_S))
-    waits: Spread = field(default_factory=lambda: Spread(WAIT_S))
+    lateness: TallyHistogram = field(default_factory=lambda: TallyHistogram(LATENESS_S))
+    spare: TallyHistogram = field(default_factory=lambda: TallyHistogram(SPARE_S))
+    pauses: TallyHistogram = field(default_factory=lambda: TallyHistogram(PAUSE_S))
+    waits: TallyHistogram = field(default_factory=lambda: TallyHistogram(WAIT_S))
     changes: Counter[str] = field(default_factory=Counter)
     """Changes of a job's workers, by mode: in_place, or restart."""
     slot_s: float = 0.0

@@ -33,7 +33,7 @@ _MOMENT_S = 1.0
 Engine = Literal["simulated", "local"]
 
 
-class Simulation:
+class DagSimulation:
     """The part of ``run_dag`` that lets simulated time pass when Airflow has nothing else to do.
 
     It stands between ``dag.test()`` and the DAG run: of the tasks that could go on now, those that would only find
@@ -192,7 +192,7 @@ class RunDag:
                     cluster.resize(nodes=shape[0], slots=shape[1])
                 cluster.trainings = trainings
                 stack.enter_context(environment(_simulated_environment(found, endpoint)))
-                stack.enter_context(Simulation(cluster, found).running())
+                stack.enter_context(DagSimulation(cluster, found).running())
                 stack.callback(lambda: cluster.move_to(cluster.clock() + _MOMENT_S))
             elif engine == "local":
                 if trainings or nodes is not None:

@@ -54,7 +54,7 @@ async def watching(_app: FastAPI) -> AsyncIterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WatchedService:
     """A service, and the namespace of this Airflow's jobs there. Two connections may name the same."""
 
     endpoint: Endpoint
@@ -68,7 +68,7 @@ class OwnerWatch:
         self._every_s = every_s
         self._connections = Connections()
         self._airflow = ""
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, WatchedService] = {}
         """By the id of a connection that names it."""
         self._looked_up_s = -math.inf
         self._said: dict[str, str] = {}
@@ -112,12 +112,12 @@ class OwnerWatch:
         for conn_id in sorted(conn_ids - places.keys()):
             with self._troubles(f"connection {conn_id!r}", AirflowException, ElasticFlowError):
                 hook = ElasticFlowHook(conn_id)
-                places[conn_id] = Place(hook.endpoint(start=False), hook.namespace)
+                places[conn_id] = WatchedService(hook.endpoint(start=False), hook.namespace)
         self._places = places
         if again:
             self._looked_up_s = now
 
-    def _report(self, place: Place) -> None:
+    def _report(self, place: WatchedService) -> None:
         endpoint = place.endpoint
         if endpoint.embedded_state_dir is not None and not (endpoint.socket_path and endpoint.socket_path.exists()):
             return  # it does not run: no job does either

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from elasticflow_airflow.scheduler_core.simulator.capacity import Capacity
 from elasticflow_airflow.scheduler_core.simulator.experiment import OURS, Contender, Played, Setting, play
 from elasticflow_airflow.scheduler_core.simulator.export import write_schedule
-from elasticflow_airflow.scheduler_core.simulator.outcome import JobRecord
+from elasticflow_airflow.scheduler_core.simulator.outcome import SimulatedOutcome
 from elasticflow_airflow.scheduler_core.simulator.problems import InputError
 from elasticflow_airflow.scheduler_core.values import ScalingCurve
 
@@ -221,7 +221,7 @@ def file_name(contender: Contender) -> str:
     return contender.label.replace(":", "-")
 
 
-def _job_row(played: Played, record: JobRecord, bound: Bound | None) -> Row:
+def _job_row(played: Played, record: SimulatedOutcome, bound: Bound | None) -> Row:
     row: Row = {"policy": played.contender.label}
     for name in _PER_JOB:
         value = getattr(record, name)

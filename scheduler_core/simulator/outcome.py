@@ -10,7 +10,7 @@ MET_TOLERANCE_S = 1e-3
 
 
 @dataclass(slots=True)
-class JobRecord:
+class SimulatedOutcome:
     """What became of one job. Times are those of the trace; None: it did not happen."""
 
     job_id: str
@@ -70,7 +70,7 @@ class Result:
 
     policy: str
     slots: int
-    records: tuple[JobRecord, ...]
+    records: tuple[SimulatedOutcome, ...]
     begin_s: float
     end_s: float
     events: int

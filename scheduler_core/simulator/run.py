@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from elasticflow_airflow.scheduler_core import decisions as de
 from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.simulator.outcome import JobRecord, Result
+from elasticflow_airflow.scheduler_core.simulator.outcome import Result, SimulatedOutcome
 from elasticflow_airflow.scheduler_core.simulator.policy import Policy
 from elasticflow_airflow.scheduler_core.values import Job, Node, Placement, Slot
 
@@ -70,7 +70,7 @@ class _Run:
     """One job in the world."""
 
     simulated: SimulatedJob
-    record: JobRecord
+    record: SimulatedOutcome
     left: float
     slots: tuple[Slot, ...] = ()
     held: frozenset[Slot] = frozenset()
@@ -220,10 +220,10 @@ class Simulation:
         """``rank`` orders what happens at the same time: ends first, arrivals last."""
         heapq.heappush(self._queue, (at_s, rank, next(self._numbers), happening))
 
-    def _expect(self, simulated: SimulatedJob) -> JobRecord:
+    def _expect(self, simulated: SimulatedJob) -> SimulatedOutcome:
         job = simulated.job
         self._push(simulated.arrives_s, 5, simulated)
-        record = JobRecord(job.job_id, simulated.arrives_s, job.deadline_s, job.value)
+        record = SimulatedOutcome(job.job_id, simulated.arrives_s, job.deadline_s, job.value)
         assert job.total_steps is not None
         self._runs[job.job_id] = _Run(simulated, record, job.total_steps)
         return record

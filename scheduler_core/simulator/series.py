@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from elasticflow_airflow.scheduler_core.simulator.outcome import JobRecord
+from elasticflow_airflow.scheduler_core.simulator.outcome import SimulatedOutcome
 from elasticflow_airflow.scheduler_core.simulator.run import Change
 from elasticflow_airflow.scheduler_core.values import Node, Slot
 
 
-class Span(NamedTuple):
+class SlotSpan(NamedTuple):
     """A job holds a set of slots from ``begin_s`` to ``end_s``."""
 
     job_id: str
@@ -19,20 +19,20 @@ class Span(NamedTuple):
     slots: tuple[Slot, ...]
 
 
-def spans(changes: Iterable[Change]) -> list[Span]:
+def spans(changes: Iterable[Change]) -> list[SlotSpan]:
     """Who held what and when, in order of the end; what is held at the end of the schedule is left out."""
     held: dict[str, Change] = {}
-    found: list[Span] = []
+    found: list[SlotSpan] = []
     for change in changes:
         before = held.pop(change.job_id, None)
         if before is not None and change.at_s > before.at_s:
-            found.append(Span(change.job_id, before.at_s, change.at_s, before.slots))
+            found.append(SlotSpan(change.job_id, before.at_s, change.at_s, before.slots))
         if change.slots and not change.event:
             held[change.job_id] = change
     return found
 
 
-def mean_use(found: Sequence[Span], begin_s: float, end_s: float, bins: int) -> list[float]:
+def mean_use(found: Sequence[SlotSpan], begin_s: float, end_s: float, bins: int) -> list[float]:
     """Slots held on average in each of ``bins`` equal parts of the time from ``begin_s`` to ``end_s``."""
     width = (end_s - begin_s) / bins
     used = [0.0] * bins
@@ -47,7 +47,7 @@ def mean_use(found: Sequence[Span], begin_s: float, end_s: float, bins: int) -> 
     return [value / width for value in used]
 
 
-def busiest_window(found: Sequence[Span], length_s: float) -> tuple[float, float]:
+def busiest_window(found: Sequence[SlotSpan], length_s: float) -> tuple[float, float]:
     """The window of this length, among those that begin with a span, in which most changes happen."""
     starts = sorted(span.begin_s for span in found)
     best, begin, last = 0, starts[0] if starts else 0.0, 0
@@ -76,7 +76,7 @@ def blocks(slots: Iterable[Slot], rows: Mapping[Slot, int]) -> list[tuple[int, i
     return found
 
 
-def completion_cdf(records: Sequence[JobRecord]) -> tuple[list[float], list[float]]:
+def completion_cdf(records: Sequence[SimulatedOutcome]) -> tuple[list[float], list[float]]:
     """Completion times in order, and the fraction of all jobs that were done within each."""
     done = sorted(record.completion_s for record in records if record.completion_s is not None)
     return done, [(i + 1) / len(records) for i in range(len(done))]

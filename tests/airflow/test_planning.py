@@ -8,7 +8,7 @@ from pathlib import Path
 import pendulum
 import pytest
 
-from elasticflow_airflow.planning import BadDagFileError, Plan, plan, read_dags, trimmed
+from elasticflow_airflow.planning import BadDagFileError, PlannedRuns, plan, read_dags, trimmed
 
 NOW = pendulum.datetime(2026, 11, 20, 6)
 HEAD = """
@@ -32,7 +32,7 @@ def made(tmp_path):
     """Write a DAG file and plan its runs of two days."""
     (tmp_path / "train.py").write_text("print('trained')")
 
-    def make(text: str, hours: float = 48.0) -> Plan:
+    def make(text: str, hours: float = 48.0) -> PlannedRuns:
         (tmp_path / "dag.py").write_text(HEAD + text)
         dags = read_dags([str(tmp_path / "dag.py")])
         return plan(dags, namespaces={"": "ours"}, now=NOW, window=timedelta(hours=hours))
@@ -40,7 +40,7 @@ def made(tmp_path):
     return make
 
 
-def the_runs(found: Plan):
+def the_runs(found: PlannedRuns):
     (runs,) = found.runs.values()
     return runs
 

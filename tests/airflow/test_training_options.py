@@ -19,7 +19,7 @@ from elasticflow_airflow.cli.submitting import submit
 from elasticflow_airflow.operators import ElasticTrainOperator
 from elasticflow_airflow.operators.decorators import DECIDED, ElasticTrainDecoratedOperator
 from elasticflow_airflow.submission import ElasticTask
-from elasticflow_airflow.training_options import DEFAULTS, GROUPS, OPTIONS, REQUIRED, Kind, Option, on_wire
+from elasticflow_airflow.training_options import DEFAULTS, GROUPS, OPTIONS, REQUIRED, Option, ValueKind, on_wire
 from elasticflow_airflow.wire import Command, JobSubmission, Length
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +53,7 @@ def test_the_operator_takes_it(option: Option) -> None:
 @each
 def test_a_value_of_its_kind_is_checked(option: Option) -> None:
     assert option.kind in arguments._CHECKS, f"write a check for {option.kind} in arguments.py, and add it to _CHECKS"
-    assert (option.kind is Kind.CHOICE) == bool(option.choices)
+    assert (option.kind is ValueKind.CHOICE) == bool(option.choices)
     with pytest.raises(ValueError, match=re.escape(option.name)):
         arguments.check_each({option.name: object()})
 
@@ -62,7 +62,7 @@ def test_a_value_of_its_kind_is_checked(option: Option) -> None:
 def test_what_is_no_template_field_refuses_a_template(option: Option) -> None:
     assert option.template == (option.name in ElasticTrainOperator.template_fields)
     assert option.template == (option.name in ElasticTrainDecoratedOperator.template_fields)
-    if not option.template and option.kind is not Kind.PATTERN:
+    if not option.template and option.kind is not ValueKind.PATTERN:
         with pytest.raises(arguments.ArgumentError, match=f"{option.name} is no template field"):
             arguments.check_each({option.name: "{{ params.one }}"})
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elasticflow_airflow.scheduler_core.minimum_share import Shape, Share, fill, minimum_share
+from elasticflow_airflow.scheduler_core.minimum_share import ShareShape, ShareStretch, fill, minimum_share
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.values import Node
@@ -38,38 +38,38 @@ def work(**fields: object) -> Work:
 
 
 def test_the_smallest_level_that_meets_the_deadline_is_taken(free: FreeCapacity) -> None:
-    assert minimum_share(free, work(), 0.0) == [Share(0.0, 100.0, 1)]
-    assert minimum_share(free, work(limit_s=99.0), 0.0) == [Share(0.0, 62.5, 2)]
-    assert minimum_share(free, work(limit_s=62.0), 0.0) == [Share(0.0, 40.0, 4)]
+    assert minimum_share(free, work(), 0.0) == [ShareStretch(0.0, 100.0, 1)]
+    assert minimum_share(free, work(limit_s=99.0), 0.0) == [ShareStretch(0.0, 62.5, 2)]
+    assert minimum_share(free, work(limit_s=62.0), 0.0) == [ShareStretch(0.0, 40.0, 4)]
     assert minimum_share(free, work(limit_s=39.0), 0.0) is None
 
 
 def test_start_up_and_tail_count(free: FreeCapacity) -> None:
-    assert minimum_share(free, work(startup_s=10.0, tail_s=5.0), 0.0) == [Share(0.0, 77.5, 2)]
+    assert minimum_share(free, work(startup_s=10.0, tail_s=5.0), 0.0) == [ShareStretch(0.0, 77.5, 2)]
 
 
 def test_keeping_the_size_costs_nothing_and_changing_it_a_pause(free: FreeCapacity) -> None:
     running = work(mask=0b11, size=2, speed_now=1.6, pause_s=20.0, limit_s=62.5)
-    assert minimum_share(free, running, 0.0) == [Share(0.0, 62.5, 2)]
-    assert minimum_share(free, replace(running, limit_s=62.0), 0.0) == [Share(0.0, 60.0, 4)]
+    assert minimum_share(free, running, 0.0) == [ShareStretch(0.0, 62.5, 2)]
+    assert minimum_share(free, replace(running, limit_s=62.0), 0.0) == [ShareStretch(0.0, 60.0, 4)]
 
 
 def test_a_level_follows_what_is_free(free: FreeCapacity) -> None:
     free.reserve(0.0, 50.0, 2)
     # two until 50 (80 steps), then four: 20 / 2.5 = 8 s
-    assert minimum_share(free, work(limit_s=60.0), 0.0) == [Share(0.0, 50.0, 2), Share(50.0, 58.0, 4)]
+    assert minimum_share(free, work(limit_s=60.0), 0.0) == [ShareStretch(0.0, 50.0, 2), ShareStretch(50.0, 58.0, 4)]
     # with a pause of 5 s the change still pays for the deadline
     assert minimum_share(free, work(limit_s=63.5, pause_s=5.0, sizes=(1, 4)), 0.0) is None
 
 
 def test_extra_pauses_are_paid(free: FreeCapacity) -> None:
-    assert minimum_share(free, work(limit_s=100.0), 0.0, 5.0) == [Share(0.0, 67.5, 2)]
+    assert minimum_share(free, work(limit_s=100.0), 0.0, 5.0) == [ShareStretch(0.0, 67.5, 2)]
 
 
 def test_jobs_are_filled_one_after_another_and_the_first_that_does_not_fit_is_named(free: FreeCapacity) -> None:
     first, second = work(job_id="x", limit_s=41.0), work(job_id="y", limit_s=79.0)
     shares, unfit = fill(free, [first, second], 0.0, {})
-    assert shares == {"x": [Share(0.0, 40.0, 4)]}
+    assert shares == {"x": [ShareStretch(0.0, 40.0, 4)]}
     assert unfit == "y"  # from 40 on, 39 s with four are 97.5 steps
 
 
@@ -90,18 +90,18 @@ def test_a_pause_under_way_is_paid_to_its_end_and_a_start_up_again_when_disturbe
     assert legs_of(starting, [Holding(10.0, 500.0, 0b11)], 10.0)[1] == 10.0 + 20.0 + 62.5
 
 
-def slot_seconds(shares: list[Share]) -> float:
+def slot_seconds(shares: list[ShareStretch]) -> float:
     return sum(share.size * (share.end_s - share.start_s) for share in shares)
 
 
-@pytest.mark.parametrize("shape", [Shape.FALLING, Shape.RISING])
-def test_two_levels_end_just_in_time_and_cost_fewer_slot_seconds(free: FreeCapacity, shape: Shape) -> None:
+@pytest.mark.parametrize("shape", [ShareShape.FALLING, ShareShape.RISING])
+def test_two_levels_end_just_in_time_and_cost_fewer_slot_seconds(free: FreeCapacity, shape: ShareShape) -> None:
     """2 would end at 62.5: 125 slot-seconds. 1 for 68 s and 2 for 20 s make 100 steps, too: 108 (no pause here)."""
     asked = work(limit_s=88.0)
     shares, unfit = fill(free, [asked], 0.0, {}, shape)
     assert unfit is None
     found = shares["a"]
-    assert [share.size for share in found] == ([2, 1] if shape is Shape.FALLING else [1, 2])
+    assert [share.size for share in found] == ([2, 1] if shape is ShareShape.FALLING else [1, 2])
     assert found[-1].end_s == pytest.approx(88.0, abs=1.5)
     assert found[-1].end_s <= 88.0
     assert slot_seconds(found) == pytest.approx(108.0, abs=2.0)
@@ -111,7 +111,7 @@ def test_two_levels_end_just_in_time_and_cost_fewer_slot_seconds(free: FreeCapac
 
 def test_two_levels_only_where_the_pause_between_them_is_repaid(free: FreeCapacity) -> None:
     dear = work(limit_s=88.0, pause_s=30.0, startup_s=0.0)
-    assert fill(free, [dear], 0.0, {}, Shape.FALLING)[0]["a"] == [Share(0.0, 62.5, 2)]
+    assert fill(free, [dear], 0.0, {}, ShareShape.FALLING)[0]["a"] == [ShareStretch(0.0, 62.5, 2)]
 
 
 def test_two_levels_make_room_where_one_does_not() -> None:
@@ -119,4 +119,4 @@ def test_two_levels_make_room_where_one_does_not() -> None:
     layout = Layout([Node(node_id="n", slots=4)])
     works = [work(job_id=name, limit_s=88.0) for name in ("a", "b", "c")]
     assert fill(FreeCapacity(layout, 0.0), works, 0.0, {})[1] == "c"
-    assert fill(FreeCapacity(layout, 0.0), works, 0.0, {}, Shape.FALLING)[1] is None
+    assert fill(FreeCapacity(layout, 0.0), works, 0.0, {}, ShareShape.FALLING)[1] is None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elasticflow_airflow.scheduler_core.allocation import while_free
 from elasticflow_airflow.scheduler_core.draft import Draft
-from elasticflow_airflow.scheduler_core.minimum_share import Share
+from elasticflow_airflow.scheduler_core.minimum_share import ShareStretch
 from elasticflow_airflow.scheduler_core.placement import Layout
 from elasticflow_airflow.scheduler_core.seat_shares import NoPlaceError, place
 from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
@@ -105,7 +105,7 @@ def test_spanning_gangs_stay_neighbours_when_nodes_go() -> None:
 def test_who_is_in_the_way_migrates_and_is_counted() -> None:
     layout = layout_of(4)
     works = [work_of("a", 0b0001), work_of("b", 0b0100), work_of("c")]
-    shares = {"a": [Share(0.0, 50.0, 1)], "b": [Share(0.0, 50.0, 1)], "c": [Share(10.0, 50.0, 2)]}
+    shares = {"a": [ShareStretch(0.0, 50.0, 1)], "b": [ShareStretch(0.0, 50.0, 1)], "c": [ShareStretch(10.0, 50.0, 2)]}
     holdings, migrations = place(layout, works, shares, 0.0, 0)
     assert sum(migrations.values()) == 1
     assert holdings["c"][0].mask.bit_count() == 2
@@ -136,7 +136,7 @@ def test_counting_by_size_says_exactly_what_can_be_placed(plan_checker: ModuleTy
             free.reserve(0.0, 10.0, gang)
     assert counted == plan_checker.placeable(gangs, plan_checker.buddy_blocks(sizes))
     works = [work_of(f"j{i}") for i in range(len(gangs))]
-    shares = {f"j{i}": [Share(0.0, 10.0, gang)] for i, gang in enumerate(gangs)}
+    shares = {f"j{i}": [ShareStretch(0.0, 10.0, gang)] for i, gang in enumerate(gangs)}
     try:
         holdings, _ = place(layout, works, shares, 0.0, 0)
     except NoPlaceError:

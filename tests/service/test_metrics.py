@@ -11,7 +11,7 @@ from support import service_parts
 
 from elasticflow_airflow.service.api import ServiceParts, build_app
 from elasticflow_airflow.service.settings import ServiceSettings
-from elasticflow_airflow.service.tallies import Spread
+from elasticflow_airflow.service.tallies import TallyHistogram
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 
@@ -139,7 +139,7 @@ def test_the_metrics_token_may_stand_in_a_file(tmp_path):
 
 
 def test_a_spread_is_cumulative():
-    spread = Spread((1.0, 10.0))
+    spread = TallyHistogram((1.0, 10.0))
     for value in (0.5, 1.0, 5.0, 100.0, float("nan")):
         spread.add(value)
     assert spread.buckets() == [("1.0", 2.0), ("10.0", 3.0), ("+Inf", 4.0)]

@@ -17,7 +17,7 @@ from pathlib import Path
 from elasticflow_airflow import bounds
 from elasticflow_airflow.engines.local import logs, slots, stacks
 from elasticflow_airflow.engines.local.errors import as_engine_errors, disk_errors, is_of_the_machine
-from elasticflow_airflow.engines.local.folder import Order
+from elasticflow_airflow.engines.local.folder import StopOrder
 from elasticflow_airflow.engines.local.holding import SlotHolders
 from elasticflow_airflow.engines.local.interpreter import InterpreterCheck
 from elasticflow_airflow.engines.local.layout import NodeLayout, detect_nodes
@@ -146,7 +146,7 @@ class LocalEngine:
                 if self._mark_told(job, before=job.latest + 1):
                     self._save(job)
                 for gang in job.gangs.values():
-                    self._tell(job, gang, job.latest, Order(grace_s, reason))
+                    self._tell(job, gang, job.latest, StopOrder(grace_s, reason))
 
     def renew(self, job_id: str) -> None:
         """Renew the lease of the job's supervisors."""
@@ -395,7 +395,7 @@ class LocalEngine:
         for earlier in job.gangs.values():
             if earlier.generation < gang.generation:
                 same_plan = earlier.incarnation_dir == gang.incarnation_dir
-                self._tell(job, earlier, None if same_plan else gang.generation, Order(gang.grace_s, reason))
+                self._tell(job, earlier, None if same_plan else gang.generation, StopOrder(gang.grace_s, reason))
 
     def _may_tell(self, job: JobRecord, gang: GangRecord) -> bool:
         training = any(
@@ -410,10 +410,10 @@ class LocalEngine:
             or self._observer.is_quiet(job, gang, WARM_LIMIT_S)
         )
 
-    def _tell(self, job: JobRecord, gang: GangRecord, plan_generation: int | None, order: Order) -> None:
+    def _tell(self, job: JobRecord, gang: GangRecord, plan_generation: int | None, order: StopOrder) -> None:
         """Tell a gang that is marked to leave: by a plan without members (None: it has one already), and by order."""
         if gang.dropped:
-            gang.order(Order(0.0, order.reason, kill=True))  # Its supervisors may be warming up.
+            gang.order(StopOrder(0.0, order.reason, kill=True))  # Its supervisors may be warming up.
         elif gang.told and not self._observer.has_ended(job, gang):
             try:
                 self._plan_nobody(Path(gang.incarnation_dir), plan_generation, order.reason)

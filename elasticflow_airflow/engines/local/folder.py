@@ -86,7 +86,7 @@ class SupervisorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class StopOrder:
     """Save and leave: SIGTERM after ``grace_s``, SIGKILL after it again. ``kill``: without waiting."""
 
     grace_s: float
@@ -205,7 +205,7 @@ class SupervisorFolder:
             raise ValueError(f"no spec.json in {self.path}")
         return spec
 
-    def write_order(self, order: Order) -> None:
+    def write_order(self, order: StopOrder) -> None:
         """Tell the supervisor to have its workers leave. After an order to kill, nothing else counts."""
         try:
             before = self.read_order()
@@ -214,9 +214,9 @@ class SupervisorFolder:
         if self.path.is_dir() and before != order and not (before and before.kill):
             write_json_atomic(self.path / "order.json", asdict(order))
 
-    def read_order(self) -> Order | None:
+    def read_order(self) -> StopOrder | None:
         """The order, if there is one."""
-        return _read(self.path / "order.json", lambda raw: Order(**raw))
+        return _read(self.path / "order.json", lambda raw: StopOrder(**raw))
 
     def order_kill(self, worker_ids: Iterable[str]) -> None:
         """Have the supervisor end workers at once; those named before stay named."""

@@ -46,7 +46,7 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GangVerdict:
     """State, and for an ended gang how it ended."""
 
     state: GangState
@@ -55,16 +55,16 @@ class Verdict:
     failed_rank: int | None = None
 
 
-def judge_living(gang: GangRecord, statuses: Mapping[str, Status | None], heard: Heard, settled: bool) -> Verdict:
+def judge_living(gang: GangRecord, statuses: Mapping[str, Status | None], heard: Heard, settled: bool) -> GangVerdict:
     """Judge a gang that has not ended. ``settled``: its trainers are there for so long that a session would show."""
     if gang.told or any(status is not None and status.told for status in statuses.values()):
-        return Verdict(GangState.LEAVING)
+        return GangVerdict(GangState.LEAVING)
     everybody = all_trainers_there(gang, statuses)
     ranks = set(range(len(gang.placement)))
     sessionless = not gang.in_place and (gang.plain or (settled and not heard.started))
     if heard.started >= ranks or (everybody and sessionless):
-        return Verdict(GangState.RUNNING)
-    return Verdict(GangState.STARTING)
+        return GangVerdict(GangState.RUNNING)
+    return GangVerdict(GangState.STARTING)
 
 
 def all_trainers_there(gang: GangRecord, statuses: Mapping[str, Status | None]) -> bool:
@@ -79,40 +79,42 @@ def all_trainers_there(gang: GangRecord, statuses: Mapping[str, Status | None]) 
     return len(trainers) == len(gang.placement)
 
 
-def judge_ended(gang: GangRecord, statuses: Mapping[str, Status | None], lost: list[str], heard: Heard) -> Verdict:
+def judge_ended(gang: GangRecord, statuses: Mapping[str, Status | None], lost: list[str], heard: Heard) -> GangVerdict:
     """Judge a gang of which no process is left; ``lost`` are the nodes whose supervisor died before its last word."""
     known = [status for status in statuses.values() if status is not None]
     told = gang.told or any(status.told for status in known)
     if lost:
         nodes = ", ".join(lost)
-        return Verdict(GangState.ENDED, GangOutcome.LOST, f"the supervisor on {nodes} died, and its workers with it")
+        return GangVerdict(
+            GangState.ENDED, GangOutcome.LOST, f"the supervisor on {nodes} died, and its workers with it"
+        )
     if any(status.failed for status in known):
         return _judge_failed(gang, known, heard)
     unstarted = next((status for status in known if status.failure is not None), None)
     if unstarted is not None:
         # Where somebody else was faster on a slot, nothing is wrong with the job.
         outcome = GangOutcome.LOST if unstarted.slot_held else GangOutcome.FAILED
-        return Verdict(GangState.ENDED, outcome, unstarted.failure)
+        return GangVerdict(GangState.ENDED, outcome, unstarted.failure)
     if heard.finished:
-        return Verdict(GangState.ENDED, GangOutcome.FINISHED)
+        return GangVerdict(GangState.ENDED, GangOutcome.FINISHED)
     if told and gang.plain and _ended_well_by_itself(gang, known):
-        return Verdict(GangState.ENDED, GangOutcome.FINISHED)
+        return GangVerdict(GangState.ENDED, GangOutcome.FINISHED)
     if told or (gang.in_place and not heard.started):
-        return Verdict(GangState.ENDED, GangOutcome.STOPPED)  # the latter: a change that did not come about
+        return GangVerdict(GangState.ENDED, GangOutcome.STOPPED)  # the latter: a change that did not come about
     if any(_died(worker) for status in known for worker in status.workers.values()):
         return _judge_failed(gang, known, heard)  # None is left of those that a death does not end.
     if gang.plain or not heard.started:
-        return Verdict(GangState.ENDED, GangOutcome.FINISHED)
+        return GangVerdict(GangState.ENDED, GangOutcome.FINISHED)
     text = "the script ended with status 0 before its session reported that it is finished"
-    return Verdict(GangState.ENDED, GangOutcome.FAILED, _with_tail(text, gang, gang.worker_id(0)), None)
+    return GangVerdict(GangState.ENDED, GangOutcome.FAILED, _with_tail(text, gang, gang.worker_id(0)), None)
 
 
-def _judge_failed(gang: GangRecord, statuses: Iterable[Status], heard: Heard) -> Verdict:
+def _judge_failed(gang: GangRecord, statuses: Iterable[Status], heard: Heard) -> GangVerdict:
     worker_id, worker = culprit(statuses, heard)
     # A supervisor knows the rank with which a worker was born; in this generation it may have another.
     rank = gang.worker_ids.index(worker_id) if worker_id in gang.worker_ids else worker.rank
     text = describe_failure(gang, worker_id, rank, worker.exit_code, heard)
-    return Verdict(GangState.ENDED, GangOutcome.FAILED, text, rank)
+    return GangVerdict(GangState.ENDED, GangOutcome.FAILED, text, rank)
 
 
 def _died(worker: WorkerStatus) -> bool:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from elasticflow_airflow.engines.local.folder import Order, Status, SupervisorFolder
+from elasticflow_airflow.engines.local.folder import Status, StopOrder, SupervisorFolder
 from elasticflow_airflow.engines.local.holding import SlotHolders, lost_unseen, unseen_workers
-from elasticflow_airflow.engines.local.judge import Heard, Verdict, all_trainers_there, judge_ended, judge_living
+from elasticflow_airflow.engines.local.judge import GangVerdict, Heard, all_trainers_there, judge_ended, judge_living
 from elasticflow_airflow.engines.local.processes import ProcessId, group_led_by
 from elasticflow_airflow.engines.local.records import GangRecord, JobRecord
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState, WorkerObservation
@@ -78,13 +78,13 @@ class Observer:
         if verdict_of_end is None:
             verdict = judge_living(gang, statuses, heard, self._settled(job, gang, statuses))
             if not gang.started:
-                verdict = Verdict(GangState.PENDING)
+                verdict = GangVerdict(GangState.PENDING)
             elif self.successor(job, gang) is not None:
-                verdict = Verdict(GangState.LEAVING)
+                verdict = GangVerdict(GangState.LEAVING)
             elif verdict.state is GangState.RUNNING and gang.in_place and not gang.adopted:
                 gang.adopted = True
                 self._save(job)
-        elif isinstance(verdict_of_end, Verdict):
+        elif isinstance(verdict_of_end, GangVerdict):
             verdict = verdict_of_end
         else:
             verdict = judge_ended(gang, statuses, verdict_of_end, heard)
@@ -163,12 +163,12 @@ class Observer:
 
     def _end_of(
         self, job: JobRecord, gang: GangRecord, statuses: Mapping[str, Status | None]
-    ) -> Verdict | list[str] | None:
+    ) -> GangVerdict | list[str] | None:
         """None while a process is left; else the nodes that were lost, or the verdict on a gang that never ran."""
         if gang.dropped:
-            return Verdict(GangState.ENDED, GangOutcome.STOPPED)
+            return GangVerdict(GangState.ENDED, GangOutcome.STOPPED)
         if gang.never_came:
-            return Verdict(GangState.ENDED, GangOutcome.LOST, gang.never_came)
+            return GangVerdict(GangState.ENDED, GangOutcome.LOST, gang.never_came)
         if not gang.started:
             return None
         successor = self.successor(job, gang)
@@ -176,7 +176,7 @@ class Observer:
             # Its members train on elsewhere; what is left of it is whoever has not gone yet.
             gone_on = {w for g in job.gangs.values() if g.generation >= successor.generation for w in g.worker_ids}
             left = [w for w in observe_workers(gang, statuses) if w.worker_id not in gone_on and w.exit_code is None]
-            return None if left else Verdict(GangState.ENDED, GangOutcome.STOPPED)
+            return None if left else GangVerdict(GangState.ENDED, GangOutcome.STOPPED)
         waiting: list[str] = []
         lost: list[str] = []
         for node_id, status in statuses.items():
@@ -190,14 +190,14 @@ class Observer:
         if lost and waiting and gang.capable:
             _end_leftovers(statuses[node_id] for node_id in lost)  # the others go on without them
         elif lost and waiting:
-            gang.order(Order(0.0, f"the supervisor on {lost[0]} died", kill=True))
+            gang.order(StopOrder(0.0, f"the supervisor on {lost[0]} died", kill=True))
         if not lost and waiting and all(statuses[node_id] is None for node_id in waiting):
             return self._given_up(job, gang, waiting)
         if waiting or _end_leftovers(statuses[node_id] for node_id in lost):
             return None
         return lost
 
-    def _given_up(self, job: JobRecord, gang: GangRecord, waiting: list[str]) -> Verdict | None:
+    def _given_up(self, job: JobRecord, gang: GangRecord, waiting: list[str]) -> GangVerdict | None:
         """Judge supervisors of which nothing was ever seen: a crash of the service may have come before them."""
         for node_id in waiting:
             if self._is_coming_up(gang.folders[node_id]):
@@ -207,11 +207,11 @@ class Observer:
         if gang.in_place and len(waiting) < len(gang.folders):
             return None  # Those who train have lost nothing.
         if len(waiting) < len(gang.folders):
-            gang.order(Order(0.0, f"no supervisor came up on {waiting[0]}", kill=True))
+            gang.order(StopOrder(0.0, f"no supervisor came up on {waiting[0]}", kill=True))
             return None
         gang.never_came = f"no supervisor came up on {', '.join(waiting)}"
         self._save(job)
-        return Verdict(GangState.ENDED, GangOutcome.LOST, gang.never_came)
+        return GangVerdict(GangState.ENDED, GangOutcome.LOST, gang.never_came)
 
     def _settled(self, job: JobRecord, gang: GangRecord, statuses: Mapping[str, Status | None]) -> bool:
         return all_trainers_there(gang, statuses) and self.elapsed(job, gang, "settle", SETTLED_S)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elasticflow_airflow.engines.local.folder import Order, SupervisorFolder
+from elasticflow_airflow.engines.local.folder import StopOrder, SupervisorFolder
 from elasticflow_airflow.runtime.protocol import Member, read_json, write_json_atomic
 from elasticflow_airflow.scheduler_core.values import Slot
 
@@ -94,7 +94,7 @@ class GangRecord:
         """The folder of its supervisor on one of its nodes."""
         return SupervisorFolder.of(Path(self.incarnation_dir), self.generation, node_id)
 
-    def order(self, order: Order) -> None:
+    def order(self, order: StopOrder) -> None:
         """Tell all its supervisors."""
         for node_id in self.nodes:
             self.folder(node_id).write_order(order)

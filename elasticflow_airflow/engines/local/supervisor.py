@@ -25,8 +25,8 @@ from pathlib import Path
 from elasticflow_airflow.engines.local import slots
 from elasticflow_airflow.engines.local.folder import (
     OF_THE_MACHINE,
-    Order,
     Status,
+    StopOrder,
     SupervisorFolder,
     SupervisorSpec,
     failure_path,
@@ -73,7 +73,7 @@ class Supervisor:
         self._workers = {worker.worker_id: Worker(spec, worker, folder) for worker in spec.workers}
         self._server: ForkServer | None = None
         self._colder: Callable[[], ForkServer]
-        self._order: Order | None = None
+        self._order: StopOrder | None = None
         self._order_stamp: tuple[int, int] | None = None
         self._told_s = 0.0
         self._broken_s: float | None = None
@@ -131,7 +131,7 @@ class Supervisor:
         plan = Membership.read(self._incarnation_dir)
         if plan is not None and any(plan.rank_of(worker) is not None for worker in self._workers):
             replace(plan, members=(), mode=RescaleMode.RESTART, reason=reason).write(self._incarnation_dir)
-        self._take(Order(self._spec.grace_s, reason))
+        self._take(StopOrder(self._spec.grace_s, reason))
 
     # Beginning and end.
 
@@ -260,7 +260,7 @@ class Supervisor:
             return True
         plan = Membership.read(self._incarnation_dir)
         if plan is not None and all(plan.rank_of(worker) is None for worker in self._workers):
-            self._take(Order(self._spec.grace_s, plan.reason))
+            self._take(StopOrder(self._spec.grace_s, plan.reason))
             return True
         return False
 
@@ -289,7 +289,7 @@ class Supervisor:
                     logger.info("ending %s: it was given up, or has not left in time", worker_id)
                     self._workers[worker_id].kill()
 
-    def _take(self, order: Order) -> None:
+    def _take(self, order: StopOrder) -> None:
         if not self.status.told:
             self._told_s = time.monotonic()
             logger.info("told to leave: %s", order.reason or "no reason given")

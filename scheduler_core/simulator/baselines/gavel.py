@@ -46,7 +46,7 @@ _HAD, _COUNTED = "had ", "counted_s"
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
+class GavelJob:
     """A job as the program sees it: its gang, and its steps/s with it on each type that it can use."""
 
     job_id: str
@@ -72,7 +72,7 @@ class Gavel(GangPolicy):
         self._round_s = round_s
         self._at_knee = at_knee
         self._last_s = float("-inf")
-        self._solved: tuple[tuple[Contender, ...], tuple[tuple[str, int], ...]] | None = None
+        self._solved: tuple[tuple[GavelJob, ...], tuple[tuple[str, int], ...]] | None = None
         self._shares: dict[tuple[str, str], float] = {}
         self._chosen: dict[str, str] = {}
         """The type on which each job stands or is to stand."""
@@ -156,7 +156,7 @@ class Gavel(GangPolicy):
             key = _HAD + self._chosen[job.job_id]
             job.memory[key] = job.memory.get(key, 0.0) + now - since
 
-    def _contender(self, job: JobView) -> Contender:
+    def _contender(self, job: JobView) -> GavelJob:
         spec = job.job.job
         rising = job.rising
         size = job.requested
@@ -170,9 +170,9 @@ class Gavel(GangPolicy):
             speed = curve.steps_per_s.get(size) if curve is not None else job.speeds.get(size)
             if speed is not None and (curve is not None or not spec.curves):
                 speeds[name] = speed
-        return Contender(job.job_id, size, speeds, max(spec.value, 1e-6))
+        return GavelJob(job.job_id, size, speeds, max(spec.value, 1e-6))
 
-    def _solve(self, contenders: tuple[Contender, ...], rooms: Mapping[str, Room]) -> dict[tuple[str, str], float]:
+    def _solve(self, contenders: tuple[GavelJob, ...], rooms: Mapping[str, Room]) -> dict[tuple[str, str], float]:
         slots = tuple((name, self.layout.of_type[name].bit_count()) for name in sorted(rooms))
         if self._solved != (contenders, slots):
             self._solved = (contenders, slots)
@@ -180,7 +180,7 @@ class Gavel(GangPolicy):
         return self._shares
 
 
-def max_min_shares(contenders: Sequence[Contender], slots: Mapping[str, int]) -> dict[tuple[str, str], float]:
+def max_min_shares(contenders: Sequence[GavelJob], slots: Mapping[str, int]) -> dict[tuple[str, str], float]:
     """Fractions of time by job and type that maximise the least normalised throughput, then the next to least, ….
 
     Raises:
@@ -193,7 +193,7 @@ def max_min_shares(contenders: Sequence[Contender], slots: Mapping[str, int]) ->
     return _several_types(usable, slots)
 
 
-def _one_type(contenders: Sequence[Contender], slots: int) -> list[float]:
+def _one_type(contenders: Sequence[GavelJob], slots: int) -> list[float]:
     """Equal slot-time by weight; who cannot use so much (at most all of the time) leaves the rest to the others."""
     shares = [0.0] * len(contenders)
     left = float(slots)
@@ -209,7 +209,7 @@ def _one_type(contenders: Sequence[Contender], slots: int) -> list[float]:
     return shares
 
 
-def _several_types(contenders: Sequence[Contender], slots: Mapping[str, int]) -> dict[tuple[str, str], float]:
+def _several_types(contenders: Sequence[GavelJob], slots: Mapping[str, int]) -> dict[tuple[str, str], float]:
     from scipy import optimize, sparse
 
     names = [name for name, count in slots.items() if count > 0]
@@ -259,5 +259,5 @@ def _several_types(contenders: Sequence[Contender], slots: Mapping[str, int]) ->
     return {(contenders[i].job_id, name): float(share) for (i, name), share in zip(keys, best, strict=True)}
 
 
-def _fastest_first(contender: Contender) -> list[str]:
+def _fastest_first(contender: GavelJob) -> list[str]:
     return sorted(contender.speeds, key=lambda name: (-contender.speeds[name], name))

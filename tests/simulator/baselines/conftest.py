@@ -12,7 +12,7 @@ import pytest
 from support.schedule_checker import CheckedJob, Report, check
 
 from elasticflow_airflow.scheduler_core.simulator.export import write_schedule
-from elasticflow_airflow.scheduler_core.simulator.outcome import JobRecord, Result
+from elasticflow_airflow.scheduler_core.simulator.outcome import Result, SimulatedOutcome
 from elasticflow_airflow.scheduler_core.simulator.policy import Policy
 from elasticflow_airflow.scheduler_core.simulator.prepare import cluster
 from elasticflow_airflow.scheduler_core.simulator.run import Change, SimulatedJob, Simulation
@@ -30,7 +30,7 @@ class Played:
     changes: list[Change]
 
     @property
-    def jobs(self) -> dict[str, JobRecord]:
+    def jobs(self) -> dict[str, SimulatedOutcome]:
         return {record.job_id: record for record in self.result.records}
 
     def ends(self) -> dict[str, float | None]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elasticflow_airflow.scheduler_core.simulator.baselines.gavel import Contender, Gavel, max_min_shares
+from elasticflow_airflow.scheduler_core.simulator.baselines.gavel import Gavel, GavelJob, max_min_shares
 from elasticflow_airflow.scheduler_core.simulator.mixed import mixed_cluster
 from elasticflow_airflow.scheduler_core.simulator.run import Change, SimulatedJob, Simulation, SimulationError
 from elasticflow_airflow.scheduler_core.values import Job, ScalingCurve
@@ -44,24 +44,24 @@ def play(jobs: list[Job], nodes: Any, **options: Any) -> dict[str, list[tuple[fl
 
 
 def test_one_type_is_shared_by_equal_slot_time() -> None:
-    three = [Contender("a", 1, {"": 5.0}), Contender("b", 1, {"": 1.0}), Contender("c", 2, {"": 3.0})]
+    three = [GavelJob("a", 1, {"": 5.0}), GavelJob("b", 1, {"": 1.0}), GavelJob("c", 2, {"": 3.0})]
     assert max_min_shares(three, {"": 2}) == pytest.approx({("a", ""): 2 / 3, ("b", ""): 2 / 3, ("c", ""): 1 / 3})
 
 
 def test_what_one_cannot_use_goes_to_the_others() -> None:
-    pair = [Contender("small", 1, {"": 1.0}), Contender("large", 4, {"": 1.0})]
+    pair = [GavelJob("small", 1, {"": 1.0}), GavelJob("large", 4, {"": 1.0})]
     assert max_min_shares(pair, {"": 4}) == pytest.approx({("small", ""): 1.0, ("large", ""): 3 / 4})
 
 
 def test_weights_count() -> None:
-    pair = [Contender("a", 1, {"": 1.0}, weight=3.0), Contender("b", 1, {"": 1.0})]
+    pair = [GavelJob("a", 1, {"": 1.0}, weight=3.0), GavelJob("b", 1, {"": 1.0})]
     assert max_min_shares(pair, {"": 1}) == pytest.approx({("a", ""): 3 / 4, ("b", ""): 1 / 4})
 
 
 def test_each_goes_to_the_type_where_it_gains_most() -> None:
     pytest.importorskip("scipy")
     # b runs at the same speed everywhere, so it leaves the fast type to a and loses nothing.
-    pair = [Contender("a", 1, {"fast": 4.0, "slow": 1.0}), Contender("b", 1, {"fast": 1.0, "slow": 1.0})]
+    pair = [GavelJob("a", 1, {"fast": 4.0, "slow": 1.0}), GavelJob("b", 1, {"fast": 1.0, "slow": 1.0})]
     shares = max_min_shares(pair, {"fast": 1, "slow": 1})
     assert shares["a", "fast"] == pytest.approx(1.0, abs=1e-4)
     assert shares["b", "slow"] == pytest.approx(1.0, abs=1e-4)
@@ -70,7 +70,7 @@ def test_each_goes_to_the_type_where_it_gains_most() -> None:
 def test_the_least_normalised_throughput_is_as_large_as_it_can_be() -> None:
     pytest.importorskip("scipy")
     # Alike but for their speed, so both have half of each type: anything else takes from one of them.
-    pair = [Contender("a", 1, {"fast": 4.0, "slow": 1.0}), Contender("b", 1, {"fast": 8.0, "slow": 2.0})]
+    pair = [GavelJob("a", 1, {"fast": 4.0, "slow": 1.0}), GavelJob("b", 1, {"fast": 8.0, "slow": 2.0})]
     shares = max_min_shares(pair, {"fast": 1, "slow": 1})
     for job_id, unit in (("a", 1.0), ("b", 2.0)):
         throughput = shares[job_id, "fast"] * 4.0 * unit + shares[job_id, "slow"] * unit
