@@ -21,6 +21,7 @@ from elasticflow_airflow.scheduler_core.calendar import (
     how_surely,
 )
 from elasticflow_airflow.scheduler_core.calendar_forecast import Outcome, fewest, forecast
+from elasticflow_airflow.scheduler_core.decider import Decider
 from elasticflow_airflow.scheduler_core.decisions import Admit, Reject, Wait
 from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob, Simulation
 from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, ScalingCurve
@@ -337,19 +338,19 @@ def test_a_forecast_beside_many_that_wait_asks_no_more_than_it_must(monkeypatch:
         monkeypatch.setattr(owner, name, call)
 
     counted(calendar_forecast._Expecting, "_fits")
-    counted(Scheduler, "_ask")
+    counted(Decider, "ask")
     found = forecast(scheduler, 0.0, 5000.0)
     outlooks = [one for one in found.outlooks if one.outcome is Outcome.MISSED]
     assert len(outlooks) == 100
     assert sum(one.earliest_deadline_s is not None for one in outlooks) == calendar_forecast.MOST_OFFERS
     assert plans["_fits"] < 100 + 12 * calendar_forecast.MOST_OFFERS + 8 * 100
-    assert plans["_ask"] < 3 * 100
+    assert plans["ask"] < 3 * 100
 
 
 def test_with_an_objective_a_job_may_wait_though_it_would_fit(monkeypatch: pytest.MonkeyPatch):
     scheduler = Scheduler(SchedulerConfig(objective="value"), [Node(node_id="a", slots=4)])
     waiting(scheduler)
-    monkeypatch.setattr(Scheduler, "_retry", lambda *_: None)  # its slots are worth more to others that are expected
+    monkeypatch.setattr(Decider, "_retry", lambda *_: None)  # its slots are worth more to others that are expected
     scheduler.handle(ev.JobCancelled("holds"), 0.0)
     found = forecast(scheduler, 0.0, 5000.0)
     assert [one.outcome for one in found.outlooks] == [Outcome.UNDECIDED] * 2

@@ -8,6 +8,7 @@ from types import ModuleType
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core import decisions as de
 from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.decider import Decider
 from elasticflow_airflow.scheduler_core.values import OnReject, Phase
 
 
@@ -265,7 +266,7 @@ def test_all_reports_that_come_together_are_heard_before_it_is_decided_on_who_is
     scheduler.handle(ev.JobMeasured("a", 1, 1.0), 20.0)
     known = []
     monkeypatch.setattr(
-        Scheduler, "_decide_measured", lambda self, job, now: known.append((job.job.job_id, self.state("b"))) or []
+        Decider, "decide_measured", lambda self, job, now: known.append((job.job.job_id, scheduler.state("b"))) or []
     )
     both = [ev.JobProgressed("a", 980.0, total_steps=1000.0), ev.JobProgressed("b", 1.0), ev.JobProgressed("a", 970.0)]
     scheduler.reported(both, 30.0)

@@ -122,7 +122,7 @@ def test_after_a_failure_or_cancel_the_next_attempt_goes_on_from_the_last_valid_
     assert resumed.reason == f"goes on from step {saved}, the last valid checkpoint of incarnation 1"
     assert world.status(second).step == saved
     adopted = world.row(second).promoted
-    info = verify_candidate(world.incarnation_dir(second, 2) / "checkpoints" / adopted["path"])
+    info = verify_candidate(world.incarnation_dir(second, 2) / "checkpoints" / adopted.path)
     assert (info.step, info.incarnation) == (saved, 2)
     done = world.ended(second)
     assert (done.state, done.result.steps) == ("succeeded", 200)

@@ -9,7 +9,7 @@ import pytest
 from elasticflow_airflow.runtime.protocol import Report, ReportKind
 from elasticflow_airflow.service import observing
 from elasticflow_airflow.service.generation_notes import GenerationNotes
-from elasticflow_airflow.service.measuring import Enough
+from elasticflow_airflow.service.measuring import Enough, SpeedMeasurement
 
 
 @pytest.fixture
@@ -23,7 +23,12 @@ def fold():
     row = SimpleNamespace(step=0, loss=None, steps_per_s=None, ever_reported=False, last_step_at=None, target=None)
     row.job_id, row.incarnation, row.sampling = "job", 1, {}
     generation = SimpleNamespace(
-        last_step=None, last_step_at=None, first_step=None, window={}, notes=GenerationNotes(), workers=1
+        last_step=None,
+        last_step_at=None,
+        first_step=None,
+        window=SpeedMeasurement(),
+        notes=GenerationNotes(),
+        workers=1,
     )
 
     def say(worker_id: str, step: int) -> str | None:
