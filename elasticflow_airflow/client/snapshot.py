@@ -113,12 +113,6 @@ def snapshot_folder(
     than ``max_files`` files or ``max_bytes`` bytes.
     """
     root = folder.resolve()
-    if (root / LOCK_FILE).exists():
-        raise SnapshotError(
-            f"{folder} is the state directory of a service, with its keys and its database",
-            "keep the training code in a folder of its own, or set ELASTICFLOW_STATE_DIR to another one",
-            "snapshot_state",
-        )
     found: list[tuple[str, Path]] = []
     ignored: list[str] = []
     for name, path in _walk(root, "", IgnoreRules.for_folder(root), (root,), entry, ignored):
@@ -139,6 +133,15 @@ def _walk(
         names = sorted(os.listdir(folder))
     except OSError as error:
         raise SnapshotError(f"{folder} cannot be read: {error}", "make it readable, or ignore it") from error
+    if LOCK_FILE in names and below:
+        ignored.append(below)
+        return
+    if LOCK_FILE in names:
+        raise SnapshotError(
+            f"{folder} is the state directory of a service, with its keys and its database",
+            "keep the training code in a folder of its own, or set ELASTICFLOW_STATE_DIR to another one",
+            "snapshot_state",
+        )
     rules = rules.entering(folder, names)
     for name in names:
         path, relative = folder / name, f"{below}{name}"
@@ -146,9 +149,6 @@ def _walk(
         if relative != entry and rules.ignores(path, is_folder=is_folder):
             if not rules.is_rubbish(name):
                 ignored.append(relative + "/" * is_folder)
-            continue
-        if is_folder and (path / LOCK_FILE).exists():
-            ignored.append(f"{relative}/")
             continue
         if path.is_symlink():
             target = path.resolve()
