@@ -103,7 +103,7 @@ def _transitions(table: Mapping[str, frozenset[str]]) -> str:
     order = list(table)
     rows = ["| state | may be followed by |", "|---|---|"]
     for state, following in table.items():
-        names = [f"`{after!s}`" for after in sorted(following, key=order.index)]
+        names = [f"`{after!s}`" for after in sorted(following - {state}, key=order.index)]
         rows.append(f"| `{state!s}` | {', '.join(names) or 'nothing: it is over'} |")
     return "\n".join(rows)
 

@@ -1,7 +1,7 @@
 """Which states a job and its gangs go through. Every write of a state goes through here; docs/generate.py draws it.
 
-A job's states are what the service has decided; a generation's are what the engine has seen of its workers, in order of
-their lives, of which a look may miss some.
+A job's states are what the service has decided. A generation's are what the engine has seen of its workers: a look may
+miss some, and a new engine may see less than the one before, until it has looked for long enough.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from elasticflow_airflow.engines.port import GangState
+from elasticflow_airflow.engines.port import STANDING, GangState
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
 from elasticflow_airflow.wire import State
 
@@ -31,10 +31,8 @@ JOB_TRANSITIONS: Mapping[State, frozenset[State]] = {
 
 GENERATION_TRANSITIONS: Mapping[str, frozenset[str]] = {
     ORDERED: frozenset(GangState),
-    GangState.PENDING: frozenset({GangState.STARTING, GangState.RUNNING, GangState.LEAVING, GangState.ENDED}),
-    GangState.STARTING: frozenset({GangState.RUNNING, GangState.LEAVING, GangState.ENDED}),
-    GangState.RUNNING: frozenset({GangState.LEAVING, GangState.ENDED}),
-    GangState.LEAVING: frozenset({GangState.ENDED}),
+    GangState.PENDING: frozenset({*STANDING, GangState.ENDED}),
+    **dict.fromkeys(STANDING, frozenset({*STANDING, GangState.ENDED})),
     GangState.ENDED: frozenset(),
 }
 """From each state of a generation to those that may follow it."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from elasticflow_airflow.engines.fake import FakeEngine
 from elasticflow_airflow.engines.port import GangState
 from elasticflow_airflow.service import endings
 from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
@@ -66,3 +69,24 @@ def test_a_state_that_cannot_follow_sets_aside_the_one_job(make_world, monkeypat
     assert world.ended(good).state == "succeeded"
     assert "cannot become submitted" in world.status(bad).set_aside
     assert not world.reconciler.problem
+
+
+def test_what_the_engine_has_seen_of_living_workers_may_be_less_after_a_restart(make_world, monkeypatch):
+    """As of a script without a session: that all of it is there for a while is looked at anew by a new engine."""
+    world = make_world()
+    job = world.submit(task="quiet", within=900, steps=300, scaling_curve=CURVE)
+    world.reach(job, "running")
+    real = FakeEngine.observe
+
+    def starting(self):
+        return [
+            replace(gang, state=GangState.STARTING) if gang.state is GangState.RUNNING else gang for gang in real(self)
+        ]
+
+    with monkeypatch.context() as anew:
+        anew.setattr(FakeEngine, "observe", starting)
+        world.restart()
+        world.run(3)
+    assert world.status(job).set_aside is None
+    assert world.ended(job).state == "succeeded"
+    assert len(world.events(job, "started")) == 1
