@@ -36,17 +36,17 @@ from bench_contended import TOO_SMALL
 from bench_policies import DATA, OWN_SIZE, Case, setting_of
 from results import add_write, show, table
 
-from elasticflow_airflow.scheduler_core import planner
-from elasticflow_airflow.scheduler_core.config import Objective, SchedulerConfig
-from elasticflow_airflow.scheduler_core.minimum_share import ShareShape
-from elasticflow_airflow.scheduler_core.proof import Attempt, rescues
+from elasticflow_airflow.scheduler_core.model.config import Objective, SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.values import OnReject
+from elasticflow_airflow.scheduler_core.model.work import Work
+from elasticflow_airflow.scheduler_core.planning import planner
+from elasticflow_airflow.scheduler_core.planning.minimum_share import ShareShape
+from elasticflow_airflow.scheduler_core.planning.proof import Attempt, rescues
 from elasticflow_airflow.scheduler_core.scheduler import Scheduler
+from elasticflow_airflow.scheduler_core.simulator.inputs.trace import Trace
 from elasticflow_airflow.scheduler_core.simulator.outcome import Result, quantile
 from elasticflow_airflow.scheduler_core.simulator.prepare import prepare
 from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob, Simulation
-from elasticflow_airflow.scheduler_core.simulator.trace import Trace
-from elasticflow_airflow.scheduler_core.values import OnReject
-from elasticflow_airflow.scheduler_core.work import Work
 
 JITTER = 0.1
 PAUSE_S = 30.0

@@ -17,9 +17,9 @@ from pathlib import Path
 from results import add_write, show, table
 
 from elasticflow_airflow.scheduler_core.simulator.bound.clairvoyant import clairvoyant_bound
-from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
+from elasticflow_airflow.scheduler_core.simulator.inputs.curves import read_curves
+from elasticflow_airflow.scheduler_core.simulator.inputs.trace import read_trace
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
-from elasticflow_airflow.scheduler_core.simulator.trace import read_trace
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 OWN_SIZE = [

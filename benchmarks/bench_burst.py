@@ -36,17 +36,17 @@ from typing import Any, NamedTuple
 import httpx
 from results import add_write, show, side_by_side
 
+from elasticflow_airflow.api import Command, JobIdentity, JobStatus, JobSubmission, Length
 from elasticflow_airflow.client import ElasticFlowClient, snapshot_folder
-from elasticflow_airflow.client.aio import AsyncElasticFlowClient
+from elasticflow_airflow.client.async_client import AsyncElasticFlowClient
 from elasticflow_airflow.client.endpoint import Endpoint
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
-from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.decisions import Admit, Reject, Resize
-from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, Placement
-from elasticflow_airflow.service.codec import curve_from_json
-from elasticflow_airflow.service.pass_context import costs_from
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.decisions import Admit, Reject, Resize
+from elasticflow_airflow.scheduler_core.model.values import Job, Node, OnReject, Placement
+from elasticflow_airflow.service.decisions.pass_context import costs_from
 from elasticflow_airflow.service.settings import ServiceSettings
-from elasticflow_airflow.wire import Command, JobIdentity, JobStatus, JobSubmission, Length
+from elasticflow_airflow.service.store.documents.scheduler_values import curve_from_json
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 

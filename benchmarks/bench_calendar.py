@@ -4,9 +4,9 @@
         [--write]
 
 Traces: recurring DAGs (daily tasks in the night, hourly ones, some that come three times in ten) with ad-hoc jobs in
-between (`scheduler_core/simulator/synthetic.py`), a new one for each seed. Every variant sees the same jobs at the same
-times and pays the same 30 s for every start and change. The calendar knows timetables and the runs submitted so far; it
-never knows what comes: of each task's first run it knows nothing. Variants:
+between (`simulator/inputs/synthetic.py`), a new one for each seed. Every variant sees the same jobs at the same times
+and pays the same 30 s for every start and change. The calendar knows timetables and the runs submitted so far; it never
+knows what comes: of each task's first run it knows nothing. Variants:
 
 - *scheduled alone*: the recurring work on an otherwise empty cluster, for comparison;
 - *plain*: the scheduler without a calendar;
@@ -31,14 +31,14 @@ from typing import NamedTuple
 from results import add_write, show, table
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
-from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy
-from elasticflow_airflow.scheduler_core.simulator.calendar_feed import CalendarFeed
-from elasticflow_airflow.scheduler_core.simulator.curves import Curves, read_curves
+from elasticflow_airflow.scheduler_core.model.recurring_work import CalendarPolicy
+from elasticflow_airflow.scheduler_core.model.values import ScalingCurve
+from elasticflow_airflow.scheduler_core.simulator.expected_runs import CalendarFeed
+from elasticflow_airflow.scheduler_core.simulator.inputs.curves import Curves, read_curves
+from elasticflow_airflow.scheduler_core.simulator.inputs.synthetic import RecurringDags, recurring
+from elasticflow_airflow.scheduler_core.simulator.inputs.trace import Trace
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
 from elasticflow_airflow.scheduler_core.simulator.run import Simulation
-from elasticflow_airflow.scheduler_core.simulator.synthetic import RecurringDags, recurring
-from elasticflow_airflow.scheduler_core.simulator.trace import Trace
-from elasticflow_airflow.scheduler_core.values import ScalingCurve
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "throughput" / "a100"
 PAUSE_S = 30.0

@@ -29,8 +29,8 @@ import torch.distributed.checkpoint as dcp
 from results import add_write, show, table
 from torch import nn
 
-from elasticflow_airflow.runtime.checkpoint import Registered
-from elasticflow_airflow.runtime.checkpointer import Checkpointer
+from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
+from elasticflow_airflow.runtime.checkpoints.checkpointer import Checkpointer
 
 WIDTH = 1024
 

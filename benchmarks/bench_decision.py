@@ -21,9 +21,9 @@ from pathlib import Path
 from results import add_write, table, write
 
 from elasticflow_airflow.scheduler_core import Scheduler
-from elasticflow_airflow.scheduler_core.decisions import Admit, Reject
-from elasticflow_airflow.scheduler_core.events import JobFinished, JobSubmitted, WakeUp
-from elasticflow_airflow.scheduler_core.values import Job, JobState, Node, RescaleCosts, ScalingCurve
+from elasticflow_airflow.scheduler_core.model.decisions import Admit, Reject
+from elasticflow_airflow.scheduler_core.model.events import JobFinished, JobSubmitted, WakeUp
+from elasticflow_airflow.scheduler_core.model.values import Job, JobState, Node, RescaleCosts, ScalingCurve
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "throughput" / "a100"
 

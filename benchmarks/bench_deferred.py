@@ -35,9 +35,9 @@ os.environ |= {
 
 from results import add_write, show, side_by_side  # noqa: E402 - Airflow reads its home when it is imported
 
+from elasticflow_airflow.api import Command, JobIdentity, JobStatus, JobSubmission, Length  # noqa: E402
 from elasticflow_airflow.client import AsyncElasticFlowClient, ElasticFlowClient, Endpoint, snapshot_folder  # noqa: E402
 from elasticflow_airflow.triggers import ElasticFlowJobTrigger  # noqa: E402
-from elasticflow_airflow.wire import Command, JobIdentity, JobStatus, JobSubmission, Length  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 

@@ -19,12 +19,12 @@ from bench_policies import DATA
 from bench_types import MIXED, mixed_policy
 from results import add_write, show, table
 
-from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
-from elasticflow_airflow.scheduler_core.simulator.mixed import common_jobs, mixed_cluster
+from elasticflow_airflow.scheduler_core.model.values import Node
+from elasticflow_airflow.scheduler_core.simulator.inputs.curves import read_curves
+from elasticflow_airflow.scheduler_core.simulator.inputs.mixed import common_jobs, mixed_cluster
+from elasticflow_airflow.scheduler_core.simulator.inputs.trace import read_trace
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, prepare
 from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob, Simulation
-from elasticflow_airflow.scheduler_core.simulator.trace import read_trace
-from elasticflow_airflow.scheduler_core.values import Node
 
 SMALL_MIXED = (("a100", 2, 8), ("t4", 2, 4))
 TYPED_TRACES = ("195job", "cluster10", "poisson_100job")

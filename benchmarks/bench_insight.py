@@ -17,14 +17,14 @@ from pathlib import Path
 
 from results import add_write, show, table
 
+from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
+from elasticflow_airflow.api.insight import WhatIfRequest
 from elasticflow_airflow.client import snapshot_folder
-from elasticflow_airflow.engines.fake import FakeEngine, fake_nodes
-from elasticflow_airflow.insight import WhatIfRequest
-from elasticflow_airflow.service import samples
-from elasticflow_airflow.service.lifecycle import assemble
+from elasticflow_airflow.engines.fake.engine import FakeEngine, fake_nodes
+from elasticflow_airflow.service.daemon import assemble
+from elasticflow_airflow.service.loop import samples
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.settings import ServiceSettings
-from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 PASS_S = 1.0

@@ -29,11 +29,11 @@ from typing import NamedTuple
 from results import DOCS, add_write, file_of_command, table, write
 
 from elasticflow_airflow.scheduler_core.simulator.compare import Comparison, bound_of
-from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
 from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, Played, Setting, parse_contenders, play
+from elasticflow_airflow.scheduler_core.simulator.inputs.curves import read_curves
+from elasticflow_airflow.scheduler_core.simulator.inputs.trace import read_trace
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster
 from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES
-from elasticflow_airflow.scheduler_core.simulator.trace import read_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -229,7 +229,7 @@ def bench(
         print(*lines, "", sep="\n", flush=True)
         details += [*lines, ""]
         if args.plots:
-            from elasticflow_airflow.scheduler_core.simulator.plots import draw
+            from elasticflow_airflow.scheduler_core.simulator.outputs.plots import draw
 
             folder = args.plots / case.label.replace(" ", "-")
             folder.mkdir(parents=True, exist_ok=True)
@@ -245,7 +245,7 @@ def bench(
 
 def draw_for(page: Path, name: str, done: Mapping[Case, Comparison]) -> None:
     """Draw those figures of a page whose files are named as it includes them: ``PAGE/NAME-TRACE-FIGURE.svg``."""
-    from elasticflow_airflow.scheduler_core.simulator.plots import draw
+    from elasticflow_airflow.scheduler_core.simulator.outputs.plots import draw
 
     for case, comparison in done.items():
         included = re.findall(rf"\]\({page.stem}/{name}-{case.trace}-([\w-]+)\.svg\)", page.read_text(encoding="utf-8"))

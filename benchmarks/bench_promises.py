@@ -22,7 +22,7 @@ from bench_contended import TOO_SMALL
 from bench_policies import CLUSTER01, DATA, OWN_SIZE, Case, setting_of
 from results import add_write, show, table
 
-from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, play
 
 PAUSES_S = "0,1,2,10,60,120"

@@ -28,10 +28,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from elasticflow_airflow import runtime
-from elasticflow_airflow.runtime import measuring, target
-from elasticflow_airflow.runtime.machinery import Machinery
 from elasticflow_airflow.runtime.reporting import FileReporter
 from elasticflow_airflow.runtime.session import Session
+from elasticflow_airflow.runtime.step import loss_target, measuring
+from elasticflow_airflow.runtime.step.gradient_step import GradientStep
 
 way, kind, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 torch.set_num_threads(1)
@@ -57,8 +57,8 @@ PARTS = [
     (measuring.Meter, ("enter", "step_begins", "reducing", "reduced", "step_done", "worker_is_due"), None),
     (measuring.GradientNorms, ("begin", "leaf", "total"), None),
     (measuring.NormSchedule, ("step_done",), None),
-    (Machinery, ("_measure",), None),
-    (target.LossTrack, ("add",), None),
+    (GradientStep, ("_measure",), None),
+    (loss_target.LossTrack, ("add",), None),
     (Session, ("_progress", "_report_worker"), None),
 ]
 for owner, names, result in PARTS:
@@ -99,7 +99,7 @@ for _ in session.epochs():
 took_s = times[-1] - began_s
 pairs = sorted(b - a for a, b in zip(times[steps // 6 :], times[steps // 6 + 1 :]))
 reports = sum(1 for path in Path.cwd().glob("reports/*") for _ in path.open())
-measured = session._machinery.noise.measured
+measured = session._gradient_step.noise.measured
 os.write(1, f"COST {spent[0] / took_s} {1000 * pairs[len(pairs) // 2]} {reports} {measured}\\n".encode())
 os._exit(0)
 """

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from results import add_write, show, table
 
 from elasticflow_airflow.scheduler_core import Scheduler
-from elasticflow_airflow.scheduler_core.events import Event, JobFinished, JobProgressed, WakeUp
-from elasticflow_airflow.scheduler_core.values import Job, JobState, Node, Phase, RescaleCosts, ScalingCurve
+from elasticflow_airflow.scheduler_core.model.events import Event, JobFinished, JobProgressed, WakeUp
+from elasticflow_airflow.scheduler_core.model.values import Job, JobState, Node, Phase, RescaleCosts, ScalingCurve
 
 SIZES = (1, 2, 4, 8, 16)
 

@@ -22,13 +22,13 @@ from dataclasses import replace
 from results import add_write, show, table
 
 from elasticflow_airflow.scheduler_core import Scheduler
-from elasticflow_airflow.scheduler_core.decisions import Admit, Decision, Reject, WakeMeAt
-from elasticflow_airflow.scheduler_core.events import Event, JobFinished, JobSubmitted
-from elasticflow_airflow.scheduler_core.minimum_share import fill
-from elasticflow_airflow.scheduler_core.placement import Layout
-from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
-from elasticflow_airflow.scheduler_core.values import Job, JobState, Node, Phase, RescaleCosts, ScalingCurve
-from elasticflow_airflow.scheduler_core.work import Work
+from elasticflow_airflow.scheduler_core.cluster.placement import Layout
+from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
+from elasticflow_airflow.scheduler_core.model.decisions import Admit, Decision, Reject, WakeMeAt
+from elasticflow_airflow.scheduler_core.model.events import Event, JobFinished, JobSubmitted
+from elasticflow_airflow.scheduler_core.model.values import Job, JobState, Node, Phase, RescaleCosts, ScalingCurve
+from elasticflow_airflow.scheduler_core.model.work import Work
+from elasticflow_airflow.scheduler_core.planning.minimum_share import fill
 
 CURVE = ScalingCurve({size: size**0.8 for size in (1, 2, 4, 8, 16)})
 

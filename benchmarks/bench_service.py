@@ -22,8 +22,8 @@ from pathlib import Path
 
 from results import add_write, show, table
 
+from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
 from elasticflow_airflow.client import ElasticFlowClient, ensure_service, snapshot_folder
-from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 FIRST_ANSWER = """

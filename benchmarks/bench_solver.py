@@ -21,13 +21,13 @@ from bench_policies import DATA, OWN_SIZE, Case, setting_of
 from results import add_write, show, table
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
-from elasticflow_airflow.scheduler_core.decisions import Decision, Reject
-from elasticflow_airflow.scheduler_core.events import Event, JobSubmitted
+from elasticflow_airflow.scheduler_core.model.decisions import Decision, Reject
+from elasticflow_airflow.scheduler_core.model.events import Event, JobSubmitted
+from elasticflow_airflow.scheduler_core.model.values import Job, JobState, Node
 from elasticflow_airflow.scheduler_core.simulator.bound.costs import Candidates
 from elasticflow_airflow.scheduler_core.simulator.bound.fluid import FluidRelaxation, require_scipy
 from elasticflow_airflow.scheduler_core.simulator.prepare import prepare
 from elasticflow_airflow.scheduler_core.simulator.run import Simulation
-from elasticflow_airflow.scheduler_core.values import Job, JobState, Node
 
 PAUSE_S = 30.0
 LIMIT_S = 60.0

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from results import add_write, show, table
 
+from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
 from elasticflow_airflow.client import ElasticFlowClient, ensure_service, snapshot_folder
-from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
 
 SCRIPT = """
 import time

@@ -5,8 +5,8 @@
 *Types*: those jobs of public traces whose model the tables of A100 and T4 both have, on 8 x 8 A100 with 8 x 4 T4, each
 policy beside the bound of that cluster. *Generations*: jobs drawn from Gavel's measurements on three types. *Sharing*:
 jobs drawn from the models of its table of pairs on V100s, half of them guaranteed. *Noise*: what the noise scale that
-is assumed for Pollux changes. What is assumed stands in ``simulator/mixed.py``, ``simulator/colocation.py`` and
-``baselines/pollux.py``. *Lengths*: what it costs ``optimus``, which fits loss curves in its paper, to be told wrong
+is assumed for Pollux changes. What is assumed stands in ``mixed.py`` and ``colocation.py`` (``simulator/inputs``) and
+in ``baselines/pollux.py``. *Lengths*: what it costs ``optimus``, which fits loss curves in its paper, to be told wrong
 lengths. Data: ../shared/data beside the checkout.
 """
 
@@ -22,21 +22,21 @@ from bench_policies import DATA
 from results import add_write, show, table
 
 from elasticflow_airflow.scheduler_core import SchedulerConfig
-from elasticflow_airflow.scheduler_core.decisions import Decision
-from elasticflow_airflow.scheduler_core.events import Event, JobProgressed, JobSubmitted
+from elasticflow_airflow.scheduler_core.model.decisions import Decision
+from elasticflow_airflow.scheduler_core.model.events import Event, JobProgressed, JobSubmitted
+from elasticflow_airflow.scheduler_core.model.values import Node
 from elasticflow_airflow.scheduler_core.simulator.baselines.antman import AntMan, Leftover
-from elasticflow_airflow.scheduler_core.simulator.baselines.by_type import ByType
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.by_type import ByType
 from elasticflow_airflow.scheduler_core.simulator.bound.clairvoyant import clairvoyant_bound
-from elasticflow_airflow.scheduler_core.simulator.colocation import read_colocation
-from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
-from elasticflow_airflow.scheduler_core.simulator.mixed import common_jobs, mixed_cluster, read_typed_curves
+from elasticflow_airflow.scheduler_core.simulator.inputs.colocation import read_colocation
+from elasticflow_airflow.scheduler_core.simulator.inputs.curves import read_curves
+from elasticflow_airflow.scheduler_core.simulator.inputs.mixed import common_jobs, mixed_cluster, read_typed_curves
+from elasticflow_airflow.scheduler_core.simulator.inputs.trace import Trace, TraceJob, read_trace
 from elasticflow_airflow.scheduler_core.simulator.outcome import Result
 from elasticflow_airflow.scheduler_core.simulator.policy import InspectablePolicy, Policy
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
 from elasticflow_airflow.scheduler_core.simulator.registry import make_policy
 from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob, Simulation
-from elasticflow_airflow.scheduler_core.simulator.trace import Trace, TraceJob, read_trace
-from elasticflow_airflow.scheduler_core.values import Node
 
 MIXED = (("a100", 8, 8), ("t4", 8, 4))
 GENERATIONS = (("v100", 3, 8), ("p100", 3, 8), ("k80", 3, 8))

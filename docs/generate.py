@@ -19,7 +19,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import typer
 from typer.models import OptionInfo, ParamMeta
@@ -34,7 +34,7 @@ _PART = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n).*?(<!-- end -->)"
 
 def routes() -> str:
     """The routes of the HTTP API, with what they take and answer."""
-    from elasticflow_airflow.service.openapi import document
+    from elasticflow_airflow.service.http.openapi import document
 
     rows = ["| call | what it does | takes | answers |", "|---|---|---|---|"]
     for path, operations in document()["paths"].items():
@@ -79,22 +79,50 @@ def commands() -> str:
 
 def events() -> str:
     """Return the table of all kinds of event."""
-    from elasticflow_airflow.wire import EventKind
+    from elasticflow_airflow.api import EventKind
 
     rows = ["| kind | meaning |", "|---|---|"]
     return "\n".join([*rows, *(f"| `{kind}` | {_cell(kind.meaning)} |" for kind in EventKind)])
 
 
+def folders() -> str:
+    """Return the tree of the folders, each with the first sentence of its package."""
+    top = REFERENCE.parents[1]
+    roots = (top / "operators", top / "scheduler_core", PACKAGE)
+    inits = sorted(init for root in roots for init in root.rglob("__init__.py"))
+    rows = ["| folder | is |", "|---|---|"]
+    for init in inits:
+        if init.parent.name in ("migrations", "versions"):
+            continue
+        said = (
+            (ast.get_docstring(ast.parse(init.read_text())) or "")
+            .split("\n\n")[0]
+            .replace("\n", " ")
+            .replace("``", "`")
+        )
+        rows.append(f"| `{init.parent.relative_to(top)}/` | {_cell(said)} |")
+    return "\n".join(rows)
+
+
+def stages_of_a_pass() -> str:
+    """Return the table of the loop's stages, in their order."""
+    from elasticflow_airflow.service.loop.stages import StageParts, stages
+
+    made = stages(cast(StageParts, None))  # Their names and words alone: none is run.
+    rows = [f"| {number} | {one.name} | {one.needs} | {one.gives} |" for number, one in enumerate(made, 1)]
+    return "\n".join(["| | stage | needs | gives |", "|---|---|---|---|", *rows])
+
+
 def job_states() -> str:
     """Return the table of what may follow each state of a job."""
-    from elasticflow_airflow.service.transitions import JOB_TRANSITIONS
+    from elasticflow_airflow.service.store.transitions import JOB_TRANSITIONS
 
     return _transitions(JOB_TRANSITIONS)
 
 
 def generation_states() -> str:
     """Return the table of what may follow each state of a generation."""
-    from elasticflow_airflow.service.transitions import GENERATION_TRANSITIONS
+    from elasticflow_airflow.service.store.transitions import GENERATION_TRANSITIONS
 
     return _transitions(GENERATION_TRANSITIONS)
 
@@ -110,7 +138,7 @@ def _transitions(table: Mapping[str, frozenset[str]]) -> str:
 
 def tones_for_page() -> str:
     """Return the page's module that says how each kind of event looks."""
-    from elasticflow_airflow.wire import EventKind
+    from elasticflow_airflow.api import EventKind
 
     head = ["// How each kind of event looks. Made by `make reference` from EventKind.", "", "export const TONES = {"]
     return "\n".join([*head, *(f"  {kind}: '{kind.tone}'," for kind in EventKind), "};", ""])
@@ -118,15 +146,15 @@ def tones_for_page() -> str:
 
 def commands_for_airflow() -> str:
     """Return what Airflow's parser has to know of the commands of ``airflow elasticflow``."""
-    from elasticflow_airflow.airflow_commands import SUMMARY, commands
-    from elasticflow_airflow.argparse_bridge import description_of
+    from elasticflow_airflow.airflow_cli.argparse_bridge import description_of
+    from elasticflow_airflow.airflow_cli.commands import SUMMARY, commands
 
     return description_of("elasticflow", SUMMARY, commands())
 
 
 def training_options(group: str) -> str:
     """Return the table of a group of what can be asked of a training."""
-    from elasticflow_airflow.training_options import OPTIONS, REQUIRED
+    from elasticflow_airflow.api.training_options import OPTIONS, REQUIRED
 
     rows = ["| argument | type | default | meaning |", "|---|---|---|---|"]
     for name, meaning in meanings_of(group).items():
@@ -143,7 +171,7 @@ def meanings_of(group: str) -> dict[str, str]:
     """Return the text below each option of a group in ``training_options``, in one line each."""
     (found,) = (
         node
-        for node in ast.parse((PACKAGE / "training_options.py").read_text()).body
+        for node in ast.parse((PACKAGE / "api" / "training_options.py").read_text()).body
         if isinstance(node, ast.ClassDef) and node.name == group
     )
     return {
@@ -155,7 +183,7 @@ def meanings_of(group: str) -> dict[str, str]:
 
 def with_parameters(source: str) -> str:
     """Fill in the arguments in the operator's docstring: what each means, without the page's links."""
-    from elasticflow_airflow.training_options import GROUPS
+    from elasticflow_airflow.api.training_options import GROUPS
 
     parameters = []
     for name, meaning in itertools.chain.from_iterable(meanings_of(group.__name__).items() for group in GROUPS):
@@ -305,6 +333,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "options": options_of_airflow,
     "commands": commands,
     "events": events,
+    "folders": folders,
+    "stages": stages_of_a_pass,
     "job-states": job_states,
     "generation-states": generation_states,
     "what-to-train": partial(training_options, "WhatToTrain"),
@@ -315,12 +345,12 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def files() -> dict[Path, str]:
-    """What each page with a generated part, ``openapi.json`` and ``airflow_cli.json`` should be."""
-    from elasticflow_airflow.service.openapi import document
+    """What each page with a generated part, ``openapi.json`` and ``commands.json`` should be."""
+    from elasticflow_airflow.service.http.openapi import document
 
     made = {
         REFERENCE / "openapi.json": json.dumps(document(), indent=1) + "\n",
-        PACKAGE / "airflow_cli.json": commands_for_airflow(),
+        PACKAGE / "airflow_cli" / "commands.json": commands_for_airflow(),
         PACKAGE / "ui" / "static" / "event_kinds.js": tones_for_page(),
         OPERATOR: with_parameters(OPERATOR.read_text()),
     }

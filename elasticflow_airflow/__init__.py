@@ -6,11 +6,17 @@ machines have neither Airflow nor SQLAlchemy. Only the version and the provider'
 
 from __future__ import annotations
 
+import sys
 from typing import Any
+
+from elasticflow_airflow.moved import MovedModules
 
 __version__ = "0.1.0"
 
 __all__ = ["__version__", "get_provider_info"]
+
+# First: what is found by the path of a package that has moved would be a second copy of its modules.
+sys.meta_path.insert(0, MovedModules())
 
 
 def get_provider_info() -> dict[str, Any]:

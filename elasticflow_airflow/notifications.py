@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 from airflow.sdk import BaseHook, BaseNotifier, Context
 
-from elasticflow_airflow.alarms import CONTEXT_KEY
 from elasticflow_airflow.links import job_url
+from elasticflow_airflow.task.alarms import CONTEXT_KEY
 
 _POST_WITHIN_S = 10.0
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
+from elasticflow_airflow.api import JobStatus
 from elasticflow_airflow.client import AsyncElasticFlowClient, ElasticFlowError, JobNotFound
 from elasticflow_airflow.exceptions import ServiceAway, ServiceRefused
 from elasticflow_airflow.hooks import ElasticFlowHook
-from elasticflow_airflow.retrying_client import RetryingClient
-from elasticflow_airflow.scheduler_rounds import held_back
-from elasticflow_airflow.sensing import Seen, asks_for_events, judge
-from elasticflow_airflow.wire import JobStatus
+from elasticflow_airflow.waiting.retrying_client import RetryingClient
+from elasticflow_airflow.waiting.scheduler_rounds import held_back
+from elasticflow_airflow.waiting.sensing import Seen, asks_for_events, judge
 
 
 class ElasticFlowSensorTrigger(BaseTrigger):

@@ -9,16 +9,16 @@ from typing import Any
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
-from elasticflow_airflow.cancelling import cancel_job, go_on, is_kill
+from elasticflow_airflow.api import JobStatus
 from elasticflow_airflow.client import AsyncElasticFlowClient, JobNotFound, StaleClaim
-from elasticflow_airflow.deadlines import zone_from
+from elasticflow_airflow.deadlines.parse import zone_from
 from elasticflow_airflow.exceptions import ServiceAway, ServiceRefused
 from elasticflow_airflow.hooks import ElasticFlowHook
-from elasticflow_airflow.progress import ProgressMark
-from elasticflow_airflow.retrying_client import RetryingClient
-from elasticflow_airflow.scheduler_rounds import held_back
-from elasticflow_airflow.task_log import TRIGGER_LINE_EVERY_S, ProgressLog
-from elasticflow_airflow.wire import JobStatus
+from elasticflow_airflow.waiting.cancelling import cancel_job, go_on, is_kill
+from elasticflow_airflow.waiting.progress import ProgressMark
+from elasticflow_airflow.waiting.retrying_client import RetryingClient
+from elasticflow_airflow.waiting.scheduler_rounds import held_back
+from elasticflow_airflow.waiting.task_log import TRIGGER_LINE_EVERY_S, ProgressLog
 
 
 class ElasticFlowJobTrigger(BaseTrigger):

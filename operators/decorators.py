@@ -12,13 +12,13 @@ from typing import Any, cast
 
 from airflow.sdk.bases.decorator import DecoratedOperator, TaskDecorator, determine_kwargs, task_decorator_factory
 
-from elasticflow_airflow.arguments import ArgumentError, check_each
-from elasticflow_airflow.mapping import NamesCheckedFunction
+from elasticflow_airflow.api.training_options import OPTIONS
 from elasticflow_airflow.operators.elastic_train import ElasticTrainOperator
 from elasticflow_airflow.settings import AirflowSettings
-from elasticflow_airflow.submission import Prepared, RunFacts
-from elasticflow_airflow.task_memory import TaskMemory
-from elasticflow_airflow.training_options import OPTIONS
+from elasticflow_airflow.task.arguments import ArgumentError, check_each
+from elasticflow_airflow.task.mapping import NamesCheckedFunction
+from elasticflow_airflow.task.task_submission import Prepared, RunFacts
+from elasticflow_airflow.waiting.task_memory import TaskMemory
 
 DECIDED = frozenset(name for name, option in OPTIONS.items() if option.decidable)
 """What the function may decide. Not what Airflow must know before it runs: the connection, or whose deadline it is."""

@@ -19,9 +19,8 @@ from airflow.sdk.exceptions import (
     TaskDeferralTimeout,
 )
 
-from elasticflow_airflow.alarms import RiskAlarm, describe, remember
-from elasticflow_airflow.arguments import ArgumentError, check_arguments, present
-from elasticflow_airflow.callables import listed, reveal
+from elasticflow_airflow.api import Attachment, JobStatus, State
+from elasticflow_airflow.api.training_options import OPTIONS, TEMPLATE_FIELDS
 from elasticflow_airflow.client import (
     PASSING,
     ElasticFlowClient,
@@ -32,9 +31,9 @@ from elasticflow_airflow.client import (
     SnapshotError,
     StaleClaim,
 )
-from elasticflow_airflow.clock import now_s
-from elasticflow_airflow.dag_deadline import alerts_of, check_time_from_dag, dag_of
-from elasticflow_airflow.deadlines import DeadlineError, show_duration, zone_name
+from elasticflow_airflow.deadlines.clock import now_s
+from elasticflow_airflow.deadlines.dag_deadline import alerts_of, check_time_from_dag, dag_of
+from elasticflow_airflow.deadlines.parse import DeadlineError, show_duration, zone_name
 from elasticflow_airflow.exceptions import (
     JobCancelled,
     JobFailed,
@@ -45,30 +44,31 @@ from elasticflow_airflow.exceptions import (
     as_task_error,
 )
 from elasticflow_airflow.hooks import ElasticFlowHook
-from elasticflow_airflow.killing import KILL_WITHIN_S, Kill, come_back
-from elasticflow_airflow.leases import LeasedJob, lease_renewer
-from elasticflow_airflow.lineage import ReportsLineage
 from elasticflow_airflow.links import ElasticFlowJobLink
-from elasticflow_airflow.mapping import checked
-from elasticflow_airflow.outages import Outage
-from elasticflow_airflow.outcomes import (
+from elasticflow_airflow.settings import AirflowSettings, deferrable_by_default
+from elasticflow_airflow.task.alarms import RiskAlarm, describe, remember
+from elasticflow_airflow.task.arguments import ArgumentError, check_arguments, present
+from elasticflow_airflow.task.callables import listed, reveal
+from elasticflow_airflow.task.lineage import ReportsLineage
+from elasticflow_airflow.task.mapping import checked
+from elasticflow_airflow.task.outcomes import (
     cancel_message,
     failure_message,
     rejection_message,
     result_of,
     success_line,
 )
-from elasticflow_airflow.promotion import carry, promote
-from elasticflow_airflow.run_deadline import ended_jobs
-from elasticflow_airflow.settings import AirflowSettings, deferrable_by_default
-from elasticflow_airflow.submission import Prepared, RunFacts, check_downstream, prepare, run_facts
-from elasticflow_airflow.submitting import InFlight, acknowledge_for_clear, attach_for_retry
-from elasticflow_airflow.task_memory import TaskMemory
-from elasticflow_airflow.telemetry import count_ended, count_submitted
-from elasticflow_airflow.training_options import OPTIONS, TEMPLATE_FIELDS
+from elasticflow_airflow.task.promotion import carry, promote
+from elasticflow_airflow.task.run_deadline import ended_jobs
+from elasticflow_airflow.task.submitting import InFlight, acknowledge_for_clear, attach_for_retry
+from elasticflow_airflow.task.task_submission import Prepared, RunFacts, check_downstream, prepare, run_facts
+from elasticflow_airflow.task.telemetry import count_ended, count_submitted
 from elasticflow_airflow.triggers import ElasticFlowJobTrigger
-from elasticflow_airflow.waiting import JobWatch
-from elasticflow_airflow.wire import Attachment, JobStatus, State
+from elasticflow_airflow.waiting.dag_test_leases import LeasedJob, lease_renewer
+from elasticflow_airflow.waiting.killing import KILL_WITHIN_S, Kill, come_back
+from elasticflow_airflow.waiting.outages import Outage
+from elasticflow_airflow.waiting.task_memory import TaskMemory
+from elasticflow_airflow.waiting.worker_wait import JobWatch
 
 if TYPE_CHECKING:
     from airflow.sdk.definitions.mappedoperator import OperatorPartial

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from airflow.sdk import BaseSensorOperator, Context, PokeReturnValue
 from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowSkipException
 
-from elasticflow_airflow.alarms import describe
-from elasticflow_airflow.arguments import ArgumentError, is_late, present
+from elasticflow_airflow.api import JobIdentity, JobStatus
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, JobNotFound
 from elasticflow_airflow.exceptions import ServiceAway, ServiceRefused, as_task_error
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.links import job_url
-from elasticflow_airflow.mapping import names_checked
-from elasticflow_airflow.outages import Outage
-from elasticflow_airflow.sensing import LATEST, SUCCEEDED, UNTIL, Seen, asks_for_events, judge
 from elasticflow_airflow.sensor_trigger import ElasticFlowSensorTrigger
 from elasticflow_airflow.settings import AirflowSettings, deferrable_by_default
-from elasticflow_airflow.submission import is_dag_test
-from elasticflow_airflow.task_memory import TaskMemory
-from elasticflow_airflow.wire import JobIdentity, JobStatus
+from elasticflow_airflow.task.alarms import describe
+from elasticflow_airflow.task.arguments import ArgumentError, is_late, present
+from elasticflow_airflow.task.mapping import names_checked
+from elasticflow_airflow.task.task_submission import is_dag_test
+from elasticflow_airflow.waiting.outages import Outage
+from elasticflow_airflow.waiting.sensing import LATEST, SUCCEEDED, UNTIL, Seen, asks_for_events, judge
+from elasticflow_airflow.waiting.task_memory import TaskMemory
 
 if TYPE_CHECKING:
     from airflow.sdk.definitions.mappedoperator import OperatorPartial

@@ -6,7 +6,7 @@ Pure: no clock, disk, network, threads, Airflow, torch or SQL. Start at
 
 from __future__ import annotations
 
-from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.scheduler import Scheduler
 
 __all__ = ["Scheduler", "SchedulerConfig"]

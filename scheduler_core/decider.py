@@ -9,26 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from elasticflow_airflow.scheduler_core.admission import AdmissionControl, AdmissionVerdict, no_block
-from elasticflow_airflow.scheduler_core.board import Board
-from elasticflow_airflow.scheduler_core.calendar import ExpectedRun, stand_in_id
-from elasticflow_airflow.scheduler_core.calendar_guard import keepable, reserved, stand_ins
-from elasticflow_airflow.scheduler_core.config import Objective, SchedulerConfig
-from elasticflow_airflow.scheduler_core.decisions import (
-    Admit,
-    Decision,
-    Reject,
-    Terms,
-    Wait,
-    WakeMeAt,
-)
-from elasticflow_airflow.scheduler_core.draft import Draft
-from elasticflow_airflow.scheduler_core.explain import duration, moment, workers
-from elasticflow_airflow.scheduler_core.jobs import LiveJob
-from elasticflow_airflow.scheduler_core.placement import level_of
-from elasticflow_airflow.scheduler_core.planner import Planner
-from elasticflow_airflow.scheduler_core.pricing import Arrival, Protection, footprint_of
-from elasticflow_airflow.scheduler_core.profiling import (
+from elasticflow_airflow.scheduler_core.cluster.placement import level_of
+from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob
+from elasticflow_airflow.scheduler_core.jobs.profiling import (
     candidate_sizes,
     in_a_hurry,
     known_speeds,
@@ -37,15 +20,32 @@ from elasticflow_airflow.scheduler_core.profiling import (
     undecided_until,
     wait_limit,
 )
-from elasticflow_airflow.scheduler_core.repair import mend
-from elasticflow_airflow.scheduler_core.values import (
+from elasticflow_airflow.scheduler_core.model.config import Objective, SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.decisions import (
+    Admit,
+    Decision,
+    Reject,
+    Terms,
+    Wait,
+    WakeMeAt,
+)
+from elasticflow_airflow.scheduler_core.model.explain import duration, moment, workers
+from elasticflow_airflow.scheduler_core.model.recurring_work import ExpectedRun, stand_in_id
+from elasticflow_airflow.scheduler_core.model.values import (
     Job,
     OnReject,
     Phase,
     Plan,
 )
-from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding
-from elasticflow_airflow.scheduler_core.work import plan_of as public_plan
+from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Holding
+from elasticflow_airflow.scheduler_core.model.work import plan_of as public_plan
+from elasticflow_airflow.scheduler_core.planning.admission import AdmissionControl, AdmissionVerdict, no_block
+from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft
+from elasticflow_airflow.scheduler_core.planning.planner import Planner
+from elasticflow_airflow.scheduler_core.planning.protection_price import Arrival, Protection, footprint_of
+from elasticflow_airflow.scheduler_core.planning.repair import mend
+from elasticflow_airflow.scheduler_core.planning.reservations import keepable, reserved, stand_ins
+from elasticflow_airflow.scheduler_core.scheduler_state import SchedulerState
 
 _LOOKS = 30
 """So often within ``waiting_retry_s`` it is looked whether all planned anew helps those at risk."""
@@ -56,8 +56,8 @@ _WORTH_OF_LATENESS = 0.05
 class Decider:
     """Live jobs, their plans, and the decisions about them."""
 
-    def __init__(self, config: SchedulerConfig, board: Board) -> None:
-        self.config, self.board = config, board
+    def __init__(self, config: SchedulerConfig, state: SchedulerState) -> None:
+        self.config, self.state = config, state
         self._numbers = 0
         self._promises = 0
         self._put_off: list[str] | None = None
@@ -79,7 +79,7 @@ class Decider:
         job = self.job(job_id)
         if job.course is None:
             return None
-        work, course = job.work(self.board.layout, self.config), job.course
+        work, course = job.work(self.state.layout, self.config), job.course
         if not course.holdings:
             return Plan(job_id, (), course.finish_s, course.promised_s)
         first = course.holdings[0]
@@ -93,9 +93,9 @@ class Decider:
 
     def job(self, job_id: str) -> LiveJob:
         """Find a live job. Raises KeyError."""
-        job = self.board.jobs.get(job_id)
+        job = self.state.jobs.get(job_id)
         if job is None:
-            raise KeyError(f"no live job {job_id!r}; known are {sorted(self.board.jobs)}")
+            raise KeyError(f"no live job {job_id!r}; known are {sorted(self.state.jobs)}")
         return job
 
     def newcomer(self, job: Job, now: float) -> LiveJob:
@@ -103,8 +103,8 @@ class Decider:
         return LiveJob.newcomer(job, self._numbers, now, best_effort=job.deadline_s is None)
 
     def _register(self, live: LiveJob) -> None:
-        if live.job_id not in self.board.jobs:
-            self.board.jobs[live.job_id] = live
+        if live.job_id not in self.state.jobs:
+            self.state.jobs[live.job_id] = live
             self._numbers += 1
 
     def count_from(self, restored: LiveJob) -> None:
@@ -137,7 +137,7 @@ class Decider:
                 Reject(live.job_id, f"the deadline {moment(deadline)} is past: it is {moment(now)} now", None),
                 *self._wake(now),
             ]
-        if not candidate_sizes(live, self.board.layout.largest_block) or not self.board.nodes:
+        if not candidate_sizes(live, self.state.layout.largest_block) or not self.state.nodes:
             reason = f"no block of at least {live.job.min_workers} slots exists in this cluster"
             return [Reject(live.job_id, reason, None), *self._wake(now)]
         live.phase = Phase.PROFILING
@@ -149,7 +149,7 @@ class Decider:
 
         Where only a part of its curve is known, a no that the rest may turn into a yes is none yet.
         """
-        before = [] if live.job_id in self.board.jobs or self._put_off is not None else self._catch_up(now)
+        before = [] if live.job_id in self.state.jobs or self._put_off is not None else self._catch_up(now)
         self.note_arrival(live, now)
         live.trial = 0
         verdict = self.ask(live, now)
@@ -161,7 +161,7 @@ class Decider:
             return before + (self._measure_more(live, now) if taken is None else taken)
         if size := self._worth_a_trial(live, now):
             return before + self._try_out(live, size, now)
-        if live.job.partial and (missing := missing_sizes(live, self.board.layout, self.config)):
+        if live.job.partial and (missing := missing_sizes(live, self.state.layout, self.config)):
             verdict.reason += f"; its speed with {_among_sizes(missing)} could not be measured in time"
         return before + self._refuse(live, verdict, now)
 
@@ -170,7 +170,7 @@ class Decider:
         job = live.job
         if not job.partial or not job.profile or not job.explore or live.remaining is None:
             return False
-        return now < undecided_until(live, self.board.layout, now, self.config, deadline_s) - TOLERANCE_S
+        return now < undecided_until(live, self.state.layout, now, self.config, deadline_s) - TOLERANCE_S
 
     def _worth_a_trial(self, live: LiveJob, now: float) -> int:
         """The size to measure first, on slots that are free now, at a job that is refused only for want of certainty.
@@ -195,8 +195,8 @@ class Decider:
 
     def _slots_to_try_on(self, now: float) -> tuple[int, int]:
         """The slots that nobody holds, and on how many of them others are about to be measured."""
-        free, spoken_for = self.board.layout.usable_at(now), 0
-        for job in self.board.jobs.values():
+        free, spoken_for = self.state.layout.usable_at(now), 0
+        for job in self.state.jobs.values():
             free &= ~job.mask
             if not job.mask:
                 spoken_for += job.trial
@@ -213,7 +213,7 @@ class Decider:
     def _measure_more(self, live: LiveJob, now: float) -> list[Decision]:
         """Go on measuring a job that what is known of its speed cannot admit."""
         live.phase, live.judged = Phase.PROFILING, len(known_speeds(live))
-        own = undecided_until(live, self.board.layout, now, self.config, live.job.deadline_s)
+        own = undecided_until(live, self.state.layout, now, self.config, live.job.deadline_s)
         live.thorough_s = now + self.config.waiting_retry_s
         if now < own < live.thorough_s:  # from then on a later deadline will do, if it takes one
             live.thorough_s = max(own, now + self.config.overdue_s)
@@ -225,7 +225,7 @@ class Decider:
 
         A rejected arrival must leave no trace: time passes in the stored courses only when it stays.
         """
-        stale = self.board.broken or bool(self.board.late) or self._behind(now)
+        stale = self.state.broken or bool(self.state.late) or self._behind(now)
         return self._plan_again(now, "the plan of the cluster says so", retry=False) if stale else []
 
     def note_arrival(self, live: LiveJob, now: float) -> None:
@@ -234,12 +234,12 @@ class Decider:
         if self._protection is None or live.noted or deadline is None:
             return
         live.noted = True
-        footprint = footprint_of(live.work(self.board.layout, self.config), now, deadline)
+        footprint = footprint_of(live.work(self.state.layout, self.config), now, deadline)
         if footprint is not None:
             self._protection.note(Arrival(now, footprint, max(1.0, deadline - now), live.job.value))
 
     def _behind(self, now: float) -> bool:
-        for job in self.board.jobs.values():
+        for job in self.state.jobs.values():
             course = job.course
             if course is not None and course.holdings:
                 first = course.holdings[0]
@@ -249,10 +249,10 @@ class Decider:
 
     def ask(self, live: LiveJob, now: float, *, thorough: bool = True) -> AdmissionVerdict:
         """Ask admission control about a job beside all others; changes no plan."""
-        board = self.board
+        state = self.state
         live.asked_s = now
-        jobs = [j for j in board.jobs.values() if j.job_id != live.job_id]
-        runs = tuple(board.calendar.runs.values())
+        jobs = [j for j in state.jobs.values() if j.job_id != live.job_id]
+        runs = tuple(state.calendar.runs.values())
         limits = [j.job.deadline_s for j in (live, *jobs) if j is live or j.promised]
         last = max((limit for limit in limits if limit is not None), default=now)
         near = [run for run in runs if run.due_s < last]  # nothing that is promised by then collides with the others
@@ -266,10 +266,10 @@ class Decider:
     def _verdict(
         self, live: LiveJob, jobs: Sequence[LiveJob], runs: Sequence[ExpectedRun], now: float, *, thorough: bool
     ) -> AdmissionVerdict:
-        layout = self.board.layout
-        planner = self.board.planner_over(jobs, now)
+        layout = self.state.layout
+        planner = self.state.planner_over(jobs, now)
         if runs:
-            planner.expected = keepable(planner, reserved(runs, layout, self.config, self.board.calendar.policy, now))
+            planner.expected = keepable(planner, reserved(runs, layout, self.config, self.state.calendar.policy, now))
         return AdmissionControl(planner, live, self._protection, thorough=thorough).decide()
 
     def admit(self, live: LiveJob, verdict: AdmissionVerdict, terms: Terms, now: float) -> list[Decision]:
@@ -288,9 +288,9 @@ class Decider:
         live.changed()
         self._register(live)
         out: list[Decision] = []
-        planner, why = self.board.planner(now), f"{live.job_id} was admitted"
+        planner, why = self.state.planner(now), f"{live.job_id} was admitted"
         if self._put_off is not None:
-            self.board.keep(planner.reserve(verdict.draft), now)
+            self.state.keep(planner.reserve(verdict.draft), now)
             self._put_off.append(why)
         else:
             self.complete_and_adopt(planner, verdict.draft, now, out, why)
@@ -299,16 +299,16 @@ class Decider:
 
     def _refuse(self, live: LiveJob, verdict: AdmissionVerdict, now: float) -> list[Decision]:
         job = live.job
-        known = live.job_id in self.board.jobs
+        known = live.job_id in self.state.jobs
         if known and live.phase is Phase.PROFILING:
-            self.board.ask_again_s = now + 2 * TOLERANCE_S  # what it was measured on may be what others wait for
+            self.state.ask_again_s = now + 2 * TOLERANCE_S  # what it was measured on may be what others wait for
         choice = job.on_reject
         if choice is OnReject.BEST_EFFORT:
             return self.take_best_effort(live, now, f"cannot be promised: {verdict.reason}; runs as best effort")
         if (taken := self._take_later(live, verdict, now)) is not None:
             return taken
         if choice is OnReject.WAIT and job.deadline_s is not None:
-            until = live.latest_start_s(self.board.layout, self.config)
+            until = live.latest_start_s(self.state.layout, self.config)
             if until > now:
                 changed = known and live.phase is not Phase.WAITING
                 if live.phase is not Phase.WAITING:
@@ -325,7 +325,7 @@ class Decider:
         decision = Reject(live.job_id, self.advice(verdict), verdict.earliest_deadline_s)
         if not known:
             return [decision, *self._wake(now)]
-        del self.board.jobs[live.job_id]
+        del self.state.jobs[live.job_id]
         return [decision, *self.replan(now, f"{live.job_id} was rejected", retry=False)]
 
     def _take_later(self, live: LiveJob, verdict: AdmissionVerdict, now: float) -> list[Decision] | None:
@@ -373,33 +373,33 @@ class Decider:
             out += [decision for job in jobs for decision in decide(job)]
         finally:
             self._put_off = None
-        self.board.forget_what_was_cut()
-        rest = self.replan(now, among(put_off), retry=False) if put_off else self.board.wake(now)
+        self.state.forget_what_was_cut()
+        rest = self.replan(now, among(put_off), retry=False) if put_off else self.state.wake(now)
         for i, decision in enumerate(out):
-            if isinstance(decision, Admit) and (job := self.board.jobs.get(decision.job_id)) is not None:
+            if isinstance(decision, Admit) and (job := self.state.jobs.get(decision.job_id)) is not None:
                 out[i] = replace(decision, plan=self.plan_now(job))
         return out + rest
 
     def _wake(self, now: float) -> list[Decision]:
         """The next time at which the plan asks for something; asked once when decisions are made together."""
-        return [] if self._put_off is not None else self.board.wake(now)
+        return [] if self._put_off is not None else self.state.wake(now)
 
     def replan(self, now: float, why: str, *, retry: bool) -> list[Decision]:
         """Plan again, and say when next; later, when decisions are made together."""
         if self._put_off is not None:
             self._put_off.append(why)
             return []
-        return self._plan_again(now, why, retry=retry) + self.board.wake(now)
+        return self._plan_again(now, why, retry=retry) + self.state.wake(now)
 
     def _plan_again(self, now: float, why: str, *, retry: bool) -> list[Decision]:
         """Make the stored courses true, mend what is broken, use what is free; ``retry``: ask again for who waits."""
-        board, out = self.board, list[Decision]()
-        board.refresh(now)
+        state, out = self.state, list[Decision]()
+        state.refresh(now)
         self._expire_profiling(now, out)
-        planner = board.planner(now)
-        if board.broken:
+        planner = state.planner(now)
+        if state.broken:
             draft = mend(planner, self.config.rescue_orders)
-            board.broken = False
+            state.broken = False
         else:
             draft = planner.stored()
         self.complete_and_adopt(planner, draft, now, out, why)
@@ -410,7 +410,7 @@ class Decider:
 
     def _retry(self, now: float, out: list[Decision]) -> None:
         """Ask again for those who wait: who needs least for its value first; in order of arrival if first come."""
-        waiting = [job for job in self.board.jobs.values() if job.phase is Phase.WAITING]
+        waiting = [job for job in self.state.jobs.values() if job.phase is Phase.WAITING]
         if self._protection is not None:
             waiting.sort(key=lambda job: self._price(job, now))
         for job in waiting:
@@ -422,8 +422,8 @@ class Decider:
                 out += [d for d in self._try_out(job, size, now) if not is_wake(d)]
             elif thorough:
                 out += [d for d in self._refuse(job, verdict, now) if not is_wake(d)]
-        for job in list(self.board.jobs.values()):
-            waits = job.phase is Phase.PROFILING and job.profiling is None and job.job_id in self.board.jobs
+        for job in list(self.state.jobs.values()):
+            waits = job.phase is Phase.PROFILING and job.profiling is None and job.job_id in self.state.jobs
             if waits and job.remaining is not None and known_speeds(job):
                 out += self._ask_again(job, now)
 
@@ -438,7 +438,7 @@ class Decider:
 
     def _price(self, job: LiveJob, now: float) -> float:
         """Slot-seconds that a job needs at least for a value of 1 (infinite: it cannot be kept any more)."""
-        work = job.work(self.board.layout, self.config)
+        work = job.work(self.state.layout, self.config)
         footprint = footprint_of(work, now, job.job.deadline_s or INFINITY)
         return INFINITY if footprint is None or job.job.value <= 0.0 else footprint / job.job.value
 
@@ -447,7 +447,7 @@ class Decider:
         draft = planner.complete(planner.reserve(draft))
         starved, (endless, late_s) = planner.starved(draft), planner.lateness(draft)
         late = bool(endless or late_s)
-        if (starved or (late and now >= self.board.hopeful_s)) and planner.luxury(draft):
+        if (starved or (late and now >= self.state.hopeful_s)) and planner.luxury(draft):
             other = self._afresh(planner, draft)
             if other is not None:
                 other = planner.complete(planner.reserve(other))
@@ -459,18 +459,18 @@ class Decider:
                 if helps or (planner.starved(other) < starved and not hurts):
                     draft = other
                 elif late:
-                    self.board.hopeful_s = now + self.config.waiting_retry_s / _LOOKS
-        self.board.adopt(draft, now, out, why)
+                    self.state.hopeful_s = now + self.config.waiting_retry_s / _LOOKS
+        self.state.adopt(draft, now, out, why)
 
     def _worth_a_new_plan_s(self, late_s: float) -> float:
         """By how much jobs at risk have to end earlier that others give up for it what exceeds their share."""
-        pauses = [job.job.costs.pause_s for job in self.board.jobs.values() if job.mask]
+        pauses = [job.job.costs.pause_s for job in self.state.jobs.values() if job.mask]
         least = self.config.patience_pauses * max(pauses, default=0.0)
         return max(least, _WORTH_OF_LATENESS * late_s, TOLERANCE_S)
 
     def _afresh(self, planner: Planner, draft: Draft) -> Draft | None:
         """All promises planned anew, with every reservation that the draft holds; None when no plan proves them."""
-        calendar, now = self.board.calendar, planner.now
+        calendar, now = self.state.calendar, planner.now
         runs = [run for run in calendar.runs.values() if stand_in_id(run.run_id) in draft.courses]
         if not runs:
             return planner.fresh()
@@ -481,16 +481,16 @@ class Decider:
 
     def after_measuring(self, job: LiveJob, now: float) -> list[Decision]:
         """Decide on a job whose measurement is over, or measure it with more workers."""
-        board = self.board
+        state = self.state
         job.profiling = None
         if job.trial:
             return self.decide_measured(job, now)
-        goes_on = known_speeds(job) == {} or now < undecided_until(job, board.layout, now, self.config)
-        if not missing_sizes(job, board.layout, self.config) or not goes_on or in_a_hurry(job, now, self.config):
+        goes_on = known_speeds(job) == {} or now < undecided_until(job, state.layout, now, self.config)
+        if not missing_sizes(job, state.layout, self.config) or not goes_on or in_a_hurry(job, now, self.config):
             return self.decide_measured(job, now)
         job.course = None
         out = self.replan(now, "the next size is measured", retry=False)
-        decided = job.job_id not in board.jobs or job.phase is not Phase.PROFILING
+        decided = job.job_id not in state.jobs or job.phase is not Phase.PROFILING
         if decided or job.profiling is not None or job.judged == len(known_speeds(job)):
             return out
         return [d for d in out if not is_wake(d)] + self.decide_measured(job, now)
@@ -501,11 +501,11 @@ class Decider:
             reason = "no number of workers could be measured; give scaling_curve= (steps/s by number of workers)"
             if job.job.on_reject is OnReject.BEST_EFFORT:
                 return self.take_best_effort(job, now, f"{reason}; runs as best effort")
-            del self.board.jobs[job.job_id]
+            del self.state.jobs[job.job_id]
             return [Reject(job.job_id, reason, None), *self.replan(now, f"{job.job_id} was rejected", retry=False)]
         if job.remaining is None:
             return self._wake(now)
-        job.settle(self.board.layout, self.config, now)
+        job.settle(self.state.layout, self.config, now)
         job.take_measured(self.config)
         job.course = job.course if job.profiling is not None else None  # which may have to go on
         return self.decide(job, now)
@@ -524,8 +524,8 @@ class Decider:
             self._expiring = False
 
     def _expire_each(self, now: float, out: list[Decision]) -> None:
-        for job in list(self.board.jobs.values()):
-            if job.phase is not Phase.PROFILING or job.job_id not in self.board.jobs:
+        for job in list(self.state.jobs.values()):
+            if job.phase is not Phase.PROFILING or job.job_id not in self.state.jobs:
                 continue
             if job.profiling is not None and now >= job.profiling.until_s - TOLERANCE_S:
                 job.failed_sizes.add(job.profiling.size)
@@ -535,7 +535,7 @@ class Decider:
                     job.failed_sizes.add(job.trial)
                 out += [d for d in self.decide_measured(job, now) if not is_wake(d)]
             elif job.profiling is None:
-                limit = wait_limit(job, self.board.layout, now, self.config)
+                limit = wait_limit(job, self.state.layout, now, self.config)
                 if limit is not None and now >= limit - TOLERANCE_S:
                     out += [d for d in self._waited_in_vain(job, now) if not is_wake(d)]
                 elif job.judged and job.judged == len(known_speeds(job)) and now >= job.thorough_s - TOLERANCE_S:
@@ -553,11 +553,11 @@ class Decider:
         )
         if job.job.on_reject is OnReject.BEST_EFFORT:
             return self.take_best_effort(job, now, reason)
-        del self.board.jobs[job.job_id]
+        del self.state.jobs[job.job_id]
         return [Reject(job.job_id, reason, None)]
 
     def _say_waiting(self, now: float, out: list[Decision]) -> None:
-        for job in self.board.jobs.values():
+        for job in self.state.jobs.values():
             if job.phase is not Phase.PROFILING:
                 if job.competes and job.best_effort:
                     self._say_no_block(job, now, out)
@@ -571,12 +571,12 @@ class Decider:
                 continue  # it was lent slots to say how long it is, or is decided on next
             elif job.said_waiting != (saying := f"profile {len(known)}"):
                 job.said_waiting = saying
-                limit = wait_limit(job, self.board.layout, now, self.config)
+                limit = wait_limit(job, self.state.layout, now, self.config)
                 out.append(Wait(job.job_id, self._for_what(job, known, now), limit))
 
     def _say_no_block(self, job: LiveJob, now: float, out: list[Decision]) -> None:
         """Say once of a best-effort job that it waits for a larger cluster, and not for others to make room."""
-        layout = self.board.layout
+        layout = self.state.layout
         sizes = () if job.mask else job.work(layout, self.config).sizes
         if job.mask or (sizes and layout.blocks(layout.usable_at(now), level_of(sizes[0]))):
             job.said_waiting = ""
@@ -587,7 +587,7 @@ class Decider:
 
     def _for_what(self, job: LiveJob, known: Iterable[int], now: float) -> str:
         """What a job waits for whose speed, or length, is not known; ``known`` are the sizes at which its speed is."""
-        more = sizes_to_measure(job, self.board.layout, now, self.config)[:1]
+        more = sizes_to_measure(job, self.state.layout, now, self.config)[:1]
         if not known:
             return "waits for slots that no promise needs, to measure its speed on them"
         if job.remaining is None or not more:

@@ -11,25 +11,22 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import Self
 
-from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.admission import AdmissionVerdict
-from elasticflow_airflow.scheduler_core.board import Board
-from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, stand_in_id
-from elasticflow_airflow.scheduler_core.cluster import nodes_after, nodes_avoiding, slots_cut_off
-from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.cluster.nodes import nodes_after, nodes_avoiding, slots_cut_off
 from elasticflow_airflow.scheduler_core.decider import Decider, among, is_wake
-from elasticflow_airflow.scheduler_core.decisions import (
+from elasticflow_airflow.scheduler_core.jobs.learned_speed import Evidence
+from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob, ProfilingRun
+from elasticflow_airflow.scheduler_core.jobs.profiling import in_a_hurry, known_speeds, missing_sizes
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.decisions import (
     Amended,
     AmendRejected,
     Decision,
     Suspend,
     Terms,
 )
-from elasticflow_airflow.scheduler_core.jobs import LiveJob, ProfilingRun
-from elasticflow_airflow.scheduler_core.learning import Evidence
-from elasticflow_airflow.scheduler_core.planner import Planner
-from elasticflow_airflow.scheduler_core.profiling import in_a_hurry, known_speeds, missing_sizes
-from elasticflow_airflow.scheduler_core.values import (
+from elasticflow_airflow.scheduler_core.model.recurring_work import CalendarPolicy, ExpectedRun, stand_in_id
+from elasticflow_airflow.scheduler_core.model.values import (
     Job,
     JobState,
     Node,
@@ -38,7 +35,10 @@ from elasticflow_airflow.scheduler_core.values import (
     Plan,
     Reservation,
 )
-from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding, likely_end
+from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Holding, likely_end
+from elasticflow_airflow.scheduler_core.planning.admission import AdmissionVerdict
+from elasticflow_airflow.scheduler_core.planning.planner import Planner
+from elasticflow_airflow.scheduler_core.scheduler_state import SchedulerState
 
 
 class Scheduler:
@@ -54,8 +54,8 @@ class Scheduler:
         calendar: CalendarPolicy | None = None,
     ) -> None:
         self.config = config or SchedulerConfig()
-        self._board = Board(self.config, nodes, calendar)
-        self._decider = Decider(self.config, self._board)
+        self._state = SchedulerState(self.config, nodes, calendar)
+        self._decider = Decider(self.config, self._state)
 
     def twin(self) -> Self:
         """An independent copy, to try things on: it decides what this one would. What never changes is shared.
@@ -63,33 +63,33 @@ class Scheduler:
         This is how every question about what would be is answered. It costs some 27 microseconds a job, a third of a
         copy of everything, and less than a scheduler that is restored from the jobs' states, which has to plan anew.
         """
-        return copy.deepcopy(self, self._board.constants())
+        return copy.deepcopy(self, self._state.constants())
 
     def nodes(self) -> tuple[Node, ...]:
         """The nodes as last told."""
-        return tuple(self._board.nodes.values())
+        return tuple(self._state.nodes.values())
 
     def states(self) -> tuple[JobState, ...]:
         """Everything remembered of every live job, in order of arrival; input of :meth:`restore`."""
-        return tuple(job.state(self._board.layout) for job in self._board.jobs.values())
+        return tuple(job.state(self._state.layout) for job in self._state.jobs.values())
 
     def state(self, job_id: str) -> JobState | None:
         """Everything remembered of one job; None when it is not live."""
-        job = self._board.jobs.get(job_id)
-        return None if job is None else job.state(self._board.layout)
+        job = self._state.jobs.get(job_id)
+        return None if job is None else job.state(self._state.layout)
 
     def expected_runs(self) -> tuple[ExpectedRun, ...]:
         """The runs that the calendar expects, as last told, without those that were submitted or have not come."""
-        return tuple(self._board.calendar.runs.values())
+        return tuple(self._state.calendar.runs.values())
 
     def kept_free(self) -> tuple[tuple[ExpectedRun, tuple[Reservation, ...]], ...]:
         """Where the stored plan keeps slots free for expected runs, and for which; soonest first."""
-        board, found = self._board, []
-        for run in board.calendar.runs.values():
-            course = board.reservations.get(stand_in_id(run.run_id))
+        state, found = self._state, []
+        for run in state.calendar.runs.values():
+            course = state.reservations.get(stand_in_id(run.run_id))
             if course is not None:
                 slots = tuple(
-                    Reservation(h.start_s, h.end_s, board.layout.placement_of(h.mask, Placement()))
+                    Reservation(h.start_s, h.end_s, state.layout.placement_of(h.mask, Placement()))
                     for h in course.holdings
                 )
                 found.append((run, slots))
@@ -97,19 +97,19 @@ class Scheduler:
 
     def open_books(self, now: float) -> tuple[Planner, tuple[LiveJob, ...], CalendarPolicy]:
         """What a forecast reads: a planner over the present jobs, the jobs, and how far the calendar is believed."""
-        return self._board.planner(now), tuple(self._board.jobs.values()), self._board.calendar.policy
+        return self._state.planner(now), tuple(self._state.jobs.values()), self._state.calendar.policy
 
     def set_waiting_aside(self) -> list[LiveJob]:
         """Forget those who wait for capacity, and return them. For copies that decide nothing any more."""
-        waiting = [job for job in self._board.jobs.values() if job.phase is Phase.WAITING]
+        waiting = [job for job in self._state.jobs.values() if job.phase is Phase.WAITING]
         for job in waiting:
-            del self._board.jobs[job.job_id]
+            del self._state.jobs[job.job_id]
         return waiting
 
     def knows_curve(self, job_id: str) -> bool:
         """Whether the speed of a live job is known at every size that is worth measuring."""
-        job = self._board.jobs.get(job_id)
-        return job is not None and not missing_sizes(job, self._board.layout, self.config)
+        job = self._state.jobs.get(job_id)
+        return job is not None and not missing_sizes(job, self._state.layout, self.config)
 
     def plan_of(self, job_id: str) -> Plan | None:
         """The stored plan of a live job from its last change on; None while it has none.
@@ -127,7 +127,7 @@ class Scheduler:
         job = self._decider.job(job_id)
         if job.course is None or job.course.finish_s == INFINITY:
             return None
-        return likely_end(job.work(self._board.layout, self.config), job.course, job.as_of_s)
+        return likely_end(job.work(self._state.layout, self.config), job.course, job.as_of_s)
 
     def handle(self, event: ev.Event | ev.CalendarEvent, now: float) -> list[Decision]:
         """Take in one event and say what follows from it. Events of jobs that are gone are ignored.
@@ -135,7 +135,7 @@ class Scheduler:
         Raises:
             ValueError: a job is submitted whose id is live already, or whose fields contradict each other.
         """
-        self._board.calendar.expire(now)
+        self._state.calendar.expire(now)
         match event:
             case ev.JobSubmitted():
                 return self._submitted(event.job, now)
@@ -144,19 +144,19 @@ class Scheduler:
             case ev.NodeJoined() | ev.NodeLost() | ev.NodeDraining():
                 return self._nodes_changed(event, now)
             case ev.RunExpected():
-                self._board.calendar.expect(event.run)
-                return self._board.wake(now)
+                self._state.calendar.expect(event.run)
+                return self._state.wake(now)
             case ev.RunForgotten():
-                if not self._board.calendar.forget(event.run_id):
-                    return self._board.wake(now)
+                if not self._state.calendar.forget(event.run_id):
+                    return self._state.wake(now)
                 return self._decider.replan(now, "a run that was expected does not come", retry=True)
             case _:
-                job = self._board.jobs.get(event.job_id)
+                job = self._state.jobs.get(event.job_id)
                 if job is None:
-                    return self._board.wake(now)
+                    return self._state.wake(now)
         match event:
             case ev.JobFinished() | ev.JobFailed() | ev.JobCancelled():
-                del self._board.jobs[job.job_id]
+                del self._state.jobs[job.job_id]
                 return self._decider.replan(now, f"{job.job_id} has left", retry=True)
             case ev.JobProgressed() | ev.GangStarted():
                 return self.reported([event], now)
@@ -185,7 +185,7 @@ class Scheduler:
         Raises:
             ValueError: one of them is live already.
         """
-        self._board.calendar.expire(now)
+        self._state.calendar.expire(now)
         coming = iter(jobs)
         few = list(islice(coming, 2))
         if len(few) == 1:
@@ -194,22 +194,22 @@ class Scheduler:
 
     def reported(self, reports: Sequence[ev.JobProgressed | ev.GangStarted], now: float) -> list[Decision]:
         """Take in what several jobs report at the same time, and plan once for all of them: see :meth:`handle`."""
-        self._board.calendar.expire(now)
+        self._state.calendar.expire(now)
         measured: list[LiveJob] = []
         news = [why for event in reports if (why := self._news(event, now, measured))]
         out: list[Decision] = []
         for job in measured:
-            if self._board.jobs.get(job.job_id) is job and job.phase is Phase.PROFILING:  # not decided on with another
+            if self._state.jobs.get(job.job_id) is job and job.phase is Phase.PROFILING:  # not decided on with another
                 out += [d for d in self._decider.decide_measured(job, now) if not is_wake(d)]
         if news:
             return out + self._decider.replan(now, among(news), retry=False)
-        if self._board.is_due(now):
+        if self._state.is_due(now):
             return out + self._decider.replan(now, "the plan of the cluster says so", retry=False)
-        return out + self._board.wake(now)
+        return out + self._state.wake(now)
 
     def _news(self, event: ev.JobProgressed | ev.GangStarted, now: float, measured: list[LiveJob]) -> str:
         """Take in a report; why it is to be planned again, empty if it is not. See :meth:`_hear` for ``measured``."""
-        job = self._board.jobs.get(event.job_id)
+        job = self._state.jobs.get(event.job_id)
         if job is None:
             return ""
         if isinstance(event, ev.GangStarted):
@@ -222,12 +222,12 @@ class Scheduler:
         Raises:
             ValueError: there are live jobs already.
         """
-        if self._board.jobs:
+        if self._state.jobs:
             raise ValueError("restore() needs a scheduler that has no jobs yet")
-        layout, out = self._board.layout, list[Decision]()
+        layout, out = self._state.layout, list[Decision]()
         for state in states:
             job = _job_of(state, layout.mask_of(state.placement))
-            if reason := slots_cut_off(state.placement, self._board.nodes):
+            if reason := slots_cut_off(state.placement, self._state.nodes):
                 out.append(Suspend(job.job_id, reason))
             if job.mask.bit_count() != state.placement.workers:
                 job.placement, job.mask = Placement(), 0
@@ -237,15 +237,15 @@ class Scheduler:
             ):
                 holdings = tuple(Holding(r.start_s, r.end_s, layout.mask_of(r.placement)) for r in state.reserved)
                 job.course = Course(holdings, INFINITY, INFINITY)
-                self._board.late.add(job.job_id)
+                self._state.late.add(job.job_id)
             elif job.promised:
-                self._board.broken = True
-            self._board.jobs[job.job_id] = job
+                self._state.broken = True
+            self._state.jobs[job.job_id] = job
             self._decider.count_from(job)
             self._decider.note_arrival(job, job.job.submitted_s)
-        spanning = any(len({slot.node_id for slot in job.placement.slots}) > 1 for job in self._board.jobs.values())
+        spanning = any(len({slot.node_id for slot in job.placement.slots}) > 1 for job in self._state.jobs.values())
         if spanning:
-            self._board.change_nodes(list(self._board.nodes.values()))
+            self._state.change_nodes(list(self._state.nodes.values()))
         return out + self._decider.replan(now, "the scheduler was restarted", retry=True)
 
     def recall(self, jobs: Iterable[Job]) -> None:
@@ -258,7 +258,7 @@ class Scheduler:
             self._decider.note_arrival(self._decider.newcomer(job, job.submitted_s), job.submitted_s)
 
     def _submitted(self, job: Job, now: float) -> list[Decision]:
-        if job.job_id in self._board.jobs:
+        if job.job_id in self._state.jobs:
             raise ValueError(f"job {job.job_id!r} is live already; a new incarnation needs the old one to end first")
         if job.curve is None and not job.profile and job.deadline_s is not None:
             reason = "its speed is not known and cannot be measured (a script that reports nothing)"
@@ -266,10 +266,10 @@ class Scheduler:
                 self._decider.newcomer(job, now), now, f"{reason}: runs as best effort; no deadline is kept"
             )
         live = self._decider.newcomer(job, now)
-        run = self._board.calendar.take(job.task, now)
+        run = self._state.calendar.take(job.task, now)
         if run is not None:
             live.foreseen = True
-            live.reservation = self._board.reservations.pop(stand_in_id(run.run_id), None)
+            live.reservation = self._state.reservations.pop(stand_in_id(run.run_id), None)
         if job.deadline_s is None:
             return self._decider.take_best_effort(live, now, "best effort: runs on slots that no promise needs")
         if job.curve is None:
@@ -281,25 +281,25 @@ class Scheduler:
 
         ``measured`` are those on which it is decided once all have been heard: this one may come to them.
         """
-        board = self._board
+        state = self._state
         if self._as_expected(job, event, now):
             return False
         done = event.remaining_steps is not None and event.remaining_steps <= 0.0
-        if done and job.mask and job.work(board.layout, self.config).left_at(now) <= 0.0:
+        if done and job.mask and job.work(state.layout, self.config).left_at(now) <= 0.0:
             return False  # its last step was expected before; the tail has been counted since then
-        job.settle(board.layout, self.config, now)
+        job.settle(state.layout, self.config, now)
         job.hear(event)
         if event.steps_per_s is not None and event.steps_per_s > 0.0 and job.mask:
             self._learn_speed(job, event.steps_per_s, event.measured_s, now)
         job.changed()
         if job.course is not None:
-            board.late.add(job.job_id)
+            state.late.add(job.job_id)
         if job.phase is not Phase.PROFILING:
             return True
         known = known_speeds(job)
         decide = job.trial > 0 and job.is_certain(job.trial, self.config)
         if job.judged != len(known):  # its length is known only now, or its time gets short
-            over = not missing_sizes(job, board.layout, self.config)
+            over = not missing_sizes(job, state.layout, self.config)
             decide = over or job.profiling is None or in_a_hurry(job, now, self.config)
         if decide and all(one is not job for one in measured):
             measured.append(job)
@@ -310,11 +310,11 @@ class Scheduler:
         left, seen = event.remaining_steps, job.measured.get(job.mask.bit_count())
         if left is None or seen is None or event.total_steps is not None or not job.started:
             return False
-        if job.course is None or job.job_id in self._board.late or event.expected_steps != job.expected:
+        if job.course is None or job.job_id in self._state.late or event.expected_steps != job.expected:
             return False
         certain = job.is_certain(job.mask.bit_count(), self.config)
         same_speed = event.steps_per_s is None or (certain and abs(event.steps_per_s - seen) <= 1e-9 * seen)
-        ahead = abs(left - job.work(self._board.layout, self.config).left_at(now))
+        ahead = abs(left - job.work(self._state.layout, self.config).left_at(now))
         return job.competes and same_speed and ahead <= TOLERANCE_S * seen
 
     def _learn_speed(self, job: LiveJob, steps_per_s: float, measured_s: float | None, now: float) -> None:
@@ -325,8 +325,8 @@ class Scheduler:
             job.hear_speed(size, steps_per_s, self.config, now, measured_s)
 
     def _measured(self, job: LiveJob, event: ev.JobMeasured, now: float) -> list[Decision]:
-        board = self._board
-        job.settle(board.layout, self.config, now)
+        state = self._state
+        job.settle(state.layout, self.config, now)
         if event.costs is not None:
             job.job = replace(job.job, costs=event.costs)
         usable = not event.failed and event.steps_per_s is not None and event.steps_per_s > 0.0
@@ -334,7 +334,7 @@ class Scheduler:
             if usable and event.steps_per_s is not None:
                 job.learn(event.workers, event.steps_per_s, self.config)
             job.changed()
-            board.late.add(job.job_id)
+            state.late.add(job.job_id)
             return self._decider.replan(now, f"{job.job_id} was measured with {event.workers}", retry=False)
         if usable and event.steps_per_s is not None:
             job.measured[event.workers] = event.steps_per_s
@@ -346,12 +346,12 @@ class Scheduler:
 
     def _amended(self, job: LiveJob, event: ev.JobAmended, now: float) -> list[Decision]:
         if event.max_workers is not None:
-            job.settle(self._board.layout, self.config, now)
+            job.settle(self._state.layout, self.config, now)
             job.job, job.course = replace(job.job, max_workers=event.max_workers), None
-            self._board.broken = self._board.broken or job.promised
+            self._state.broken = self._state.broken or job.promised
             job.changed()
             return self._decider.replan(now, f"at most {event.max_workers} workers can train {job.job_id}", retry=True)
-        board, before = self._board, job.job
+        state, before = self._state, job.job
         value = before.value if event.value is None else event.value
         if event.best_effort:
             job.job = replace(before, value=value, deadline_s=None, asked_deadline_s=None)
@@ -371,7 +371,7 @@ class Scheduler:
         job.judged, job.said_waiting = 0, "" if job.phase is Phase.PROFILING else job.said_waiting
         job.changed()
         if job.phase is Phase.WAITING and deadline is not None and deadline != before.deadline_s:
-            if job.latest_start_s(board.layout, self.config) <= now:
+            if job.latest_start_s(state.layout, self.config) <= now:
                 return self._refuse_amendment(job, before, self._decider.ask(job, now), now)
             job.thorough_s, job.said_waiting = now, ""  # a new question, with an answer of its own
         if deadline is None or deadline == before.deadline_s or job.phase is not Phase.ADMITTED:
@@ -379,9 +379,9 @@ class Scheduler:
             return out + (
                 self._decider.replan(now, f"{job.job_id} was amended", retry=True)
                 if job.phase is not Phase.ADMITTED
-                else board.wake(now)
+                else state.wake(now)
             )
-        board.refresh(now)
+        state.refresh(now)
         kept = (
             job.course is not None
             and job.promised
@@ -405,24 +405,24 @@ class Scheduler:
         job.job = before
         job.changed()
         rejected = AmendRejected(job.job_id, self._decider.advice(verdict), verdict.earliest_deadline_s)
-        return [rejected, *self._board.wake(now)]
+        return [rejected, *self._state.wake(now)]
 
     def _parked(self, job: LiveJob, now: float) -> list[Decision]:
-        board = self._board
+        state = self._state
         if job.phase is Phase.PARKED:
-            return board.wake(now)
+            return state.wake(now)
         out: list[Decision] = []
         if job.mask:
-            job.hold(board.layout, self.config, 0, now)
+            job.hold(state.layout, self.config, 0, now)
             out.append(Suspend(job.job_id, "parked: its owner is away, so it holds nothing until one is back"))
         job.parked_from, job.phase = job.phase, Phase.PARKED
         job.course, job.profiling = None, None
         return out + self._decider.replan(now, f"{job.job_id} is parked", retry=True)
 
     def _unparked(self, job: LiveJob, now: float) -> list[Decision]:
-        board = self._board
+        state = self._state
         if job.phase is not Phase.PARKED:
-            return board.wake(now)
+            return state.wake(now)
         job.phase, job.parked_from = job.parked_from or Phase.ADMITTED, None
         job.renew_trial(now, self.config)
         job.waiting_since_s = now
@@ -431,8 +431,8 @@ class Scheduler:
             if verdict.draft is not None:
                 out: list[Decision] = []
                 why = f"the owner of {job.job_id} is back"
-                self._decider.complete_and_adopt(board.planner(now), verdict.draft, now, out, why)
-                return out + board.wake(now)
+                self._decider.complete_and_adopt(state.planner(now), verdict.draft, now, out, why)
+                return out + state.wake(now)
         return self._decider.replan(now, f"the owner of {job.job_id} is back", retry=True)
 
     def _gang_started(self, job: LiveJob, placement: Placement, now: float) -> bool:
@@ -452,18 +452,18 @@ class Scheduler:
         job.changed()
         if job.course is None or not moved:
             return False
-        self._board.late.add(job.job_id)
+        self._state.late.add(job.job_id)
         return True
 
     def _gang_reformed(self, job: LiveJob, placement: Placement, now: float) -> list[Decision]:
-        board = self._board
-        mask = board.layout.mask_of(placement)
+        state = self._state
+        mask = state.layout.mask_of(placement)
         taken = 0
-        for other in board.jobs.values():
+        for other in state.jobs.values():
             taken |= other.mask if other is not job else 0
         if not mask or mask.bit_count() != placement.workers or mask & taken or job.phase is Phase.PARKED:
-            return board.wake(now)
-        job.settle(board.layout, self.config, now)
+            return state.wake(now)
+        job.settle(state.layout, self.config, now)
         job.placement, job.mask, job.ready_s, job.starting = placement, mask, now, False
         job.started = job.ever_started = True
         job.joined_s = -INFINITY
@@ -473,48 +473,48 @@ class Scheduler:
         if job.course is not None:  # stays where it is, and grows where that repays its pause
             end = max((h.end_s for h in job.course.holdings), default=now)
             job.course = job.course._replace(holdings=(Holding(now, max(end, now + 2 * TOLERANCE_S), mask),))
-            board.late.add(job.job_id)
+            state.late.add(job.job_id)
         workers = "1 worker" if placement.workers == 1 else f"{placement.workers} workers"
         return self._decider.replan(now, f"{job.job_id} goes on with {workers}", retry=False)
 
     def _lose_gang(self, job: LiveJob, now: float) -> None:
-        board = self._board
-        job.stop(board.layout, self.config, now)
+        state = self._state
+        job.stop(state.layout, self.config, now)
         job.placement, job.mask, job.ready_s, job.starting = Placement(), 0, now, False
         job.profiling = None
         job.waiting_since_s = now
         job.renew_trial(now, self.config)
         job.changed()
         if job.course is not None:
-            board.late.add(job.job_id)
+            state.late.add(job.job_id)
 
     def _slot_slow(self, job: LiveJob, event: ev.SlotSlow, now: float) -> list[Decision]:
-        board, (node_id, index) = self._board, event.slot
-        if node_id not in board.nodes:
-            return board.wake(now)
-        job.settle(board.layout, self.config, now)
+        state, (node_id, index) = self._state, event.slot
+        if node_id not in state.nodes:
+            return state.wake(now)
+        job.settle(state.layout, self.config, now)
         size, curve = job.mask.bit_count(), job.job.curve
         if curve is not None and size in curve.steps_per_s:
             job.learn(size, curve.steps_per_s[size] * event.gain, self.config)
         job.changed()
-        board.change_nodes(nodes_avoiding(board.nodes, event).values())
+        state.change_nodes(nodes_avoiding(state.nodes, event).values())
         if job.course is not None:
-            board.late.add(job.job_id)
+            state.late.add(job.job_id)
         return self._decider.replan(now, f"a worker of {job.job_id} is slow on {node_id}:{index}", retry=False)
 
     def _nodes_changed(self, event: ev.NodeJoined | ev.NodeLost | ev.NodeDraining, now: float) -> list[Decision]:
-        board = self._board
+        state = self._state
         if isinstance(event, ev.NodeLost):
-            for job in board.jobs.values():
+            for job in state.jobs.values():
                 if any(slot.node_id == event.node_id for slot in job.placement.slots):
                     self._lose_gang(job, now)
-        nodes, why = nodes_after(board.nodes, event)
+        nodes, why = nodes_after(state.nodes, event)
         out: list[Decision] = []
-        for job in board.jobs.values():
+        for job in state.jobs.values():
             if reason := slots_cut_off(job.placement, nodes):
                 self._lose_gang(job, now)
                 out.append(Suspend(job.job_id, reason))
-        board.change_nodes(nodes.values())
+        state.change_nodes(nodes.values())
         return out + self._decider.replan(now, why, retry=True)
 
 

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.text import Text
 
 from elasticflow_airflow.cli.connection import StateDir, Url, client
-from elasticflow_airflow.cli.display import moment
-from elasticflow_airflow.cli.forecasting import Hours
-from elasticflow_airflow.cli.tables import Column, print_table
+from elasticflow_airflow.cli.forecast import Hours
+from elasticflow_airflow.cli.terminal.display import moment
+from elasticflow_airflow.cli.terminal.tables import Column, print_table
 
 if TYPE_CHECKING:
-    from elasticflow_airflow.insight import CapacityWant, ReleasableNode
+    from elasticflow_airflow.api.insight import CapacityWant, ReleasableNode
 
 _NODES = (Column("releasable", key=True), Column("slots"), Column("now"), Column("why"))
 _WANTS = (Column("deadline"), Column("task", key=True), Column("wants more"), Column("why"))

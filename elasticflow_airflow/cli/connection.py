@@ -17,9 +17,9 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 
+from elasticflow_airflow.api.diagnosis import Finding
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint, default_state_dir, ensure_service
 from elasticflow_airflow.client.embedded import embedded_endpoint, for_looking
-from elasticflow_airflow.diagnosis import Finding
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 from elasticflow_airflow import __version__
+from elasticflow_airflow.api import API_VERSION, ServiceCard
+from elasticflow_airflow.api.diagnosis import Diagnosis, Finding, ok, problem, warning
 from elasticflow_airflow.cli.connection import StateDir, Url, chosen, locate
 from elasticflow_airflow.client import (
     ElasticFlowClient,
@@ -25,8 +27,6 @@ from elasticflow_airflow.client import (
     Unauthorized,
 )
 from elasticflow_airflow.client.embedded import did_not_end
-from elasticflow_airflow.diagnosis import Diagnosis, Finding, ok, problem, warning
-from elasticflow_airflow.wire import API_VERSION, ServiceCard
 
 _SKEW_WARNING_S, _SKEW_PROBLEM_S = 2.0, 30.0
 _SLOW_ANSWER_S = 1.0
@@ -150,7 +150,7 @@ def _embedded_is_away(socket: Path, error: ElasticFlowError) -> Iterator[Finding
         yield ok("connection", f"no service runs for {state_dir} now: the first task that needs it starts it")
     from pydantic import ValidationError
 
-    from elasticflow_airflow.service.doctoring import look_at_machine, look_at_slots
+    from elasticflow_airflow.service.http.routes.doctor_routes import look_at_machine, look_at_slots
     from elasticflow_airflow.service.settings import ServiceSettings, problems_of
 
     try:

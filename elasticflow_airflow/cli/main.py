@@ -10,20 +10,11 @@ import typer
 from rich.console import Console
 
 from elasticflow_airflow import __version__
-from elasticflow_airflow.cli import (
-    capacity,
-    changing,
-    doctor,
-    following,
-    forecasting,
-    reproducing,
-    simulation,
-    submitting,
-    synthesis,
-)
+from elasticflow_airflow.api import State
+from elasticflow_airflow.cli import amend, capacity, doctor, forecast, logs, reproduce, submit
 from elasticflow_airflow.cli.connection import JobId, StateDir, Url, check_name, client
+from elasticflow_airflow.cli.simulator import simulate, synthesize
 from elasticflow_airflow.cli.unowned import SILENT
-from elasticflow_airflow.wire import State
 
 app = typer.Typer(
     name="elasticflow",
@@ -34,16 +25,16 @@ app = typer.Typer(
 )
 _POLL_S = 1.0
 
-app.command()(simulation.simulate)
-app.command()(simulation.compare)
-app.command()(synthesis.synthesize)
-app.command()(forecasting.forecast)
+app.command()(simulate.simulate)
+app.command()(simulate.compare)
+app.command()(synthesize.synthesize)
+app.command()(forecast.forecast)
 app.command()(capacity.capacity)
-app.command()(submitting.submit)
-app.command()(following.logs)
-app.command()(reproducing.reproduce)
-app.command()(changing.amend)
-app.command()(changing.cancel)
+app.command()(submit.submit)
+app.command()(logs.logs)
+app.command()(reproduce.reproduce)
+app.command()(amend.amend)
+app.command()(amend.cancel)
 app.command()(doctor.doctor)
 
 
@@ -87,7 +78,7 @@ def serve(
 @app.command()
 def health(url: str | None = Url, state_dir: Path | None = StateDir) -> None:
     """Say how the service is, and who holds which slot."""
-    from elasticflow_airflow.cli.display import health_lines
+    from elasticflow_airflow.cli.terminal.display import health_lines
 
     with client(url, state_dir) as service:
         _print(*health_lines(service.health()))
@@ -108,7 +99,7 @@ def jobs(
     silent_s: float = typer.Option(60.0, "--silent", min=1, help=SILENT),
 ) -> None:
     """List jobs: state, progress, projected finish against the deadline."""
-    from elasticflow_airflow.cli.display import print_jobs
+    from elasticflow_airflow.cli.terminal.display import print_jobs
     from elasticflow_airflow.cli.unowned import print_unowned
 
     with client(url, state_dir) as service:
@@ -135,7 +126,7 @@ def jobs(
 @app.command()
 def show(job_id: str = JobId, url: str | None = Url, state_dir: Path | None = StateDir) -> None:
     """Show one job and its events: what was decided, and why."""
-    from elasticflow_airflow.cli.display import event_line, job_lines
+    from elasticflow_airflow.cli.terminal.display import event_line, job_lines
 
     check_name(job_id)
 
@@ -151,7 +142,7 @@ def events(
     follow: bool = typer.Option(False, "--follow", "-f", help="Go on until the job has ended."),
 ) -> None:
     """Print the events of a job."""
-    from elasticflow_airflow.cli.display import event_line
+    from elasticflow_airflow.cli.terminal.display import event_line
 
     check_name(job_id)
 

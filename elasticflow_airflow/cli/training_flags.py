@@ -9,8 +9,8 @@ from typing import Any, Final
 import typer
 
 from elasticflow_airflow import bounds
-from elasticflow_airflow.cli.signatures import described_as
-from elasticflow_airflow.training_options import OPTIONS, Option, ValueKind, WhatToTrain
+from elasticflow_airflow.api.training_options import OPTIONS, Option, ValueKind, WhatToTrain
+from elasticflow_airflow.cli.terminal.signatures import described_as
 
 _READ_AS: Final[dict[ValueKind, Any]] = {
     ValueKind.COUNT: int,

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import typer
 from rich.console import Console
 
+from elasticflow_airflow.api.owners import UnownedJob
 from elasticflow_airflow.cli.connection import fail
-from elasticflow_airflow.cli.display import moment
-from elasticflow_airflow.cli.tables import Column, print_table
+from elasticflow_airflow.cli.terminal.display import moment
+from elasticflow_airflow.cli.terminal.tables import Column, print_table
 from elasticflow_airflow.client import ElasticFlowClient, JobNotFound, StaleClaim
-from elasticflow_airflow.wire.owners import UnownedJob
 
 SILENT = "With --unowned: nobody has asked for it for so many seconds."
 _COLUMNS = (

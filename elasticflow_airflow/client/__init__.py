@@ -6,7 +6,7 @@ command line alike.
 
 from __future__ import annotations
 
-from elasticflow_airflow.client.aio import AsyncElasticFlowClient
+from elasticflow_airflow.client.async_client import AsyncElasticFlowClient
 from elasticflow_airflow.client.embedded import default_state_dir, ensure_service, for_looking
 from elasticflow_airflow.client.endpoint import Endpoint
 from elasticflow_airflow.client.errors import (
@@ -25,7 +25,7 @@ from elasticflow_airflow.client.errors import (
     Unauthorized,
 )
 from elasticflow_airflow.client.snapshot import Snapshot, snapshot_folder, snapshot_module, snapshot_script
-from elasticflow_airflow.client.sync import ElasticFlowClient
+from elasticflow_airflow.client.sync_client import ElasticFlowClient
 
 __all__ = [
     "PASSING",

@@ -19,9 +19,9 @@ from typing import Final
 import httpx
 from pydantic import ValidationError
 
+from elasticflow_airflow.api import API_VERSION, Health, ServiceCard
 from elasticflow_airflow.client.endpoint import Endpoint
 from elasticflow_airflow.client.errors import EmbeddedStartError, IncompatibleService, NotRunning
-from elasticflow_airflow.wire import API_VERSION, Health, ServiceCard
 
 SOCKET_PATH_LIMIT: Final = 107
 """Bytes that Linux takes in the path of a Unix socket (108 with the closing zero)."""

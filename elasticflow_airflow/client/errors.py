@@ -15,7 +15,7 @@ from typing import Final
 import httpx
 from pydantic import ValidationError
 
-from elasticflow_airflow.wire import Problem
+from elasticflow_airflow.api import Problem
 
 
 class ElasticFlowError(Exception):

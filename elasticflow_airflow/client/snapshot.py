@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from elasticflow_airflow.api.service_card import LOCK_FILE
 from elasticflow_airflow.client.errors import SnapshotError
 from elasticflow_airflow.client.ignore import IgnoreRules
-from elasticflow_airflow.wire.card import LOCK_FILE
 
 MAX_BYTES: Final = 64 * 1024 * 1024
 MAX_FILES: Final = 4000

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from elasticflow_airflow.runtime.protocol import Report, RescaleMode, SessionConfig
-from elasticflow_airflow.scheduler_core.values import Slot
+from elasticflow_airflow.scheduler_core.model.values import Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

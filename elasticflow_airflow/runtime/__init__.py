@@ -9,19 +9,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elasticflow_airflow.runtime.checkpoint import load_weights
-    from elasticflow_airflow.runtime.manifest import CheckpointError
+    from elasticflow_airflow.runtime.checkpoints.checkpoint import load_weights
     from elasticflow_airflow.runtime.session import Session, init
     from elasticflow_airflow.runtime.session_core import NonFiniteLoss
+    from elasticflow_airflow.runtime.storage.manifest import CheckpointError
 
 __all__ = ["CheckpointError", "NonFiniteLoss", "Session", "init", "load_weights"]
 
 _HOMES = {
-    "CheckpointError": "manifest",
+    "CheckpointError": "storage.manifest",
     "NonFiniteLoss": "session_core",
     "Session": "session",
     "init": "session",
-    "load_weights": "checkpoint",
+    "load_weights": "checkpoints.checkpoint",
 }
 
 

@@ -12,8 +12,8 @@ import socket
 import sys
 from pathlib import Path
 
+from elasticflow_airflow.runtime.process.parent_tie import PARENT_ENV, die_with_parent, pin_to_cores
 from elasticflow_airflow.runtime.protocol import write_json_atomic
-from elasticflow_airflow.runtime.shim import PARENT_ENV, die_with_parent, pin_to_cores
 
 CORES_ENV = "ELASTICFLOW_CORES"
 """Environment variable: the cores of this worker's slot, as "0,1"; empty: no pinning."""

@@ -21,9 +21,10 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from elasticflow_airflow.runtime import stacks
 from elasticflow_airflow.runtime.agent import CORES_ENV
-from elasticflow_airflow.runtime.imports import file_of_module, leads_to_runtime, names_runtime
+from elasticflow_airflow.runtime.process import stacks
+from elasticflow_airflow.runtime.process.imports import file_of_module, leads_to_runtime, names_runtime
+from elasticflow_airflow.runtime.process.parent_tie import PARENT_ENV, die_with_parent, pin_to_cores
 from elasticflow_airflow.runtime.protocol import (
     GENERATION_ENV,
     SESSION_ENV,
@@ -40,7 +41,6 @@ from elasticflow_airflow.runtime.protocol import (
     stacks_path,
     write_json_atomic,
 )
-from elasticflow_airflow.runtime.shim import PARENT_ENV, die_with_parent, pin_to_cores
 
 TRAINER_FILE_ENV = "ELASTICFLOW_TRAINER_FILE"
 """Environment variable: where to write this process's pid, so that the supervisor can signal it."""
@@ -188,7 +188,7 @@ def run_script(session: SessionConfig) -> None:
 def _comes_from_runtime(error: BaseException) -> bool:
     """Whether a session itself ends the script, rather than the script."""
     *_, innermost = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return Path(innermost.f_code.co_filename).parent == Path(__file__).parent
+    return Path(innermost.f_code.co_filename).is_relative_to(Path(__file__).parent)
 
 
 def _tell_if_it_uses_session(session: SessionConfig, worker_id: str) -> None:

@@ -20,8 +20,9 @@ from pathlib import Path
 
 import torch
 
-from elasticflow_airflow.runtime.checkpoint import read_weights
-from elasticflow_airflow.runtime.manifest import CheckpointError, list_candidates, verify_candidate
+from elasticflow_airflow.runtime.checkpoints.checkpoint import read_weights
+from elasticflow_airflow.runtime.checkpoints.tensor_bytes import add_tensor
+from elasticflow_airflow.runtime.process.parent_tie import PARENT_ENV
 from elasticflow_airflow.runtime.protocol import (
     GENERATION_ENV,
     SESSION_ENV,
@@ -33,8 +34,7 @@ from elasticflow_airflow.runtime.protocol import (
     SessionConfig,
     session_path,
 )
-from elasticflow_airflow.runtime.shim import PARENT_ENV
-from elasticflow_airflow.runtime.tensor_bytes import add_tensor
+from elasticflow_airflow.runtime.storage.manifest import CheckpointError, list_candidates, verify_candidate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

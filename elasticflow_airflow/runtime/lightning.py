@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elasticflow_airflow.runtime import lightning_limits as limits
 from elasticflow_airflow.runtime.context import detect
-from elasticflow_airflow.runtime.data import Batch, ElasticLoader
-from elasticflow_airflow.runtime.group import GroupBroken
-from elasticflow_airflow.runtime.lightning_notes import Notes, Recorder
-from elasticflow_airflow.runtime.machinery import Sums
-from elasticflow_airflow.runtime.membership import Adoption
+from elasticflow_airflow.runtime.data.sample_order import Batch, ElasticLoader
+from elasticflow_airflow.runtime.frameworks import lightning_limits as limits
+from elasticflow_airflow.runtime.frameworks.lightning_notes import Notes, Recorder
+from elasticflow_airflow.runtime.group.membership import Adoption
+from elasticflow_airflow.runtime.group.process_group import GroupBroken
 from elasticflow_airflow.runtime.session import Session
-from elasticflow_airflow.runtime.step import Step
+from elasticflow_airflow.runtime.step.gradient_step import Sums
+from elasticflow_airflow.runtime.step.optimizer_step import Step
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -321,15 +321,15 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
 
     def _backward_all(self, step: Step, batch: Batch, args: tuple[Any, ...]) -> None:
         module, plugin = self.lightning_module, self.precision_plugin
-        machinery = self.session._machinery
-        assert machinery is not None  # it has made the step
+        gradient_step = self.session._gradient_step
+        assert gradient_step is not None  # it has made the step
         module.zero_grad()
         rehearsing = self.session._is_rehearsing
         current, module._current_fx_name = module._current_fx_name, "training_step"
         with self._recorder.listening(module):
             for micro in step.split(batch):
                 assert step._weight is not None  # a micro-batch is under way
-                self._recorder.at(len(machinery._losses), step._weight)
+                self._recorder.at(len(gradient_step._losses), step._weight)
                 content = module._on_before_batch_transfer(plugin.convert_input(micro))
                 content = super().batch_to_device(content)
                 output = super().training_step(content, *args)
@@ -390,7 +390,7 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
         try:
             return session._group.exchange_values(value)
         except GroupBroken as error:
-            if session._place is None or session._registered is None:
+            if session._member is None or session._registered is None:
                 raise
             session._warn(f"{error}: waiting for the plan without it")
             session._recover(None)

@@ -12,7 +12,7 @@ Layout of an incarnation's folder::
     rendezvous/g000003-session.json  address of the store where the sessions of a generation form their group
     heartbeats/<worker>.json         {"step", "phase", "at_s"}, about every second
     reports/g000003-<worker>.jsonl   one Report a line, appended by one worker (or for it, by its supervisor)
-    stacks/<worker>.txt              what a worker's threads were doing when it was asked (runtime/stacks.py)
+    stacks/<worker>.txt              what a worker's threads were doing when it was asked (runtime/process/stacks.py)
     logs/<worker>.log[.N]            standard output and error of one worker
     checkpoints/g000003/step-000000000120/   candidate checkpoint, written by workers of generation 3
     checkpoints/promoted.json        the checkpoint to resume from (Promotion); only the service writes it
@@ -161,7 +161,7 @@ class SessionConfig:
     """Of torch, in each worker, as submitted or as this training has begun; None: what the script says, else as the
     session chooses."""
     checkpoint_interval_s: float | None = None
-    """None: as often as pays off; see runtime/interval.py."""
+    """None: as often as pays off; see runtime/checkpoints/interval.py."""
     failures: int = 0
     """How often this incarnation has gone on from a checkpoint because workers failed."""
     keep_checkpoints: int = 2

@@ -17,24 +17,30 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 from elasticflow_airflow.runtime import bootstrap
-from elasticflow_airflow.runtime.checkpoint import Registered, Stateful
+from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered, Stateful
 from elasticflow_airflow.runtime.context import detect
-from elasticflow_airflow.runtime.data import BatchPlan, ElasticLoader, Fetcher, mix_seed, refuse_own_options
-from elasticflow_airflow.runtime.fetching import make_fetcher
-from elasticflow_airflow.runtime.group import GroupBroken
-from elasticflow_airflow.runtime.length_groups import SampleLengths
-from elasticflow_airflow.runtime.logical import choose_logical_workers, owned_by
-from elasticflow_airflow.runtime.machinery import Machinery
-from elasticflow_airflow.runtime.manifest import CheckpointError
-from elasticflow_airflow.runtime.measuring import Activity, TimedFetcher
+from elasticflow_airflow.runtime.data.fetching import make_fetcher
+from elasticflow_airflow.runtime.data.length_groups import SampleLengths
+from elasticflow_airflow.runtime.data.sample_order import (
+    BatchPlan,
+    ElasticLoader,
+    Fetcher,
+    mix_seed,
+    refuse_own_options,
+)
+from elasticflow_airflow.runtime.data.stream_checks import is_stream, refuse_stream_options, stream_reader
+from elasticflow_airflow.runtime.data.streams import Stream, StreamFetcher
+from elasticflow_airflow.runtime.group.process_group import GroupBroken
+from elasticflow_airflow.runtime.logical_workers import choose_logical_workers, owned_by
 from elasticflow_airflow.runtime.protocol import ReportKind
-from elasticflow_airflow.runtime.reduction import refuse_optimizer, refuse_unsupported
-from elasticflow_airflow.runtime.running_statistics import batch_norms
 from elasticflow_airflow.runtime.session_core import trained_parameters
 from elasticflow_airflow.runtime.session_steps import SessionSteps
-from elasticflow_airflow.runtime.step import Step
-from elasticflow_airflow.runtime.stream_checks import is_stream, refuse_stream_options, stream_reader
-from elasticflow_airflow.runtime.streams import Stream, StreamFetcher
+from elasticflow_airflow.runtime.step.gradient_step import GradientStep
+from elasticflow_airflow.runtime.step.measuring import Activity, TimedFetcher
+from elasticflow_airflow.runtime.step.optimizer_step import Step
+from elasticflow_airflow.runtime.step.reduction import refuse_optimizer, refuse_unsupported
+from elasticflow_airflow.runtime.step.running_statistics import batch_norms
+from elasticflow_airflow.runtime.storage.manifest import CheckpointError
 
 
 class Session(SessionSteps):
@@ -201,20 +207,22 @@ class Session(SessionSteps):
         trained = trained_parameters(self._registered.model)
         if not trained:
             raise ValueError("nothing to train: no parameter of the registered model requires a gradient")
-        if self._machinery is None or list(map(id, trained)) != list(map(id, self._machinery.reducer.parameters)):
+        if self._gradient_step is None or list(map(id, trained)) != list(
+            map(id, self._gradient_step.reducer.parameters)
+        ):
             # The first step; or the script has frozen or freed parameters since the last.
-            self._machinery = Machinery(
+            self._gradient_step = GradientStep(
                 self._registered,
                 self.logical_workers,
                 consistent=self._consistent,
-                alone=self._place is None and self.world_size == 1 and not self._context.managed,
+                alone=self._member is None and self.world_size == 1 and not self._context.managed,
             )
-            self._machinery.group = self._group
-        self._machinery.measures = self._measures
+            self._gradient_step.group = self._group
+        self._gradient_step.measures = self._measures
         self._meter.enter(Activity.COMPUTE)
         return Step(
             self,
-            self._machinery,
+            self._gradient_step,
             self.config.micro_batch_size,
             mix_seed(self._seed, self._step),
             fewest=self._fewest(),
@@ -239,7 +247,7 @@ class Session(SessionSteps):
         try:
             self._group.wait_for_all()
         except GroupBroken as error:
-            if self._place is None or self._registered is None:
+            if self._member is None or self._registered is None:
                 raise
             self._recover_for_the_dead(error)
             return False
@@ -273,7 +281,7 @@ class Session(SessionSteps):
             except GroupBroken as error:
                 if self.is_main:
                     break
-                if self._place is None:
+                if self._member is None:
                     raise
                 # Rank 0 may have died before it had saved: then it is up to the others, who wait for whoever it is now.
                 self._finish_for_the_dead(error, data)
@@ -312,7 +320,7 @@ def init(
     result; ``max_workers`` above 8 raises it to that. ``threads`` is with how many torch computes in each worker on a
     CPU, in consistent mode (1, or ``OMP_NUM_THREADS``): with another number the last bits may be others. ``seed`` (0)
     decides all that is random: weights, order of samples, dropout. ``target_loss`` ends the training as soon as the
-    smoothed loss is there (:class:`~elasticflow_airflow.runtime.target.LossTrack`), or at ``steps`` or ``epochs`` if
+    smoothed loss is there (``step/loss_target.py``), or at ``steps`` or ``epochs`` if
     those come first.
     ``shard_checkpoints_above_gb``: larger states (4 GB) are written in parts, one a worker, in consistent mode.
     Under the service what was submitted wins over all of them. Raises ValueError for lengths that contradict

@@ -23,29 +23,30 @@ import torch.distributed as dist
 from torch import nn
 
 from elasticflow_airflow import bounds
-from elasticflow_airflow.runtime import bootstrap, checkpoint
-from elasticflow_airflow.runtime.checkpoint import Registered
-from elasticflow_airflow.runtime.checkpointer import Saved
+from elasticflow_airflow.runtime import bootstrap
+from elasticflow_airflow.runtime.checkpoints import checkpoint
+from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
+from elasticflow_airflow.runtime.checkpoints.checkpointer import Saved
+from elasticflow_airflow.runtime.checkpoints.interval import SaveInterval
+from elasticflow_airflow.runtime.checkpoints.saving import PARTS_LIMIT_S, Saver
+from elasticflow_airflow.runtime.checkpoints.state_copy import size_of
 from elasticflow_airflow.runtime.context import Context
-from elasticflow_airflow.runtime.data import ElasticLoader, mix_seed
-from elasticflow_airflow.runtime.devices import choose_threads, make_repeatable, pick_device, what_may_not_repeat
-from elasticflow_airflow.runtime.group import WorkerGroup
-from elasticflow_airflow.runtime.interval import SaveInterval
-from elasticflow_airflow.runtime.machinery import Machinery, Sums
-from elasticflow_airflow.runtime.manifest import CandidateInfo, CheckpointError, remove_leftovers
-from elasticflow_airflow.runtime.measuring import Meter, NormSchedule
-from elasticflow_airflow.runtime.membership import Dismissed, Place
+from elasticflow_airflow.runtime.data.sample_order import ElasticLoader, mix_seed
+from elasticflow_airflow.runtime.data.streams import PART, StreamBook
+from elasticflow_airflow.runtime.group.membership import Dismissed, GroupMember
+from elasticflow_airflow.runtime.group.process_group import WorkerGroup
+from elasticflow_airflow.runtime.group.resume import agree_on_checkpoint
 from elasticflow_airflow.runtime.protocol import Membership, ReportKind, heartbeats_path
-from elasticflow_airflow.runtime.reduction import broadcast_model
 from elasticflow_airflow.runtime.reporting import Speedometer
-from elasticflow_airflow.runtime.resume import agree_on_checkpoint
-from elasticflow_airflow.runtime.room import lack_of_room, refuse_full_disk
-from elasticflow_airflow.runtime.running_statistics import batch_norms, refuse_single_values
-from elasticflow_airflow.runtime.saving import PARTS_LIMIT_S, Saver
-from elasticflow_airflow.runtime.snapshot import size_of
-from elasticflow_airflow.runtime.storage import Part, is_remote
-from elasticflow_airflow.runtime.streams import PART, StreamBook
-from elasticflow_airflow.runtime.target import LossTrack, Outlook
+from elasticflow_airflow.runtime.step.devices import choose_threads, make_repeatable, pick_device, what_may_not_repeat
+from elasticflow_airflow.runtime.step.gradient_step import GradientStep, Sums
+from elasticflow_airflow.runtime.step.loss_target import LossTrack, Outlook
+from elasticflow_airflow.runtime.step.measuring import Meter, NormSchedule
+from elasticflow_airflow.runtime.step.reduction import broadcast_model
+from elasticflow_airflow.runtime.step.running_statistics import batch_norms, refuse_single_values
+from elasticflow_airflow.runtime.storage.disk_space import lack_of_room, refuse_full_disk
+from elasticflow_airflow.runtime.storage.manifest import CandidateInfo, CheckpointError, remove_leftovers
+from elasticflow_airflow.runtime.storage.store import Part, is_remote
 
 SHARD_ABOVE_GB = 4.0
 """A larger state is written in parts, one a worker, unless the script says otherwise."""
@@ -147,8 +148,8 @@ class SessionCore:
             if chosen is not None:
                 torch.set_num_threads(chosen)
         self._lone_group = WorkerGroup()
-        self._place = self._find_place()
-        if self._place is None:
+        self._member = self._find_member()
+        if self._member is None:
             size = int(os.environ.get("WORLD_SIZE", "1"))
             self._lone_group = WorkerGroup.of_torchrun(self.device, int(os.environ.get("RANK", "0")), size)
         self._shards_above_bytes = self._find_least_to_shard(shard_checkpoints_above_gb)
@@ -158,7 +159,7 @@ class SessionCore:
         self._just_joined = False
         self._committed: Sums | None = None
         self._logical: int | None = None
-        self._machinery: Machinery | None = None
+        self._gradient_step: GradientStep | None = None
         self.seed = config.seed if config.seed is not None else seed or 0
         """Of all that is random in the training: as submitted, else as the script says, else 0."""
         self._seed = self.seed if mixed_with is None else mix_seed(self.seed, mixed_with)
@@ -198,22 +199,22 @@ class SessionCore:
         bootstrap.session_initialised = True
         atexit.register(self._at_exit)
 
-    def _find_place(self) -> Place | None:
+    def _find_member(self) -> GroupMember | None:
         """This worker's place in the plan; None where there is no plan: alone, or under a bare torchrun."""
         if not self._context.managed:
             return None
         plan = Membership.read(Path(self.config.incarnation_dir))
         if plan is None:
             return None
-        place = Place(Path(self.config.incarnation_dir), self._context.worker_id, self.device, plan)
+        member = GroupMember(Path(self.config.incarnation_dir), self._context.worker_id, self.device, plan)
         if plan.rank_of(self._context.worker_id) is None:
             raise Leaving
         try:
-            place.begin()
+            member.begin()
         except Dismissed:
-            place.close()
+            member.close()
             raise Leaving from None
-        return place
+        return member
 
     def _find_least_to_shard(self, said_gb: float | None) -> float:
         """How large a state must be to be written in parts, in bytes; infinite: it never is."""
@@ -228,21 +229,21 @@ class SessionCore:
 
     @property
     def _group(self) -> WorkerGroup:
-        return self._lone_group if self._place is None else self._place.group
+        return self._lone_group if self._member is None else self._member.group
 
     @property
     def _is_rehearsing(self) -> bool:
-        return self._place is not None and not self._place.joined
+        return self._member is not None and not self._member.joined
 
     @property
     def rank(self) -> int:
         """Rank of this worker now; it may change at a step boundary. After ``finish`` it stays."""
-        return self._group.rank if self._place is None else self._place.rank
+        return self._group.rank if self._member is None else self._member.rank
 
     @property
     def world_size(self) -> int:
         """Number of workers now; it may change at a step boundary."""
-        return self._group.size if self._place is None else self._place.size
+        return self._group.size if self._member is None else self._member.size
 
     @property
     def logical_workers(self) -> int:
@@ -430,7 +431,7 @@ class SessionCore:
         if micro is None and self._loader is not None:
             micro = -(-self._loader.plan.global_batch_size // self.logical_workers)
         logical = self._logical if self._consistent else None
-        in_place = self._place is not None
+        in_place = self._member is not None
         sizes = {"micro_batch_size": micro, "logical_workers": logical}
         threads = torch.get_num_threads()
         self._say(ReportKind.STARTED, **sizes, seed=self.seed, threads=threads, in_place=in_place, **data)
@@ -442,9 +443,9 @@ class SessionCore:
             return
         self._disbanded = True
         self._saver.close()
-        if self._place is not None:
+        if self._member is not None:
             # A thread that is blocked with somebody who is gone would abort an interpreter that ends by itself.
-            bootstrap.leave_abruptly = not self._place.close()
+            bootstrap.leave_abruptly = not self._member.close()
         else:
             self._lone_group.close()
             # An interpreter that ends while the thread still destroys the group would be aborted by that: on a busy
@@ -567,7 +568,7 @@ class SessionCore:
     def _measurements(self, seconds: float) -> dict[str, Any]:
         found: dict[str, Any] = self._meter.progress()
         found["samples_per_s"] = found["samples"] / seconds if seconds > 0 else None
-        found["noise_scale"] = None if self._machinery is None else self._machinery.noise.value
+        found["noise_scale"] = None if self._gradient_step is None else self._gradient_step.noise.value
         return found
 
     def _outlook_of_target(self) -> dict[str, Any]:

@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from elasticflow_airflow.runtime import bootstrap
-from elasticflow_airflow.runtime.data import Batch
-from elasticflow_airflow.runtime.group import GroupBroken
-from elasticflow_airflow.runtime.length_groups import OTHER_LENGTHS
-from elasticflow_airflow.runtime.logical import owned_by
-from elasticflow_airflow.runtime.machinery import Sums, from_rows, to_row
-from elasticflow_airflow.runtime.measuring import Activity
-from elasticflow_airflow.runtime.membership import Adoption, Dismissed, JoinerSilent
+from elasticflow_airflow.runtime.checkpoints.saving import turn_of_survivors
+from elasticflow_airflow.runtime.data.length_groups import OTHER_LENGTHS
+from elasticflow_airflow.runtime.data.sample_order import Batch
+from elasticflow_airflow.runtime.data.stream_checks import OTHER_ORDERS
+from elasticflow_airflow.runtime.group.membership import Adoption, Dismissed, JoinerSilent
+from elasticflow_airflow.runtime.group.process_group import GroupBroken
+from elasticflow_airflow.runtime.logical_workers import owned_by
 from elasticflow_airflow.runtime.protocol import GENERATION_ENV, Report, ReportKind, read_reports, report_path
 from elasticflow_airflow.runtime.reporting import WORKER_EVERY
-from elasticflow_airflow.runtime.saving import turn_of_survivors
 from elasticflow_airflow.runtime.session_core import Leaving, SessionCore, finite_or_none, trained_parameters
-from elasticflow_airflow.runtime.stream_checks import OTHER_ORDERS
+from elasticflow_airflow.runtime.step.gradient_step import Sums, from_rows, to_row
+from elasticflow_airflow.runtime.step.measuring import Activity
 
 REHEARSALS = 4
 """Steps that a joiner makes on its own before it joins: its first ones are several times slower."""
@@ -76,8 +76,8 @@ class SessionSteps(SessionCore):
         """Note what this worker is doing, for its heartbeat."""
         if name == "reduce":
             self._meter.reducing()
-        if self._place is not None:
-            self._place.watcher.phase = name
+        if self._member is not None:
+            self._member.watcher.phase = name
 
     def batch_of_step(self, batch: Batch) -> Batch:
         """This worker's part of the step's batch; fetched again where the worker's place has changed since."""
@@ -111,13 +111,13 @@ class SessionSteps(SessionCore):
         self._meter.reduced()
         if self._is_rehearsing:
             return replace(sums, loss=sum(sums.losses.values()))
-        if self._place is not None:
-            self._place.watcher.look()
-        leaving = self._terminated or (self._place is not None and self._place.told_to_stop)
+        if self._member is not None:
+            self._member.watcher.look()
+        leaving = self._terminated or (self._member is not None and self._member.told_to_stop)
         saving, parts = self._wishes_to_save()
-        switching = 0 if self._place is None else self._place.ready_for(self._epoch_of(self._step + 1))
-        assert self._machinery is not None  # the sums are its own
-        measuring, strayed = self.is_main and self._norms.due, self._machinery.statistics.strayed()
+        switching = 0 if self._member is None else self._member.ready_for(self._epoch_of(self._step + 1))
+        assert self._gradient_step is not None  # the sums are its own
+        measuring, strayed = self.is_main and self._norms.due, self._gradient_step.statistics.strayed()
         vote = Vote(leaving, saving, switching, measuring, strayed, parts, self._context.generation, self._order)
         rows = self._group.exchange(to_row(sums, [float(number) for number in vote], self.logical_workers))
         sums, flags = from_rows(rows, sums, len(vote), self.logical_workers)
@@ -125,13 +125,13 @@ class SessionSteps(SessionCore):
         strayed = int(max(vote.strayed for vote in votes))
         if strayed:
             # All hear of it, and all end here; the model is not what it should be any more.
-            raise TypeError(self._machinery.statistics.refusal(strayed))
+            raise TypeError(self._gradient_step.statistics.refusal(strayed))
         if len({vote.order for vote in votes}) > 1:
             raise TypeError(OTHER_ORDERS if self._streams else OTHER_LENGTHS)
         self._leaving, self._saving = any(vote.leaving for vote in votes), any(vote.saving for vote in votes)
         self._parts = int(votes[0].parts), int(votes[0].generation)
-        if self._place is not None:
-            self._place.agree([int(vote.switching) for vote in votes])
+        if self._member is not None:
+            self._member.agree([int(vote.switching) for vote in votes])
         self._measures = any(vote.measuring for vote in votes)
         self._committed = sums
         self._meter.enter(Activity.COMPUTE)
@@ -151,12 +151,12 @@ class SessionSteps(SessionCore):
 
     def recover(self, error: GroupBroken, sums: Sums | None) -> Sums | None:
         """Go on without those that are gone, from the states in memory; see Step. Raises GroupBroken without a plan."""
-        if self._place is None or self._is_rehearsing:
+        if self._member is None or self._is_rehearsing:
             raise error
-        assert self._machinery is not None
+        assert self._gradient_step is not None
         assert self._registered is not None
         self._say(ReportKind.WARNING, message=f"{error}: waiting for the plan without it")
-        self._machinery.statistics.reset()
+        self._gradient_step.statistics.reset()
         pending = None if sums is None else self._step + 1
         adoption = self._recover(pending)
         self._meter.enter(Activity.COMPUTE)
@@ -179,12 +179,12 @@ class SessionSteps(SessionCore):
         bootstrap.current_step = self._step
         self._speed.step_done()
         self._meter.step_done()
-        if self._machinery is not None:
-            self._norms.step_done(self._machinery.reducer.norms.seconds)
+        if self._gradient_step is not None:
+            self._norms.step_done(self._gradient_step.reducer.norms.seconds)
         self._loss = loss
         self._track.add(loss)
-        if self._place is not None:
-            self._place.watcher.step = self._step
+        if self._member is not None:
+            self._member.watcher.step = self._step
         if self.is_main and self._registered is not None:
             self._measure_state(self._registered)
             if not self._knows_size:
@@ -204,7 +204,7 @@ class SessionSteps(SessionCore):
         if self._is_rehearsing:
             if self._rehearsals >= REHEARSALS:
                 self._join()
-            elif self._place is not None and self._place.told_to_stop:
+            elif self._member is not None and self._member.told_to_stop:
                 self._leave_at_once()
             return
         if self._leaving:
@@ -219,7 +219,7 @@ class SessionSteps(SessionCore):
             self._saving = False
             self._speed.leave_out()
         self._parts = 0, 0
-        if self._place is not None and self._place.switch_is_due:
+        if self._member is not None and self._member.switch_is_due:
             self._switch()
 
     def _leave(self) -> None:
@@ -258,17 +258,17 @@ class SessionSteps(SessionCore):
 
     def _join(self) -> None:
         """A joiner's way in: wait for the others at a boundary and take their state over."""
-        assert self._place is not None
+        assert self._member is not None
         assert self._registered is not None
         assert self._loader is not None
         try:
-            adoption = self._place.join(self._registered, self.epoch)
+            adoption = self._member.join(self._registered, self.epoch)
         except Dismissed:
             self._leave_at_once()
         if adoption is None:
             # The others are in another epoch: so that the script's own loops follow, another rehearsal there.
             per_epoch, total = self._loader.plan.steps_per_epoch, self._total_or_none()
-            epoch = self._place.next_epoch_to_join(self.epoch)
+            epoch = self._member.next_epoch_to_join(self.epoch)
             self._step = per_epoch * (epoch if total is None else min(epoch, (total - 1) // per_epoch))
             return
         self._loader.jump()
@@ -276,12 +276,12 @@ class SessionSteps(SessionCore):
         self._adopted(adoption)
 
     def _switch(self) -> None:
-        assert self._place is not None
+        assert self._member is not None
         assert self._registered is not None
         self.phase("switch")
         self._meter.enter(Activity.PAUSE)
         try:
-            adoption = self._place.switch(self._registered, self._facts())
+            adoption = self._member.switch(self._registered, self._facts())
         except GroupBroken as error:
             # The group of before is there still; where it is not, the next step finds that out, and recovers.
             absent = error.workers if isinstance(error, JoinerSilent) else []
@@ -293,15 +293,15 @@ class SessionSteps(SessionCore):
         self._adopted(adoption)
 
     def _recover(self, pending: int | None) -> Adoption:
-        assert self._place is not None
+        assert self._member is not None
         assert self._registered is not None
         self.phase("wait")
         self._meter.enter(Activity.PAUSE)
         try:
             is_over = lambda: self._terminated or self._is_over()  # noqa: E731  (it is asked many times)
-            adoption = self._place.recover(self._registered, self._facts(), pending, is_over)
+            adoption = self._member.recover(self._registered, self._facts(), pending, is_over)
         except Dismissed:
-            if self._place.everybody_stops or self._terminated:
+            if self._member.everybody_stops or self._terminated:
                 self._save_as_survivor()
             self._leave_at_once()
         # What was agreed on with the dead is agreed on anew: not all may have heard of it.
@@ -312,8 +312,8 @@ class SessionSteps(SessionCore):
 
     def _is_over(self) -> bool:
         """Whether rank 0 has said that training is done, whoever died then: no plan would come any more."""
-        assert self._place is not None
-        folder, first = Path(self.config.incarnation_dir), self._place.members[0]
+        assert self._member is not None
+        folder, first = Path(self.config.incarnation_dir), self._member.members[0]
         path = report_path(folder, self._context.generation, first)
         try:
             return any(report.kind is ReportKind.FINISHED for report in last_words(path))
@@ -363,9 +363,9 @@ class SessionSteps(SessionCore):
         os.environ[GENERATION_ENV], os.environ["RANK"] = str(adoption.generation), str(self.rank)
         self._context.generation = adoption.generation
         self._context.reporter.adopt(adoption.generation)
-        if self._machinery is not None:
-            self._machinery.group = self._group
-            self._machinery.logical_workers = self.logical_workers
+        if self._gradient_step is not None:
+            self._gradient_step.group = self._group
+            self._gradient_step.logical_workers = self.logical_workers
         self._say_started(
             from_generation=adoption.from_generation,
             pause_s=adoption.pause_s,

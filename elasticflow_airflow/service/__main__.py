@@ -10,16 +10,16 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from elasticflow_airflow.service.lifecycle import (
+from elasticflow_airflow.api import ServiceCard
+from elasticflow_airflow.service.daemon import (
     CannotServeError,
     lock_state_dir,
     log,
     serve,
 )
-from elasticflow_airflow.service.logs import set_up_logging
-from elasticflow_airflow.service.ownership import describe
 from elasticflow_airflow.service.settings import ServiceSettings, problems_of
-from elasticflow_airflow.wire import ServiceCard
+from elasticflow_airflow.service.store.service_lock import describe
+from elasticflow_airflow.service.telemetry.service_log import set_up_logging
 
 CANNOT_SERVE = "elasticflow: "
 """Before the sentence that says why it cannot serve: whoever starts it looks for that."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elasticflow_airflow.wire import Problem
+from elasticflow_airflow.api import Problem
 
 MEANINGS = {
     400: "It cannot be read: it is no HTTP request, or its body is no JSON",

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elasticflow_airflow.api.insight import REDACTED
 from elasticflow_airflow.bounds import METRICS_DEPTH
-from elasticflow_airflow.insight import REDACTED
 
 if TYPE_CHECKING:
     from cryptography.fernet import Fernet

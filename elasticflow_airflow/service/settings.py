@@ -14,7 +14,7 @@ from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 if TYPE_CHECKING:
-    from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+    from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 
 SCHEDULER_NAME = "elasticflow"
 """The one scheduler of the service, by the name that it has among the policies of the simulator."""
@@ -178,7 +178,7 @@ class ServiceSettings(BaseSettings):
 
     def scheduler_config(self) -> SchedulerConfig:
         """What the scheduler is to do, as far as it is set here."""
-        from elasticflow_airflow.scheduler_core.config import Objective, SchedulerConfig
+        from elasticflow_airflow.scheduler_core.model.config import Objective, SchedulerConfig
 
         return SchedulerConfig.served(
             objective=Objective(self.objective),

@@ -18,20 +18,20 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
+from elasticflow_airflow.api import JobIdentity, JobStatus, State
 from elasticflow_airflow.client import Endpoint
-from elasticflow_airflow.engines.fake_behaviour import FakeBehaviour
+from elasticflow_airflow.engines.fake.behaviour import FakeBehaviour
 from elasticflow_airflow.engines.port import GangSpec, GangState
-from elasticflow_airflow.scheduler_core.decisions import Purpose
-from elasticflow_airflow.service.api import build_app
-from elasticflow_airflow.service.lifecycle import assemble
-from elasticflow_airflow.service.models import EventRow, IncarnationRow, JobRow
+from elasticflow_airflow.scheduler_core.model.decisions import Purpose
+from elasticflow_airflow.service.daemon import assemble
+from elasticflow_airflow.service.http.app import build_app
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.settings import ServiceSettings
-from elasticflow_airflow.service.store import Store
+from elasticflow_airflow.service.store.store import Store
+from elasticflow_airflow.service.store.tables import EventRow, IncarnationRow, JobRow
 from elasticflow_airflow.testing.serving import LookCounter, Server
 from elasticflow_airflow.testing.simulated_engine import SimulatedEngine
 from elasticflow_airflow.testing.trainings import SimulatedTraining
-from elasticflow_airflow.wire import JobIdentity, JobStatus, State
 
 _DAY_S = 86_400.0
 _LONGEST_WAIT_S = 30 * _DAY_S

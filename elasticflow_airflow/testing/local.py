@@ -8,8 +8,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from elasticflow_airflow.api import ServiceCard
 from elasticflow_airflow.client import Endpoint, ensure_service
-from elasticflow_airflow.wire import ServiceCard
 
 _STOP_LIMIT_S = 20.0
 

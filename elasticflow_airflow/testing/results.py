@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
 
-from elasticflow_airflow.wire import Event, JobStatus, State
+from elasticflow_airflow.api import Event, JobStatus, State
 
 T = TypeVar("T")
 

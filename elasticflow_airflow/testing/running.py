@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from unittest.mock import patch
 
-from elasticflow_airflow import clock
+from elasticflow_airflow.api import JobIdentity
 from elasticflow_airflow.client import ElasticFlowClient, Endpoint
+from elasticflow_airflow.deadlines import clock
 from elasticflow_airflow.testing.cluster import SimulatedCluster, check_shape
 from elasticflow_airflow.testing.dags import find_dag, store_dag, without_deadline_alerts, without_retry_delays
 from elasticflow_airflow.testing.home import environment
 from elasticflow_airflow.testing.results import ByTask, DagResult, JobOutcome, TaskOutcome
 from elasticflow_airflow.testing.trainings import SimulatedTraining
-from elasticflow_airflow.wire import JobIdentity
 
 if TYPE_CHECKING:
     from airflow.sdk import DAG

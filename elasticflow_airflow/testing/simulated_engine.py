@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from elasticflow_airflow.engines.fake import BEHAVIOUR_ENV, FakeEngine, fake_nodes
-from elasticflow_airflow.engines.fake_behaviour import FakeBehaviour
+from elasticflow_airflow.engines.fake.behaviour import FakeBehaviour
+from elasticflow_airflow.engines.fake.engine import BEHAVIOUR_ENV, FakeEngine, fake_nodes
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangSpec
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elasticflow_airflow.engines.fake_behaviour import FakeBehaviour
+from elasticflow_airflow.engines.fake.behaviour import FakeBehaviour
 
 DEFAULT_CURVE: Mapping[int, float] = {1: 10.0, 2: 18.0, 4: 32.0, 8: 56.0, 16: 96.0}
 """Steps/s by workers of a training of which neither the test nor its ``scaling_curve=`` says anything."""

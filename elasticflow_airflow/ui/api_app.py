@@ -23,7 +23,10 @@ from pydantic import BaseModel
 from sqlalchemy import select
 from starlette.types import Lifespan
 
+from elasticflow_airflow.api import AmendAnswer, AmendRequest, Event, JobStatus, LogPiece
+from elasticflow_airflow.api.insight import StackDump, WhatIf, WhatIfRequest
 from elasticflow_airflow.client import ElasticFlowError
+from elasticflow_airflow.client.calls.service_calls import calls
 from elasticflow_airflow.client.errors import (
     InvalidSubmission,
     JobNotFound,
@@ -32,16 +35,13 @@ from elasticflow_airflow.client.errors import (
     StaleClaim,
     Unauthorized,
 )
-from elasticflow_airflow.client.service_calls import calls
 from elasticflow_airflow.exceptions import UnusableConnection
-from elasticflow_airflow.insight import StackDump, WhatIf, WhatIfRequest
 from elasticflow_airflow.ui.assets import CHART_LIBRARY, asset, chart_library_version
 from elasticflow_airflow.ui.guard import HeadersGuard, refuse_foreign_pages
 from elasticflow_airflow.ui.lateness import latest_finish_at
 from elasticflow_airflow.ui.source import Source
 from elasticflow_airflow.ui.trace import chrome_trace
 from elasticflow_airflow.ui.visibility import VisibilityFilter
-from elasticflow_airflow.wire import AmendAnswer, AmendRequest, Event, JobStatus, LogPiece
 
 _NOW_S, _HISTORY_S, _LONG_HISTORY_S, _FORECAST_S = 1.0, 5.0, 30.0, 20.0
 _RECENT = 300

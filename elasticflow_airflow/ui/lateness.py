@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from elasticflow_airflow.insight import JobStory
+from elasticflow_airflow.api.insight import JobStory
 
 _ENOUGH = 20
 """Fewer measurements say nothing about their tail."""

@@ -6,8 +6,8 @@ from airflow.sdk.configuration import conf
 from fastapi import FastAPI
 
 from elasticflow_airflow.hooks import ElasticFlowHook
+from elasticflow_airflow.owners.owner_watch import watching
 from elasticflow_airflow.ui.api_app import build_app
-from elasticflow_airflow.ui.owner_watch import watching
 from elasticflow_airflow.ui.source import Address, Source
 
 

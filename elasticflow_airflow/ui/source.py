@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import httpx
 
 from elasticflow_airflow.client import ElasticFlowError, Endpoint
-from elasticflow_airflow.client.call import Call
+from elasticflow_airflow.client.calls.call import Call
+from elasticflow_airflow.client.calls.exchange import read_answer, unreachable
 from elasticflow_airflow.client.errors import IncompatibleService, ServiceUnavailable
-from elasticflow_airflow.client.exchange import read_answer, unreachable
 
 T = TypeVar("T")
 

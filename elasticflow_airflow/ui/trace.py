@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from elasticflow_airflow.insight import JobStory, Span
-from elasticflow_airflow.wire import Event
+from elasticflow_airflow.api import Event
+from elasticflow_airflow.api.insight import JobStory, Span
 
 _JOB, _PLAN = 1, 2
 _DECISIONS = 1

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elasticflow_airflow.insight import (
+from elasticflow_airflow.api import ForecastAnswer, ForecastItem, JobIdentity, JobStatus, SlotStatus
+from elasticflow_airflow.api.insight import (
     Admission,
     ClusterHistory,
     ClusterNow,
@@ -21,7 +22,6 @@ from elasticflow_airflow.insight import (
     Span,
     WhatIf,
 )
-from elasticflow_airflow.wire import ForecastAnswer, ForecastItem, JobIdentity, JobStatus, SlotStatus
 
 SOMEBODY = "another job"
 _ASIDE = "A job that you may not see is set aside, as the service failed on it; all others go on."

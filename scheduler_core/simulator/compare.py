@@ -18,12 +18,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elasticflow_airflow.scheduler_core.simulator.capacity import Capacity
+from elasticflow_airflow.scheduler_core.model.values import ScalingCurve
 from elasticflow_airflow.scheduler_core.simulator.experiment import OURS, Contender, Played, Setting, play
-from elasticflow_airflow.scheduler_core.simulator.export import write_schedule
+from elasticflow_airflow.scheduler_core.simulator.inputs.problems import InputError
 from elasticflow_airflow.scheduler_core.simulator.outcome import SimulatedOutcome
-from elasticflow_airflow.scheduler_core.simulator.problems import InputError
-from elasticflow_airflow.scheduler_core.values import ScalingCurve
+from elasticflow_airflow.scheduler_core.simulator.outputs.export import write_schedule
+from elasticflow_airflow.scheduler_core.simulator.smallest_cluster import Capacity
 
 if TYPE_CHECKING:
     from elasticflow_airflow.scheduler_core.simulator.bound.clairvoyant import Bound

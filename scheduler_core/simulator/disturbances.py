@@ -11,10 +11,10 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.simulator.problems import InputError
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.values import Node, Slot
+from elasticflow_airflow.scheduler_core.simulator.inputs.problems import InputError
 from elasticflow_airflow.scheduler_core.simulator.run import Disturbance
-from elasticflow_airflow.scheduler_core.values import Node, Slot
 
 _HOUR_S = 3600.0
 

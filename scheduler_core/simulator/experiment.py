@@ -9,20 +9,20 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from elasticflow_airflow.scheduler_core.config import Objective, SchedulerConfig
-from elasticflow_airflow.scheduler_core.learning import sigma_of_errors
+from elasticflow_airflow.scheduler_core.jobs.learned_speed import sigma_of_errors
+from elasticflow_airflow.scheduler_core.model.config import Objective, SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.values import Node, OnReject
 from elasticflow_airflow.scheduler_core.scheduler import Scheduler
-from elasticflow_airflow.scheduler_core.simulator.calendar_feed import CalendarFeed, timetables
-from elasticflow_airflow.scheduler_core.simulator.curves import Curves
 from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles, disturbances
+from elasticflow_airflow.scheduler_core.simulator.expected_runs import CalendarFeed, timetables
+from elasticflow_airflow.scheduler_core.simulator.inputs.curves import Curves
+from elasticflow_airflow.scheduler_core.simulator.inputs.problems import InputError
+from elasticflow_airflow.scheduler_core.simulator.inputs.trace import Trace
 from elasticflow_airflow.scheduler_core.simulator.outcome import Result
 from elasticflow_airflow.scheduler_core.simulator.policy import Policy
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
-from elasticflow_airflow.scheduler_core.simulator.problems import InputError
 from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES, make_policy
 from elasticflow_airflow.scheduler_core.simulator.run import Change, SimulatedJob, Simulation
-from elasticflow_airflow.scheduler_core.simulator.trace import Trace
-from elasticflow_airflow.scheduler_core.values import Node, OnReject
 
 OBJECTIVES = tuple(Objective)
 ON_REJECT = (OnReject.FAIL, OnReject.WAIT, OnReject.LATE)

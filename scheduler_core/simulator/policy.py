@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from elasticflow_airflow.scheduler_core.config import SchedulerConfig
-from elasticflow_airflow.scheduler_core.decisions import Decision
-from elasticflow_airflow.scheduler_core.events import Event
-from elasticflow_airflow.scheduler_core.values import JobState, Node
+from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.decisions import Decision
+from elasticflow_airflow.scheduler_core.model.events import Event
+from elasticflow_airflow.scheduler_core.model.values import JobState, Node
 
 
 class Policy(Protocol):

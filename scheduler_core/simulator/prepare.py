@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticflow_airflow.scheduler_core.placement import Layout
-from elasticflow_airflow.scheduler_core.simulator.baselines.goodput import goodput
-from elasticflow_airflow.scheduler_core.simulator.curves import Curves, curve_for
-from elasticflow_airflow.scheduler_core.simulator.problems import InputError
+from elasticflow_airflow.scheduler_core.cluster.placement import Layout
+from elasticflow_airflow.scheduler_core.model.values import BatchChoice, Job, Node, OnReject, RescaleCosts, ScalingCurve
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.goodput import goodput
+from elasticflow_airflow.scheduler_core.simulator.inputs.curves import Curves, curve_for
+from elasticflow_airflow.scheduler_core.simulator.inputs.problems import InputError
+from elasticflow_airflow.scheduler_core.simulator.inputs.trace import Trace, TraceJob
 from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob
-from elasticflow_airflow.scheduler_core.simulator.trace import Trace, TraceJob
-from elasticflow_airflow.scheduler_core.values import BatchChoice, Job, Node, OnReject, RescaleCosts, ScalingCurve
 
 LONGEST_S = 1e10
 """Longer jobs are refused: times are floats, and the scheduler tells such as are 10 µs apart from each other."""

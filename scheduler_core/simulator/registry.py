@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-from elasticflow_airflow.scheduler_core.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.values import Node
 from elasticflow_airflow.scheduler_core.simulator.policy import InspectablePolicy
-from elasticflow_airflow.scheduler_core.values import Node
 
 _PACKAGE = "elasticflow_airflow.scheduler_core"
 
 _POLICIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "elasticflow": ("scheduler", "Scheduler", {}),
-    "elasticflow+types": ("simulator.baselines.by_type", "schedulers_by_type", {}),
+    "elasticflow+types": ("simulator.baselines.common.by_type", "schedulers_by_type", {}),
     "edf": ("simulator.baselines.edf", "Edf", {}),
     "edf-plain": ("simulator.baselines.edf", "Edf", {"plain": True}),
     "edf+elastic": ("simulator.baselines.edf", "ElasticEdf", {}),

@@ -39,7 +39,7 @@ def airflow_home() -> Path:
 @pytest.fixture
 def make_status():
     """Make the status of a job, running unless said otherwise."""
-    from elasticflow_airflow.wire import JobIdentity, JobStatus, State, Verdict
+    from elasticflow_airflow.api import JobIdentity, JobStatus, State, Verdict
 
     identity = JobIdentity(dag_id="daily", run_id="run1", task_id="train")
 
@@ -89,7 +89,7 @@ class ScriptedService:
 
         import httpx
 
-        from elasticflow_airflow.wire import Attachment, Problem
+        from elasticflow_airflow.api import Attachment, Problem
 
         if self.away:
             self.away -= 1

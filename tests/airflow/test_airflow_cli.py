@@ -16,7 +16,7 @@ import typer
 from typer.main import get_command
 
 from elasticflow_airflow.airflow_cli import get_commands
-from elasticflow_airflow.argparse_bridge import description_of
+from elasticflow_airflow.airflow_cli.argparse_bridge import description_of
 
 WITHOUT_A_SERVICE = {"simulate", "compare", "synthesize", "version"}
 """Commands that need neither a service nor Airflow: there is nothing that a connection could change."""
@@ -85,7 +85,7 @@ def test_help_prints_every_word_of_it(monkeypatch):
 
 def test_help_says_all_that_the_command_itself_says():
     """Status and further paragraphs, too; a summary of one line stands in the list of commands."""
-    from elasticflow_airflow.airflow_commands import commands
+    from elasticflow_airflow.airflow_cli.commands import commands
 
     (group,) = get_commands()
     known = commands()
@@ -137,7 +137,7 @@ def test_every_form_of_a_parameter_is_described():
 
 
 def test_defaults_reach_the_function(monkeypatch, parse):
-    from elasticflow_airflow import airflow_commands
+    from elasticflow_airflow.airflow_cli import commands as airflow_commands
 
     seen = {}
 
@@ -235,11 +235,11 @@ def test_numbers_out_of_range_end_it_with_status_2(service, parse, capsys, words
 
 
 def test_doctor_refuses_embedded_services_on_many_machines(parse, capsys, monkeypatch):
-    from elasticflow_airflow import airflow_commands
-    from elasticflow_airflow.service import doctoring
+    from elasticflow_airflow.airflow_cli import commands as airflow_commands
+    from elasticflow_airflow.service.http.routes import doctor_routes
 
     monkeypatch.setattr(airflow_commands, "_triggerer", lambda: airflow_commands.ok("triggerer", "runs"))
-    monkeypatch.setattr(doctoring, "look_at_machine", lambda _: [])
+    monkeypatch.setattr(doctor_routes, "look_at_machine", lambda _: [])
     monkeypatch.setenv("AIRFLOW__CORE__EXECUTOR", "CeleryExecutor")
     given = parse("doctor", "--json")
     with pytest.raises(SystemExit) as left:
@@ -255,7 +255,7 @@ def test_doctor_knows_whether_a_triggerer_runs(airflow_db):
     from airflow.jobs.job import Job
     from airflow.utils.session import create_session
 
-    from elasticflow_airflow.airflow_commands import _triggerer
+    from elasticflow_airflow.airflow_cli.commands import _triggerer
 
     assert _triggerer().level == "warning"
     with create_session() as session:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticflow_airflow.arguments import ArgumentError, count, present, rendered_texts, secret_reference, target
 from elasticflow_airflow.operators import ElasticTrainOperator
+from elasticflow_airflow.task.arguments import ArgumentError, count, present, rendered_texts, secret_reference, target
 
 GOOD = {"task_id": "train", "script": "train.py", "steps": 10, "global_batch_size": 8, "best_effort": True}
 DEADLINE = {**GOOD, "best_effort": False, "deadline": "07:30"}

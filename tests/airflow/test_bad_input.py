@@ -15,12 +15,12 @@ from airflow.sdk import DAG
 from starlette.testclient import TestClient
 from support.quiet_service import QuietService
 
+from elasticflow_airflow.api import API_HEADER, VERSION_HEADER, Command, JobIdentity, JobSubmission, Length
 from elasticflow_airflow.client import ElasticFlowClient
 from elasticflow_airflow.client.errors import raise_for_answer
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.operators import ElasticTrainOperator
-from elasticflow_airflow.service.api import TokenGuard
-from elasticflow_airflow.wire import API_HEADER, VERSION_HEADER, Command, JobIdentity, JobSubmission, Length
+from elasticflow_airflow.service.http.app import TokenGuard
 
 GOOD = {"task_id": "train", "script": "train.py", "steps": 10, "global_batch_size": 8, "deadline": "07:30"}
 
@@ -133,7 +133,7 @@ def a_state_directory_that_cannot_be_used(tmp_path, **_):
 
 
 def a_state_directory_that_a_service_cannot_use(tmp_path, **_):
-    from elasticflow_airflow.service.lifecycle import lock_state_dir
+    from elasticflow_airflow.service.daemon import lock_state_dir
 
     (tmp_path / "file").touch()
     with lock_state_dir(tmp_path / "file/state"):

@@ -10,8 +10,12 @@ import pytest
 from airflow.sdk import DAG, task
 from airflow.sdk.exceptions import AirflowNotFoundException
 
-from elasticflow_airflow import calendar_feed
-from elasticflow_airflow.calendar_feed import (
+from elasticflow_airflow.airflow_cli.feed import feed
+from elasticflow_airflow.api.insight import CalendarAnswer, CalendarRequest, DueRuns
+from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, ServiceUnavailable
+from elasticflow_airflow.operators import ElasticTrainOperator
+from elasticflow_airflow.recurring import calendar_feed
+from elasticflow_airflow.recurring.calendar_feed import (
     ElasticTaskOfDag,
     Found,
     TaskDue,
@@ -19,10 +23,6 @@ from elasticflow_airflow.calendar_feed import (
     feed_services,
     find_due_runs,
 )
-from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, ServiceUnavailable
-from elasticflow_airflow.feed_command import feed
-from elasticflow_airflow.insight import CalendarAnswer, CalendarRequest, DueRuns
-from elasticflow_airflow.operators import ElasticTrainOperator
 
 START = pendulum.datetime(2026, 1, 1, tz="UTC")
 
@@ -284,7 +284,7 @@ def test_the_command_tells_and_prints(store, monkeypatch, capsys):
         told.append(make("default"))
         return CalendarAnswer(taken=1, unknown=["feed_command.train"])
 
-    monkeypatch.setattr("elasticflow_airflow.feed_command.post_to_service", post)
+    monkeypatch.setattr("elasticflow_airflow.airflow_cli.feed.post_to_service", post)
     feed(hours=1.0, dag_id="feed_command", dry_run=True)
     assert told == []
     assert "told to nobody" in capsys.readouterr().out
@@ -325,7 +325,7 @@ def test_the_command_tells_the_others_when_a_service_is_away(store, monkeypatch,
             raise ServiceUnavailable("nobody answers", "start it")
         return CalendarAnswer(taken=len(make("default").tasks), unknown=[])
 
-    monkeypatch.setattr("elasticflow_airflow.feed_command.post_to_service", post)
+    monkeypatch.setattr("elasticflow_airflow.airflow_cli.feed.post_to_service", post)
     with pytest.raises(SystemExit) as ended:
         feed(hours=48.0, dag_id="feed_both", dry_run=False)
     assert ended.value.code == 1
@@ -392,7 +392,7 @@ def test_a_service_that_only_deleted_dags_name_is_told_if_it_is_there(store, mon
             raise AirflowNotFoundException("no such connection")
         return CalendarAnswer(taken=len(make("default").tasks), unknown=[])
 
-    monkeypatch.setattr("elasticflow_airflow.feed_command.post_to_service", post)
+    monkeypatch.setattr("elasticflow_airflow.airflow_cli.feed.post_to_service", post)
     feed(hours=48.0, dag_id=None, dry_run=False)
     assert "former" in told
     said = capsys.readouterr().out

@@ -15,13 +15,13 @@ from airflow.sdk.bases.operator import ExecutorSafeguard
 from airflow.sdk.exceptions import AirflowException, AirflowFailException, TaskDeferred
 from support.elastic_tasks import Store, context_of, success
 
+from elasticflow_airflow.api import Event, State
 from elasticflow_airflow.exceptions import JobCancelled, JobFailed, JobRejected, ServiceAway
-from elasticflow_airflow.leases import lease_renewer
 from elasticflow_airflow.links import ElasticFlowJobLink
 from elasticflow_airflow.notifications import ElasticFlowNotifier
 from elasticflow_airflow.operators import ElasticTrainOperator
 from elasticflow_airflow.retry_policies import ElasticFlowRetryPolicy
-from elasticflow_airflow.wire import Event, State
+from elasticflow_airflow.waiting.dag_test_leases import lease_renewer
 
 
 @pytest.fixture(autouse=True)

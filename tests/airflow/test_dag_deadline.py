@@ -9,8 +9,8 @@ import pytest
 from airflow.sdk import DAG, Asset, AsyncCallback, DeadlineAlert, DeadlineReference
 from airflow.sdk.definitions.deadline import VariableInterval
 
-from elasticflow_airflow.dag_deadline import RunTimes, alerts_of, check_time_from_dag, time_from_dag
-from elasticflow_airflow.deadlines import DeadlineError
+from elasticflow_airflow.deadlines.dag_deadline import RunTimes, alerts_of, check_time_from_dag, time_from_dag
+from elasticflow_airflow.deadlines.parse import DeadlineError
 from elasticflow_airflow.operators import ElasticTrainOperator
 
 DUE = pendulum.datetime(2026, 11, 20, 5)

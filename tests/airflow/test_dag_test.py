@@ -19,10 +19,10 @@ import pytest
 from airflow.sdk import DAG, AsyncCallback, DeadlineAlert, DeadlineReference, task
 from airflow.sdk.definitions.deadline import VariableInterval
 
+from elasticflow_airflow.api import State
 from elasticflow_airflow.client import ElasticFlowClient
-from elasticflow_airflow.leases import lease_renewer
 from elasticflow_airflow.operators import ElasticTrainOperator
-from elasticflow_airflow.wire import State
+from elasticflow_airflow.waiting.dag_test_leases import lease_renewer
 
 CURVE = {1: 20.0, 2: 36.0, 4: 64.0}
 
@@ -98,7 +98,7 @@ def test_clearing_a_success_trains_again_with_its_own_incarnation(run_dag, new_d
 
 def test_a_retry_attaches_to_the_live_job(run_dag, new_dag, client, monkeypatch, capsys):
     """The worker breaks once, in the middle: the second try goes on with the same training."""
-    from elasticflow_airflow.waiting import JobWatch
+    from elasticflow_airflow.waiting.worker_wait import JobWatch
 
     look = JobWatch.look
     broken: list[str] = []
@@ -171,7 +171,7 @@ def test_a_training_that_fails_shows_its_last_lines(run_dag, new_dag, client, ca
 
 
 def test_a_task_that_fails_for_good_leaves_no_job_running(run_dag, new_dag, client, monkeypatch):
-    from elasticflow_airflow.waiting import JobWatch
+    from elasticflow_airflow.waiting.worker_wait import JobWatch
 
     def broken(self):
         raise RuntimeError("the worker is broken")
@@ -213,7 +213,7 @@ WHEN_INTERRUPTED = {
     ),
     "right after the answer": (
         "import os, signal\n"
-        "from elasticflow_airflow.task_memory import TaskMemory\n"
+        "from elasticflow_airflow.waiting.task_memory import TaskMemory\n"
         "TaskMemory.save = lambda self, store: os.kill(os.getpid(), signal.SIGINT)\n"
     ),
 }

@@ -8,7 +8,7 @@ from zoneinfo import ZoneInfo
 import pendulum
 import pytest
 
-from elasticflow_airflow.deadlines import (
+from elasticflow_airflow.deadlines.parse import (
     DeadlineError,
     Reserve,
     TimeFromDag,

@@ -10,7 +10,7 @@ import pytest
 from airflow.sdk.exceptions import AirflowRuntimeError, ErrorType
 from airflow.sdk.execution_time.comms import ErrorResponse, GetDagRun, GetPreviousDagRun, GetPreviousTI
 
-from elasticflow_airflow.downstream import EndedJob, TaskOfRun, observed, quantile, reserve_for
+from elasticflow_airflow.deadlines.downstream import EndedJob, TaskOfRun, observed, quantile, reserve_for
 
 NOW = pendulum.datetime(2026, 11, 20)
 MINE = TaskOfRun(dag_id="daily", task_id="train", map_index=-1, before=NOW)

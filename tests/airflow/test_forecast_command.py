@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from elasticflow_airflow.airflow_cli.forecast import forecast
 from elasticflow_airflow.client import ElasticFlowClient
-from elasticflow_airflow.forecast_command import forecast
 
 DAG_FILE = """
 from datetime import timedelta
@@ -126,7 +126,7 @@ def test_bad_input_ends_with_status_2(ask, text, words):
 
 def test_a_service_that_is_away_ends_with_status_2(ask, monkeypatch):
     monkeypatch.setenv("AIRFLOW_CONN_ELSEWHERE", "elasticflow://127.0.0.1:1")
-    monkeypatch.setattr("elasticflow_airflow.forecast_command._AWAY_S", 0.1)
+    monkeypatch.setattr("elasticflow_airflow.airflow_cli.forecast._AWAY_S", 0.1)
     status, said = ask(dag(more="elasticflow_conn_id='elsewhere'"))
     assert status == 2
     assert "the service could not be asked:" in said

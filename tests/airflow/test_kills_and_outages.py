@@ -27,9 +27,9 @@ from support import elastic_tasks
 from support.elastic_tasks import Store, success
 
 from elasticflow_airflow import listeners
+from elasticflow_airflow.api import State
 from elasticflow_airflow.operators import elastic_train
 from elasticflow_airflow.triggers import ElasticFlowJobTrigger
-from elasticflow_airflow.wire import State
 
 context_of = partial(elastic_tasks.context_of, state="running")
 

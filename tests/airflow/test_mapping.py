@@ -10,10 +10,10 @@ import pytest
 from airflow.providers.standard.operators.empty import EmptyOperator
 from airflow.sdk import DAG
 
-from elasticflow_airflow.arguments import ArgumentError
 from elasticflow_airflow.notifications import ElasticFlowNotifier
 from elasticflow_airflow.operators import ElasticTrainOperator, ElasticTrainSensor, elastic_train_task
 from elasticflow_airflow.retry_policies import ElasticFlowRetryPolicy
+from elasticflow_airflow.task.arguments import ArgumentError
 
 GOOD = {"task_id": "train", "script": "train.py", "global_batch_size": 8}
 

@@ -12,8 +12,8 @@ from airflow.sdk import DAG
 from airflow.sdk.bases.operator import ExecutorSafeguard
 from support.elastic_tasks import Store, context_of
 
+from elasticflow_airflow.api import JobResult, State
 from elasticflow_airflow.operators import ElasticTrainOperator
-from elasticflow_airflow.wire import JobResult, State
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/register_in_mlflow.py"
 

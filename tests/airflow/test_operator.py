@@ -20,9 +20,9 @@ from airflow.sdk.execution_time.context import ConnectionAccessor
 from support.elastic_tasks import Store, context_of, success
 
 from elasticflow_airflow import listeners
+from elasticflow_airflow.api import Event, State, Verdict
 from elasticflow_airflow.exceptions import JobRejected
-from elasticflow_airflow.leases import lease_renewer
-from elasticflow_airflow.wire import Event, State, Verdict
+from elasticflow_airflow.waiting.dag_test_leases import lease_renewer
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from elasticflow_airflow.owner_report import ENDED, find_states, name_of_airflow, report_owners
-from elasticflow_airflow.wire import JobIdentity
-from elasticflow_airflow.wire.owners import OwnedJob, OwnedJobs, OwnersAnswer
+from elasticflow_airflow.api import JobIdentity
+from elasticflow_airflow.api.owners import OwnedJob, OwnedJobs, OwnersAnswer
+from elasticflow_airflow.owners.owner_report import ENDED, find_states, name_of_airflow, report_owners
 
 ME, NOW = "me", 1000.0
 
@@ -132,8 +132,8 @@ def test_the_services_are_those_that_elastic_tasks_name(airflow_db, make_task):
     from airflow.api.common.delete_dag import delete_dag
     from airflow.utils.session import create_session
 
+    from elasticflow_airflow.owners.owner_watch import Connections
     from elasticflow_airflow.testing.dags import store_dag
-    from elasticflow_airflow.ui.owner_watch import Connections
 
     def read() -> set[str]:
         with create_session() as session:

@@ -11,10 +11,10 @@ from airflow.sdk.bases.operator import ExecutorSafeguard
 from airflow.sdk.exceptions import AirflowFailException, AirflowNotFoundException, TaskDeferred
 from support.elastic_tasks import context_of
 
+from elasticflow_airflow.api import API_HEADER
 from elasticflow_airflow.client import Endpoint
 from elasticflow_airflow.exceptions import MissingConnection, ServiceAway, ServiceRefused, UnusableConnection
 from elasticflow_airflow.operators import ElasticTrainSensor
-from elasticflow_airflow.wire import API_HEADER
 
 WRONG_TOKEN = httpx.Response(401, json={"error": "unauthorized", "message": "it does not know this token"})
 OTHER_VERSION = httpx.Response(200, json={}, headers={API_HEADER: "v9"})

@@ -11,10 +11,10 @@ import pytest
 from airflow.sdk import DAG, CronDataIntervalTimetable
 from airflow.sdk.bases.operator import ExecutorSafeguard
 
+from elasticflow_airflow.api import JobIdentity, JobResult, State
 from elasticflow_airflow.operators import ElasticTrainOperator
-from elasticflow_airflow.run_deadline import ARITHMETIC_LABEL, DeadlinesOfRun, RunOfDag, due_times, ended_jobs
-from elasticflow_airflow.task_memory import TaskMemory
-from elasticflow_airflow.wire import JobIdentity, JobResult, State
+from elasticflow_airflow.task.run_deadline import ARITHMETIC_LABEL, DeadlinesOfRun, RunOfDag, due_times, ended_jobs
+from elasticflow_airflow.waiting.task_memory import TaskMemory
 
 BERLIN = pendulum.timezone("Europe/Berlin")
 NEW_YORK = pendulum.timezone("America/New_York")

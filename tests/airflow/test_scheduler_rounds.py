@@ -10,8 +10,8 @@ from functools import partial
 import httpx
 import pytest
 
-from elasticflow_airflow import scheduler_rounds
-from elasticflow_airflow.scheduler_rounds import SchedulerRounds, health_url, held_back
+from elasticflow_airflow.waiting import scheduler_rounds
+from elasticflow_airflow.waiting.scheduler_rounds import SchedulerRounds, health_url, held_back
 
 DEFERRED_AT = 1_000_000.0
 

@@ -18,13 +18,13 @@ from airflow.sdk.exceptions import (
 from support.elastic_tasks import Store, context_of, success
 from support.quiet_service import QuietService
 
-from elasticflow_airflow.arguments import ArgumentError
+from elasticflow_airflow.api import Event, JobIdentity, State
 from elasticflow_airflow.client import AsyncElasticFlowClient, ElasticFlowClient, Endpoint, RequestRefused, Unauthorized
 from elasticflow_airflow.exceptions import ServiceAway, ServiceRefused
 from elasticflow_airflow.operators import ElasticTrainSensor
-from elasticflow_airflow.sensing import judge
 from elasticflow_airflow.sensor_trigger import ElasticFlowSensorTrigger
-from elasticflow_airflow.wire import Event, JobIdentity, State
+from elasticflow_airflow.task.arguments import ArgumentError
+from elasticflow_airflow.waiting.sensing import judge
 
 
 @pytest.fixture(autouse=True)
@@ -178,12 +178,12 @@ async def test_a_service_that_refuses_ends_it(service, make_status, monkeypatch)
 
     trigger = deferred.value.trigger
     trigger.poll_interval_s = trigger.min_deferral_s = 0.0
-    monkeypatch.setattr("elasticflow_airflow.client.aio.read_answer", refused)
+    monkeypatch.setattr("elasticflow_airflow.client.async_client.read_answer", refused)
     fired = await anext(trigger.run())
     assert fired.payload["outcome"] == "error"
     with pytest.raises(AirflowException, match="no such question"):
         task.execute_complete(context_of(task), fired.payload)
-    monkeypatch.setattr("elasticflow_airflow.client.sync.read_answer", denied)
+    monkeypatch.setattr("elasticflow_airflow.client.sync_client.read_answer", denied)
     with pytest.raises(ServiceRefused, match="the token is wrong"):
         task.execute(context_of(task))
 
@@ -233,7 +233,7 @@ def test_a_poke_waits_out_what_may_pass_once_the_service_has_answered(service, m
     context = context_of(task, store)
     assert task.poke(context).is_done is False
     for name, passing in (
-        ("elasticflow_airflow.client.sync.read_answer", Unauthorized("the token is wrong")),
+        ("elasticflow_airflow.client.sync_client.read_answer", Unauthorized("the token is wrong")),
         ("elasticflow_airflow.hooks.ElasticFlowHook.client", AirflowNotFoundException("The conn_id isn't defined")),
     ):
         with monkeypatch.context() as patch:
@@ -268,7 +268,7 @@ async def test_the_trigger_reads_the_connection_again_until_it_fits(service, mak
         return call.read(response)
 
     monkeypatch.setattr("elasticflow_airflow.hooks.ElasticFlowHook.async_client", open_client)
-    monkeypatch.setattr("elasticflow_airflow.client.aio.read_answer", check)
+    monkeypatch.setattr("elasticflow_airflow.client.async_client.read_answer", check)
     trigger = ElasticFlowSensorTrigger("succeeded", job_id="j", poll_interval_s=0.0, min_deferral_s=0.0)
     fired = await anext(trigger.run())
     assert fired.payload["outcome"] == "there"

@@ -9,7 +9,7 @@ from airflow.sdk.execution_time.comms import SetTaskStateStore
 from airflow.sdk.execution_time.context import TaskStateStoreAccessor
 from airflow.sdk.state import TaskScope
 
-from elasticflow_airflow.task_memory import TaskMemory
+from elasticflow_airflow.waiting.task_memory import TaskMemory
 
 DEADLINES = {"deadline": {"given": "07:30", "at": 1.0}}
 

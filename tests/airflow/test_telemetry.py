@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from elasticflow_airflow import telemetry
-from elasticflow_airflow.wire import JobResult, State
+from elasticflow_airflow.api import JobResult, State
+from elasticflow_airflow.task import telemetry
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 trace.set_tracer_provider(TracerProvider())
 from airflow.sdk.execution_time.task_runner import _make_task_span
-from elasticflow_airflow.telemetry import trace_labels
+from elasticflow_airflow.task.telemetry import trace_labels
 carrier = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 ti = SimpleNamespace(context_carrier=carrier, task_id="train", dag_id="d", run_id="r", try_number=1, map_index=-1)
 with _make_task_span(SimpleNamespace(ti=ti)):

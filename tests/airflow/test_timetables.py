@@ -17,7 +17,7 @@ from airflow.sdk import (
 from airflow.sdk import EventsTimetable as SdkEventsTimetable
 from airflow.timetables.events import EventsTimetable
 
-from elasticflow_airflow.timetables import KnownRun, TimetableError, next_run, next_runs, recurs
+from elasticflow_airflow.deadlines.timetables import KnownRun, TimetableError, next_run, next_runs, recurs
 
 BERLIN = "Europe/Berlin"
 ASSET = Asset("rows")

@@ -14,13 +14,13 @@ import pytest
 from typer.models import OptionInfo
 from typer.utils import get_params_from_function
 
-from elasticflow_airflow import arguments
-from elasticflow_airflow.cli.submitting import submit
+from elasticflow_airflow.api import Command, JobSubmission, Length
+from elasticflow_airflow.api.training_options import DEFAULTS, GROUPS, OPTIONS, REQUIRED, Option, ValueKind, on_wire
+from elasticflow_airflow.cli.submit import submit
 from elasticflow_airflow.operators import ElasticTrainOperator
 from elasticflow_airflow.operators.decorators import DECIDED, ElasticTrainDecoratedOperator
-from elasticflow_airflow.submission import ElasticTask
-from elasticflow_airflow.training_options import DEFAULTS, GROUPS, OPTIONS, REQUIRED, Option, ValueKind, on_wire
-from elasticflow_airflow.wire import Command, JobSubmission, Length
+from elasticflow_airflow.task import arguments
+from elasticflow_airflow.task.task_submission import ElasticTask
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/reference/operator.md").read_text()
@@ -52,7 +52,9 @@ def test_the_operator_takes_it(option: Option) -> None:
 
 @each
 def test_a_value_of_its_kind_is_checked(option: Option) -> None:
-    assert option.kind in arguments._CHECKS, f"write a check for {option.kind} in arguments.py, and add it to _CHECKS"
+    assert option.kind in arguments._CHECKS, (
+        f"write a check for {option.kind} in task/arguments.py, and add it to _CHECKS"
+    )
     assert (option.kind is ValueKind.CHOICE) == bool(option.choices)
     with pytest.raises(ValueError, match=re.escape(option.name)):
         arguments.check_each({option.name: object()})
@@ -74,7 +76,7 @@ def test_the_wire_has_a_field_for_it(option: Option) -> None:
         return
     *group, name = option.wire.split(".")
     fields = {"command": Command, "length": Length}[group[0]].model_fields if group else JobSubmission.model_fields
-    assert name in fields, f"add {name} to the wire's model (wire/submission.py), and `make reference`"
+    assert name in fields, f"add {name} to the wire's model (api/submission.py), and `make reference`"
     field, default = fields[name], DEFAULTS[option.name]
     if get_origin(field.annotation) is Literal and option.name not in OTHER_ON_THE_WIRE:
         assert get_args(field.annotation) == option.choices
@@ -99,7 +101,7 @@ def test_the_command_line_has_its_flag(option: Option) -> None:
 
 @each
 def test_its_page_and_the_docstring_describe_it(option: Option) -> None:
-    remedy = "write what it means below the option in training_options.py, then `make reference`"
+    remedy = "write what it means below the option in api/training_options.py, then `make reference`"
     mark = " **T**" if option.template else ""
     assert f"| `{option.name}`{mark} | `" in PAGE, remedy
     assert f":param {option.name}: " in (inspect.getdoc(ElasticTrainOperator) or ""), remedy
@@ -108,7 +110,7 @@ def test_its_page_and_the_docstring_describe_it(option: Option) -> None:
 def test_no_place_knows_more() -> None:
     own = {name for name, one in SIGNATURE.items() if one.kind is one.KEYWORD_ONLY} & set(OPTIONS)
     taken = {name for name in SIGNATURE if name not in ("self", "kwargs")}
-    assert taken == own == set(OPTIONS), "describe it in training_options.py"
+    assert taken == own == set(OPTIONS), "describe it in api/training_options.py"
     assert set(FLAGS) - OF_THE_COMMAND == {one.flag for one in OPTIONS.values() if one.flag}
     assert set(re.findall(r"^\| `(\w+)`(?: \*\*T\*\*)? \| `", PAGE, re.MULTILINE)) == set(OPTIONS)
     asked = {one.wire for one in OPTIONS.values() if one.wire}

@@ -7,9 +7,9 @@ import json
 import pytest
 from airflow.sdk.exceptions import AirflowNotFoundException
 
+from elasticflow_airflow.api import Event, State
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.triggers import ElasticFlowJobTrigger
-from elasticflow_airflow.wire import Event, State
 
 
 def trigger(**changes):

@@ -10,9 +10,9 @@ import pytest
 from airflow.jobs.triggerer_job_runner import TriggerRunner
 from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
 
-from elasticflow_airflow import cancelling
 from elasticflow_airflow.client import AsyncElasticFlowClient, Endpoint
 from elasticflow_airflow.triggers import ElasticFlowJobTrigger
+from elasticflow_airflow.waiting import cancelling
 
 USER_ACTION = "user-action"
 MANY = 50
@@ -98,7 +98,7 @@ async def test_the_cancel_goes_by_the_client_that_waited(service, slow, monkeypa
 async def test_a_cancel_that_does_not_get_through_is_logged_and_tried_again(service, monkeypatch, capsys):
     """The trigger has ended by then, as Airflow waits for no service."""
     service.claim = 1
-    monkeypatch.setattr("elasticflow_airflow.retrying_client._RETRY_FOR_S", 0.0)
+    monkeypatch.setattr("elasticflow_airflow.waiting.retrying_client._RETRY_FOR_S", 0.0)
     monkeypatch.setattr(cancelling, "_PAUSE_S", 0.05)
     runner = Runner(trigger())
     await until(lambda: service.did("lease"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elasticflow_airflow.wire import Attachment, Command, JobIdentity, JobStatus, JobSubmission, Length, State, Verdict
+from elasticflow_airflow.api import Attachment, Command, JobIdentity, JobStatus, JobSubmission, Length, State, Verdict
 
 IDENTITY = JobIdentity(dag_id="daily", run_id="run1", task_id="train")
 

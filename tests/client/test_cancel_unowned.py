@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import typer
 
+from elasticflow_airflow.api.owners import UnownedJob
 from elasticflow_airflow.cli import unowned
-from elasticflow_airflow.wire.owners import UnownedJob
 
 
 @pytest.mark.parametrize(("answer", "claim", "left"), [("n", 1, "nothing was cancelled"), ("y", 2, "left alone")])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elasticflow_airflow.cli.display import health_lines, job_lines, moment
-from elasticflow_airflow.wire import Health, JobIdentity, JobStatus, SlotStatus, Verdict
+from elasticflow_airflow.api import Health, JobIdentity, JobStatus, SlotStatus, Verdict
+from elasticflow_airflow.cli.terminal.display import health_lines, job_lines, moment
 
 
 def status(**given):

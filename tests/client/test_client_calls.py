@@ -11,6 +11,20 @@ import httpx
 import pytest
 from tenacity import RetryCallState, Retrying
 
+from elasticflow_airflow.api import AmendRequest, Event, ForecastAnswer, LogPiece, Problem
+from elasticflow_airflow.api.insight import (
+    CalendarAnswer,
+    CalendarRequest,
+    ClusterHistory,
+    ClusterNow,
+    DeadlineChange,
+    DueRuns,
+    JobStory,
+    StackDump,
+    WhatIf,
+    WhatIfRequest,
+)
+from elasticflow_airflow.api.owners import OwnedJobs, OwnersAnswer, OwnerSeen, OwnersReport, UnownedJob
 from elasticflow_airflow.client import (
     AsyncElasticFlowClient,
     ElasticFlowClient,
@@ -24,21 +38,7 @@ from elasticflow_airflow.client import (
     Unauthorized,
     snapshot_folder,
 )
-from elasticflow_airflow.client.exchange import pause_between
-from elasticflow_airflow.insight import (
-    CalendarAnswer,
-    CalendarRequest,
-    ClusterHistory,
-    ClusterNow,
-    DeadlineChange,
-    DueRuns,
-    JobStory,
-    StackDump,
-    WhatIf,
-    WhatIfRequest,
-)
-from elasticflow_airflow.wire import AmendRequest, Event, ForecastAnswer, LogPiece, Problem
-from elasticflow_airflow.wire.owners import OwnedJobs, OwnersAnswer, OwnerSeen, OwnersReport, UnownedJob
+from elasticflow_airflow.client.calls.exchange import pause_between
 
 ENDPOINT = Endpoint(base_url="http://service:8765", token="s3cret")
 

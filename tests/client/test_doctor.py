@@ -13,12 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from elasticflow_airflow import __version__
+from elasticflow_airflow.api import API_HEADER, API_VERSION, VERSION_HEADER, Problem
+from elasticflow_airflow.api.diagnosis import Diagnosis, ok, problem, warning
 from elasticflow_airflow.cli.connection import Choice, choose
 from elasticflow_airflow.cli.main import app
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint, IncompatibleService
-from elasticflow_airflow.diagnosis import Diagnosis, ok, problem, warning
-from elasticflow_airflow.service import doctoring
-from elasticflow_airflow.wire import API_HEADER, API_VERSION, VERSION_HEADER, Problem
+from elasticflow_airflow.service.http.routes import doctor_routes
 
 
 @dataclass
@@ -152,7 +152,7 @@ def test_a_served_service_that_is_away():
 
 
 def test_an_embedded_service_that_nobody_has_started_is_no_problem(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctoring, "look_at_reverse_dns", lambda: ok("reverse DNS", "quick"))
+    monkeypatch.setattr(doctor_routes, "look_at_reverse_dns", lambda: ok("reverse DNS", "quick"))
     done = CliRunner().invoke(app, ["doctor", "--json", "--state-dir", str(tmp_path / "state")])
     found = {f["name"]: f for f in json.loads(done.stdout)}
     assert "the first task that needs it starts it" in found["connection"]["message"]
@@ -174,15 +174,15 @@ def test_slots_that_this_machine_cannot_have_are_a_problem(tmp_path, monkeypatch
 
 
 def test_slots_that_another_service_holds_are_counted(tmp_path):
-    from elasticflow_airflow.engines.local import slots
+    from elasticflow_airflow.engines.local.machine import slots
     from elasticflow_airflow.service.settings import ServiceSettings
 
     slots.prepare_lock_dir(tmp_path / "locks")
     held = slots.acquire(tmp_path / "locks", "cpu-0", {"job_id": "a", "state_dir": "/elsewhere", "pid": 1})
     settings = ServiceSettings(state_dir=tmp_path, slots=2, slot_lock_dir=tmp_path / "locks")
     try:
-        assert "2 slots (" in doctoring.look_at_slots(settings).message
-        assert "1 of them busy" in doctoring.look_at_slots(settings).message
+        assert "2 slots (" in doctor_routes.look_at_slots(settings).message
+        assert "1 of them busy" in doctor_routes.look_at_slots(settings).message
     finally:
         os.close(held)
 
@@ -210,28 +210,28 @@ def test_an_interpreter_without_torch(tmp_path):
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho \'{"python": "3.11.0"}\'\n')
     python.chmod(0o755)
-    found = doctoring.look_at_interpreter(str(python))
+    found = doctor_routes.look_at_interpreter(str(python))
     assert found.level == "warning"
     assert "has no torch" in found.message
     assert "pip install torch" in found.remedy
-    assert doctoring.look_at_interpreter(str(tmp_path / "none")).level == "problem"
+    assert doctor_routes.look_at_interpreter(str(tmp_path / "none")).level == "problem"
 
 
 def test_a_state_directory_that_cannot_be_written(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    assert doctoring.look_at_state_dir(tmp_path).level == "ok"
-    monkeypatch.setattr(doctoring.tempfile, "NamedTemporaryFile", refuse)
-    found = doctoring.look_at_state_dir(tmp_path)
+    assert doctor_routes.look_at_state_dir(tmp_path).level == "ok"
+    monkeypatch.setattr(doctor_routes.tempfile, "NamedTemporaryFile", refuse)
+    found = doctor_routes.look_at_state_dir(tmp_path)
     assert found.level == "problem"
     assert "Permission denied" in found.message
     assert "ELASTICFLOW_STATE_DIR" in found.remedy
 
 
 def test_a_state_directory_on_a_network_file_system(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctoring, "_file_system", lambda _: "nfs4")
-    found = doctoring.look_at_state_dir(tmp_path)
+    monkeypatch.setattr(doctor_routes, "_file_system", lambda _: "nfs4")
+    found = doctor_routes.look_at_state_dir(tmp_path)
     assert found.level == "warning"
     assert "PostgreSQL" in found.remedy
 
@@ -239,14 +239,14 @@ def test_a_state_directory_on_a_network_file_system(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("free_gib", "level"), [(100, "ok"), (5, "warning"), (0.5, "problem")])
 def test_room_on_the_disk(tmp_path, monkeypatch, free_gib, level):
     usage = type("Usage", (), {"free": free_gib * 2**30, "total": 200 * 2**30})
-    monkeypatch.setattr(doctoring.shutil, "disk_usage", lambda _: usage)
-    assert doctoring.look_at_disk(tmp_path / "not" / "yet").level == level
+    monkeypatch.setattr(doctor_routes.shutil, "disk_usage", lambda _: usage)
+    assert doctor_routes.look_at_disk(tmp_path / "not" / "yet").level == level
 
 
 def test_a_slow_name_service(monkeypatch):
     clock = iter(range(0, 1000, 7))
-    monkeypatch.setattr(doctoring.time, "monotonic", lambda: next(clock))
-    found = doctoring.look_at_reverse_dns()
+    monkeypatch.setattr(doctor_routes.time, "monotonic", lambda: next(clock))
+    found = doctor_routes.look_at_reverse_dns()
     assert found.level == "warning"
     assert "/etc/hosts" in found.remedy
 
@@ -254,6 +254,6 @@ def test_a_slow_name_service(monkeypatch):
 def test_little_memory(monkeypatch, tmp_path):
     from elasticflow_airflow.service.settings import ServiceSettings
 
-    monkeypatch.setattr(doctoring, "_available_memory", lambda: 3 * 2**30)
-    assert doctoring.look_at_memory(ServiceSettings(state_dir=tmp_path, slots=2)).level == "ok"
-    assert doctoring.look_at_memory(ServiceSettings(state_dir=tmp_path, virtual_nodes="4x2")).level == "warning"
+    monkeypatch.setattr(doctor_routes, "_available_memory", lambda: 3 * 2**30)
+    assert doctor_routes.look_at_memory(ServiceSettings(state_dir=tmp_path, slots=2)).level == "ok"
+    assert doctor_routes.look_at_memory(ServiceSettings(state_dir=tmp_path, virtual_nodes="4x2")).level == "warning"

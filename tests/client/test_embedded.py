@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elasticflow_airflow.api.service_card import ServiceCard
 from elasticflow_airflow.client import (
     ElasticFlowClient,
     EmbeddedStartError,
@@ -25,7 +26,6 @@ from elasticflow_airflow.client import (
     for_looking,
 )
 from elasticflow_airflow.client.embedded import default_state_dir
-from elasticflow_airflow.wire.card import ServiceCard
 
 SETTINGS = {"ELASTICFLOW_ENGINE": "fake"}
 

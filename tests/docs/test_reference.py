@@ -119,7 +119,7 @@ def test_every_option_of_help_is_described(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_every_route_is_described_and_asks_for_the_token() -> None:
-    from elasticflow_airflow.service.openapi import document
+    from elasticflow_airflow.service.http.openapi import document
 
     made = document()
     operations = {

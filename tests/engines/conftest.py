@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from elasticflow_airflow.engines.fake import FakeBehaviour, FakeEngine, fake_nodes
+from elasticflow_airflow.engines.fake.engine import FakeBehaviour, FakeEngine, fake_nodes
 from elasticflow_airflow.engines.local import LocalEngine, detect_nodes
-from elasticflow_airflow.engines.local.folder import SupervisorFolder
-from elasticflow_airflow.engines.local.processes import ProcessId
+from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder
+from elasticflow_airflow.engines.local.machine.processes import ProcessId
 from elasticflow_airflow.engines.port import Engine, GangObservation, GangSpec, GangState
 from elasticflow_airflow.runtime.protocol import Report, SessionConfig
-from elasticflow_airflow.scheduler_core.values import Slot
+from elasticflow_airflow.scheduler_core.model.values import Slot
 
 TRAIN = """
 import os, sys, time

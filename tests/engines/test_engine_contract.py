@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from elasticflow_airflow.engines.port import EngineError, GangOutcome, GangState
-from elasticflow_airflow.scheduler_core.values import Slot
+from elasticflow_airflow.scheduler_core.model.values import Slot
 
 if TYPE_CHECKING:
     from conftest import Bench

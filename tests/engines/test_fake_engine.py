@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from elasticflow_airflow.engines.fake import BEHAVIOUR_ENV, FakeBehaviour, FakeEngine, fake_nodes
+from elasticflow_airflow.engines.fake.engine import BEHAVIOUR_ENV, FakeBehaviour, FakeEngine, fake_nodes
 from elasticflow_airflow.engines.port import EngineError, GangOutcome, GangSpec, GangState
-from elasticflow_airflow.runtime.manifest import CheckpointError, verify_candidate
 from elasticflow_airflow.runtime.protocol import Promotion, Report, ReportKind, RescaleMode
-from elasticflow_airflow.scheduler_core.values import Slot
+from elasticflow_airflow.runtime.storage.manifest import CheckpointError, verify_candidate
+from elasticflow_airflow.scheduler_core.model.values import Slot
 
 if TYPE_CHECKING:
     from conftest import FakeBench

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support.gang import install
 
-from elasticflow_airflow.engines.fake import BEHAVIOUR_ENV
+from elasticflow_airflow.engines.fake.engine import BEHAVIOUR_ENV
 from elasticflow_airflow.engines.port import EngineError, GangObservation, GangOutcome, GangSpec, GangState
 from elasticflow_airflow.runtime.protocol import Membership, ReportKind, RescaleMode
-from elasticflow_airflow.scheduler_core.values import Slot
+from elasticflow_airflow.scheduler_core.model.values import Slot
 
 if TYPE_CHECKING:
     from conftest import Bench

@@ -11,7 +11,7 @@ from support.gang import Gang, install
 
 from elasticflow_airflow.engines.port import GangOutcome, GangState
 from elasticflow_airflow.runtime.protocol import ReportKind, RescaleMode
-from elasticflow_airflow.scheduler_core.values import Slot
+from elasticflow_airflow.scheduler_core.model.values import Slot
 
 if TYPE_CHECKING:
     from conftest import LocalBench
@@ -24,7 +24,7 @@ STEPS = 45 * 6
 
 DIES = """
 import os, runpy, signal
-from elasticflow_airflow.runtime import transfer
+from elasticflow_airflow.runtime.group import transfer
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from elasticflow_airflow.engines.local import detect_nodes, engine, slots
-from elasticflow_airflow.engines.local.folder import SupervisorFolder, SupervisorSpec
-from elasticflow_airflow.engines.local.processes import ProcessId, children_of
+from elasticflow_airflow.engines.local import detect_nodes, engine
+from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder, SupervisorSpec
+from elasticflow_airflow.engines.local.machine import slots
+from elasticflow_airflow.engines.local.machine.processes import ProcessId, children_of
 from elasticflow_airflow.engines.port import EngineError, GangObservation, GangOutcome, GangState, SlotsHeldError
 from elasticflow_airflow.runtime.protocol import Membership, ReportKind
-from elasticflow_airflow.scheduler_core.values import Slot
+from elasticflow_airflow.scheduler_core.model.values import Slot
 
 if TYPE_CHECKING:
     from conftest import LocalBench
@@ -202,7 +203,7 @@ def test_a_full_disk_changes_nothing(local_bench: LocalBench, monkeypatch: pytes
         raise OSError(errno.ENOSPC, "No space left on device", "/the/disk/engine/job.json")
 
     with monkeypatch.context() as patch:
-        patch.setattr("elasticflow_airflow.engines.local.records.write_json_atomic", full)
+        patch.setattr("elasticflow_airflow.engines.local.files.records.write_json_atomic", full)
         with pytest.raises(EngineError, match=r"cannot write /the/disk/engine/job\.json: the disk is full: free some"):
             bench.engine.apply(bench.spec(1))
     assert bench.look() == {}

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from elasticflow_airflow.engines.local import gpus, layout
 from elasticflow_airflow.engines.local.environment import worker_environment
-from elasticflow_airflow.engines.local.gpus import Card, Gpu, choose_visible, visible_gpus
-from elasticflow_airflow.engines.local.layout import NodeLayout, detect_nodes
+from elasticflow_airflow.engines.local.machine import gpus, layout
+from elasticflow_airflow.engines.local.machine.gpus import Card, Gpu, choose_visible, visible_gpus
+from elasticflow_airflow.engines.local.machine.layout import NodeLayout, detect_nodes
 from elasticflow_airflow.engines.local.starting import Starter
 from elasticflow_airflow.engines.port import GangSpec
 from elasticflow_airflow.runtime.protocol import SessionConfig
-from elasticflow_airflow.scheduler_core.values import Slot
+from elasticflow_airflow.scheduler_core.model.values import Slot
 
 A, B, C = Gpu("GPU-aa11", "H"), Gpu("GPU-aa22", "H"), Gpu("GPU-cc33", "H")
 PARTS = (Gpu("MIG-11", "H MIG 1g.5gb"), Gpu("MIG-12", "H MIG 1g.5gb"))

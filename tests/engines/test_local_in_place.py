@@ -11,10 +11,10 @@ import pytest
 from support.gang import install
 
 from elasticflow_airflow.engines.local import engine
-from elasticflow_airflow.engines.local.folder import SupervisorFolder
+from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder
 from elasticflow_airflow.engines.port import EngineError, GangOutcome, GangSpec, GangState
 from elasticflow_airflow.runtime.protocol import Membership, ReportKind, RescaleMode
-from elasticflow_airflow.scheduler_core.values import Slot
+from elasticflow_airflow.scheduler_core.model.values import Slot
 
 if TYPE_CHECKING:
     from conftest import LocalBench

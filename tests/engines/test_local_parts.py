@@ -12,19 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticflow_airflow.engines.local import LocalEngine, detect_nodes, logs, slots
+from elasticflow_airflow.engines.local import LocalEngine, detect_nodes
 from elasticflow_airflow.engines.local.bridge import prepare_bridge
 from elasticflow_airflow.engines.local.environment import worker_environment
-from elasticflow_airflow.engines.local.folder import Status, WorkerStatus
-from elasticflow_airflow.engines.local.interpreter import InterpreterCheck
+from elasticflow_airflow.engines.local.files import worker_logs
+from elasticflow_airflow.engines.local.files.generation_folder import Status, WorkerStatus
+from elasticflow_airflow.engines.local.files.records import GangRecord
 from elasticflow_airflow.engines.local.judge import Heard, judge_ended
-from elasticflow_airflow.engines.local.layout import parse_virtual_nodes
-from elasticflow_airflow.engines.local.processes import ProcessId
-from elasticflow_airflow.engines.local.progress import PlainProgress
-from elasticflow_airflow.engines.local.records import GangRecord
+from elasticflow_airflow.engines.local.machine import slots
+from elasticflow_airflow.engines.local.machine.interpreter import InterpreterCheck
+from elasticflow_airflow.engines.local.machine.layout import parse_virtual_nodes
+from elasticflow_airflow.engines.local.machine.processes import ProcessId
+from elasticflow_airflow.engines.local.workers.script_progress import PlainProgress
 from elasticflow_airflow.engines.port import EngineError, GangOutcome
 from elasticflow_airflow.runtime.protocol import read_reports
-from elasticflow_airflow.scheduler_core.values import Slot
+from elasticflow_airflow.scheduler_core.model.values import Slot
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -62,34 +64,34 @@ def test_a_zombie_is_not_alive() -> None:
 )
 def test_offsets_count_across_rotations(tmp_path_factory, pieces, size, offset) -> None:
     folder = tmp_path_factory.mktemp("logs")
-    writer = logs.LogWriter(folder, "w", segment_bytes=size, keep=3)
+    writer = worker_logs.LogWriter(folder, "w", segment_bytes=size, keep=3)
     for piece in pieces:
         writer.write(piece)
     writer.close()
     whole = b"".join(pieces)
-    found = logs.read(folder, "w", offset, 1000)
+    found = worker_logs.read(folder, "w", offset, 1000)
     assert found.at_end
     assert found.data == whole[found.start_offset :] or offset > len(whole)
     assert (
-        found.start_offset == max(min(offset, len(whole)), logs.segments(folder, "w")[0][0] if whole else 0)
+        found.start_offset == max(min(offset, len(whole)), worker_logs.segments(folder, "w")[0][0] if whole else 0)
         or not whole
     )
-    assert len(logs.segments(folder, "w")) <= 3
+    assert len(worker_logs.segments(folder, "w")) <= 3
     assert len(whole) - found.start_offset <= 3 * size
-    assert logs.tail(folder, "w", 7) == whole[-7:]
+    assert worker_logs.tail(folder, "w", 7) == whole[-7:]
 
 
 def test_a_writer_goes_on_where_the_one_before_stopped(tmp_path: Path) -> None:
     for text in (b"first ", b"second ", b"third"):
-        writer = logs.LogWriter(tmp_path, "w", segment_bytes=8, keep=9)
+        writer = worker_logs.LogWriter(tmp_path, "w", segment_bytes=8, keep=9)
         writer.write(text)
         writer.close()
-    assert logs.read(tmp_path, "w", 0, 100).data == b"first second third"
+    assert worker_logs.read(tmp_path, "w", 0, 100).data == b"first second third"
     assert (tmp_path / "w.log").read_bytes() == b"rd"
 
 
 def test_a_full_disk_loses_lines_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = logs.LogWriter(tmp_path, "w")
+    writer = worker_logs.LogWriter(tmp_path, "w")
     writer.write(b"before\n")
     real = os.write
 
@@ -102,7 +104,7 @@ def test_a_full_disk_loses_lines_and_says_so(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "write", real)
     writer.write(b"after\n")
     writer.close()
-    text = logs.read(tmp_path, "w", 0, 1000).data
+    text = worker_logs.read(tmp_path, "w", 0, 1000).data
     assert text.startswith(b"before\n[elasticflow: ")
     assert b"disk was full" in text
     assert text.endswith(b"after\n")
@@ -192,7 +194,7 @@ def test_the_bridge_shows_runtime_and_entry_point_to_any_interpreter(tmp_path: P
 
 def test_a_supervisor_imports_neither_torch_nor_numpy_nor_pydantic() -> None:
     code = (
-        "import elasticflow_airflow.engines.local.supervisor, sys\n"
+        "import elasticflow_airflow.engines.local.workers.supervisor, sys\n"
         "print(sorted({'torch', 'numpy', 'pydantic', 'sqlalchemy', 'airflow'} & set(sys.modules)))"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from elasticflow_airflow.engines.local.folder import Status, WorkerStatus
+from elasticflow_airflow.engines.local.files.generation_folder import Status, WorkerStatus
+from elasticflow_airflow.engines.local.machine.processes import ProcessId, group_led_by
 from elasticflow_airflow.engines.local.observing import _end_leftovers
-from elasticflow_airflow.engines.local.processes import ProcessId, group_led_by
 from elasticflow_airflow.engines.port import GangOutcome, GangState
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from elasticflow_airflow.engines.local import LocalEngine
-from elasticflow_airflow.engines.local.pool import KEEP, WarmPool
-from elasticflow_airflow.engines.local.processes import ProcessId
+from elasticflow_airflow.engines.local.machine.processes import ProcessId
+from elasticflow_airflow.engines.local.workers.warm_pool import KEEP, WarmPool
 from elasticflow_airflow.engines.port import GangOutcome, GangState
-from elasticflow_airflow.scheduler_core.values import Slot
+from elasticflow_airflow.scheduler_core.model.values import Slot
 
 if TYPE_CHECKING:
     from conftest import LocalBench
@@ -53,7 +53,7 @@ def zygotes(bench: LocalBench) -> list[ProcessId]:
     found = []
     for line in bench.processes():
         process = ProcessId.of(int(line.partition(":")[0]))
-        if process is not None and "runtime.zygote" in line and process.is_alive():
+        if process is not None and "runtime.process.zygote" in line and process.is_alive():
             parent = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1])
             found += [process] if parent == os.getpid() else []
     return found
@@ -66,7 +66,7 @@ def job(bench: LocalBench, generation: int = 1, **changes: object):
 
 def came_from_pool(bench: LocalBench, job_id: str = "job") -> bool:
     pid = bench.worker_process(0, job_id=job_id).pid
-    return b"runtime.zygote" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b"runtime.process.zygote" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def log_of(bench: LocalBench, worker_id: str = "g000001-r000") -> str:

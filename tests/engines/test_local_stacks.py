@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from elasticflow_airflow.engines.local import stacks
-from elasticflow_airflow.engines.local.processes import ProcessId
+from elasticflow_airflow.engines.local.machine import stacks
+from elasticflow_airflow.engines.local.machine.processes import ProcessId
 
-BEGIN = "import sys, time; from pathlib import Path; from elasticflow_airflow.runtime import stacks; "
+BEGIN = "import sys, time; from pathlib import Path; from elasticflow_airflow.runtime.process import stacks; "
 REGISTER = "stacks.register(Path(sys.argv[1])); "
 SLEEP = "print('ready', flush=True); time.sleep(600)"
 BUSY = "print('ready', flush=True); sum(iter(int, 1))"

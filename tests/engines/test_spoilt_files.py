@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from elasticflow_airflow.engines.local import logs
+from elasticflow_airflow.engines.local.files import worker_logs
 from elasticflow_airflow.engines.port import EngineError, GangState
-from elasticflow_airflow.runtime.manifest import CheckpointError, verify_candidate
 from elasticflow_airflow.runtime.protocol import read_json, read_some_reports
-from elasticflow_airflow.scheduler_core.values import Slot
+from elasticflow_airflow.runtime.storage.manifest import CheckpointError, verify_candidate
+from elasticflow_airflow.scheduler_core.model.values import Slot
 
 if TYPE_CHECKING:
     from conftest import LocalBench
@@ -70,16 +70,16 @@ def test_no_file_of_a_script_keeps_whoever_reads_it(tmp_path: Path, what: str) -
     with pytest.raises(CheckpointError):
         verify_candidate(tmp_path / "step")
     make(tmp_path / "logs" / "w.log.000000000000", what)
-    assert len(logs.read(tmp_path / "logs", "w", 0, 1000).data) <= 1000
-    assert len(logs.tail(tmp_path / "logs", "w", 1000)) <= 1000
+    assert len(worker_logs.read(tmp_path / "logs", "w", 0, 1000).data) <= 1000
+    assert len(worker_logs.tail(tmp_path / "logs", "w", 1000)) <= 1000
 
 
 def test_gaps_and_strange_names_among_the_segments_of_a_log_are_passed_over(tmp_path: Path) -> None:
     for name in ("w.log.²", "w.log." + "9" * 200, "w.log.-1", "w.log.000000000005"):
         (tmp_path / name).write_bytes(b"later")
     (tmp_path / "w.log.000000000020").write_bytes(b"even later")
-    assert logs.read(tmp_path, "w", 0, 100).data == b"later"
-    assert logs.read(tmp_path, "w", 10, 100).data == b"even later"
+    assert worker_logs.read(tmp_path, "w", 0, 100).data == b"later"
+    assert worker_logs.read(tmp_path, "w", 10, 100).data == b"even later"
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from elasticflow_airflow.runtime.checkpoint import Registered, load
-from elasticflow_airflow.runtime.checkpointer import Checkpointer
-from elasticflow_airflow.runtime.manifest import verify_candidate
-from elasticflow_airflow.runtime.snapshot import SharedBuffer
+from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered, load
+from elasticflow_airflow.runtime.checkpoints.checkpointer import Checkpointer
+from elasticflow_airflow.runtime.checkpoints.state_copy import SharedBuffer
+from elasticflow_airflow.runtime.storage.manifest import verify_candidate
 
 
 @pytest.fixture

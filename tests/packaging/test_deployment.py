@@ -172,8 +172,8 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     """Labels of every sample that a service exposes, by name: one with a job that trained and one that trains."""
     from prometheus_client.parser import text_string_to_metric_families
 
+    from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
     from elasticflow_airflow.client import ElasticFlowClient, ensure_service, snapshot_folder
-    from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
 
     base = Path(tmp_path_factory.mktemp("m"))
     (base / "code").mkdir()

@@ -13,7 +13,7 @@ USERS_PROGRAM = """
 import sys
 import operators, dags
 assert operators.WHOSE == dags.WHOSE == "the user's", operators.__file__
-import elasticflow_airflow.operators, elasticflow_airflow.scheduler_core.values
+import elasticflow_airflow.operators, elasticflow_airflow.scheduler_core.model.values
 from elasticflow_airflow.operators import ElasticTrainOperator
 assert ElasticTrainOperator.__module__.startswith("elasticflow_airflow.operators"), ElasticTrainOperator.__module__
 print(elasticflow_airflow.operators.__file__)
@@ -34,7 +34,7 @@ def test_the_wheel_installs_one_top_level_package(wheel: Path) -> None:
 def test_the_wheel_holds_what_is_not_python(wheel: Path) -> None:
     names = contents(wheel)
     assert "elasticflow_airflow/py.typed" in names
-    assert any(name.startswith("elasticflow_airflow/service/migrations/versions/") for name in names)
+    assert any(name.startswith("elasticflow_airflow/service/store/migrations/versions/") for name in names)
     assert "elasticflow_airflow/operators/elastic_train.py" in names
     assert "elasticflow_airflow/scheduler_core/scheduler.py" in names
 

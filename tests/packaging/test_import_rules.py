@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,27 @@ PACKAGE = "elasticflow_airflow"
 FOLDERS = {
     "scheduler_core": ROOT / "scheduler_core",
     "operators": ROOT / "operators",
-    **{name: ROOT / PACKAGE / name for name in ("client", "cli", "service", "engines", "runtime", "testing")},
+    **{
+        folder.name: folder
+        for folder in sorted((ROOT / PACKAGE).iterdir())
+        if (folder / "__init__.py").exists() and not folder.is_symlink()
+    },
 }
+"""All of them, by the names by which they are imported below the package."""
+
+UP = {
+    f"{PACKAGE}.{name}" for name in ("airflow_cli", "cli", "operators", "recurring", "task", "testing", "ui", "waiting")
+}
+"""What only Airflow, people and tests use: no arrow runs back up to it."""
 FORBIDDEN = {
+    "airflow_cli": {"torch", f"{PACKAGE}.service", f"{PACKAGE}.engines"},
+    "api": {"airflow", "torch", "sqlalchemy", "numpy", f"{PACKAGE}.client", f"{PACKAGE}.service", *UP},
+    "deadlines": {"torch", "sqlalchemy", f"{PACKAGE}.client", f"{PACKAGE}.service", f"{PACKAGE}.engines", *UP},
+    "owners": {"torch", f"{PACKAGE}.service", f"{PACKAGE}.engines"},
+    "recurring": {"torch", f"{PACKAGE}.service", f"{PACKAGE}.engines"},
+    "task": {"torch", "fastapi", f"{PACKAGE}.service", f"{PACKAGE}.engines", f"{PACKAGE}.operators"},
+    "ui": {"torch", f"{PACKAGE}.service", f"{PACKAGE}.engines", f"{PACKAGE}.operators"},
+    "waiting": {"torch", "fastapi", f"{PACKAGE}.service", f"{PACKAGE}.engines", f"{PACKAGE}.operators"},
     "scheduler_core": {
         "airflow",
         "torch",
@@ -28,10 +47,10 @@ FORBIDDEN = {
         "asyncio",
     },
     "operators": {"torch", "sqlalchemy", "fastapi", f"{PACKAGE}.service", f"{PACKAGE}.engines"},
-    "client": {"airflow", "torch", "sqlalchemy", f"{PACKAGE}.service", f"{PACKAGE}.engines"},
-    "cli": {"airflow", "torch"},
-    "service": {"airflow", "torch"},
-    "engines": {"airflow", "torch", "sqlalchemy", f"{PACKAGE}.service"},
+    "client": {"airflow", "torch", "sqlalchemy", f"{PACKAGE}.service", f"{PACKAGE}.engines", *UP},
+    "cli": {"airflow", "torch", f"{PACKAGE}.airflow_cli", f"{PACKAGE}.operators", f"{PACKAGE}.ui"},
+    "service": {"airflow", "torch", f"{PACKAGE}.client", *UP},
+    "engines": {"airflow", "torch", "sqlalchemy", f"{PACKAGE}.service", f"{PACKAGE}.api", f"{PACKAGE}.client", *UP},
     "testing": {"torch"},
     "runtime": {"airflow", "sqlalchemy", "pydantic", "structlog", "httpx", f"{PACKAGE}.service", f"{PACKAGE}.client"},
 }
@@ -53,10 +72,14 @@ SIMULATOR = f"{PACKAGE}.scheduler_core.simulator"
 COMPARED = (f"{SIMULATOR}.baselines", f"{SIMULATOR}.bound")
 """What our scheduler is compared with: the literature's policies, and the bound that no schedule can beat."""
 SIMULATOR_FOLDER = ROOT / "scheduler_core" / "simulator"
-COMPARING_COMMANDS = {ROOT / PACKAGE / "cli" / name for name in ("simulation.py", "simulation_display.py")}
+COMPARING_COMMANDS = {ROOT / PACKAGE / "cli/simulator" / name for name in ("simulate.py", "display.py")}
 """The commands ``simulate`` and ``compare``."""
 
 
+MOST_FILES = 17
+
+
+@cache
 def imports_of(file: Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
@@ -114,8 +137,10 @@ def test_the_scheduler_does_not_know_its_simulator() -> None:
 
 def test_the_service_loads_one_scheduler() -> None:
     """Whatever of it is imported: no policy of the literature, no bound, no simulator comes with it."""
-    modules = [f"{PACKAGE}.service.{file.stem}" for file in sorted(FOLDERS["service"].glob("[!_]*.py"))]
-    assert f"{PACKAGE}.service.reconcile" in modules
+    modules = [
+        module_of(file) for file in files_of("service") if "migrations" not in file.parts and file.stem[0] != "_"
+    ]
+    assert f"{PACKAGE}.service.loop.reconcile" in modules
     program = f"""
 import importlib, sys
 for name in {modules!r}:
@@ -127,23 +152,71 @@ print([name for name in sys.modules if name.startswith({SIMULATOR!r})])
     assert done.stdout.strip() == "[]"
 
 
-def test_imports_between_folders_make_no_circle() -> None:
-    arrows = {
-        folder: {
-            other
-            for file in files_of(folder)
-            for name in imports_of(file)
-            for other in FOLDERS
-            if other != folder and (name + ".").startswith(f"{PACKAGE}.{other}.")
+def module_of(file: Path) -> str:
+    """The name by which a file is imported; a package's own is that of its folder."""
+    below = file.relative_to(ROOT)
+    parts = below.with_suffix("").parts if below.parts[0] == PACKAGE else (PACKAGE, *below.with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def arrows_between_modules() -> dict[str, set[str]]:
+    """Who imports whom, also where it is for types alone, or late."""
+    files = {module_of(file): file for folder in FOLDERS for file in files_of(folder)}
+    files |= {module_of(file): file for file in (ROOT / PACKAGE).glob("*.py")}
+    arrows: dict[str, set[str]] = {module: set() for module in files}
+    for module, file in files.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                arrows[module] |= {alias.name for alias in node.names} & files.keys()
+            elif isinstance(node, ast.ImportFrom) and node.module in files:
+                named = {f"{node.module}.{alias.name}" for alias in node.names}
+                arrows[module] |= (named & files.keys()) | ({node.module} if named - files.keys() else set())
+        arrows[module].discard(module)  # As a program imports itself, to be there under its name, too.
+    return arrows
+
+
+def circle_in(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
+    """What is left of the arrows when everything is taken away that leads to nothing any more."""
+    left = {name: set(targets) for name, targets in arrows.items()}
+    while free := [name for name, targets in left.items() if not targets & left.keys()]:
+        for name in free:
+            del left[name]
+    return {name: targets & left.keys() for name, targets in left.items()}
+
+
+def test_modules_make_no_circle() -> None:
+    arrows = arrows_between_modules()
+    assert len(arrows) > 300
+    # The package itself has the version, and imports the rest only when it is asked for more.
+    assert circle_in({name: targets for name, targets in arrows.items() if name != PACKAGE}) == {}
+
+
+def test_folders_that_stand_side_by_side_make_no_circle() -> None:
+    arrows = arrows_between_modules()
+    folders = {module_of(file.parent / "__init__.py") for folder in FOLDERS for file in files_of(folder)}
+    for parent in {folder.rpartition(".")[0] for folder in folders}:
+        inside = [folder for folder in folders if folder.rpartition(".")[0] == parent]
+        between = {
+            one: {
+                other
+                for module, targets in arrows.items()
+                if f"{module}.".startswith(f"{one}.")
+                for other in inside
+                if other != one and any(f"{target}.".startswith(f"{other}.") for target in targets)
+            }
+            for one in inside
         }
-        for folder in FOLDERS
-    }
-    left = dict(arrows)
-    while left:
-        free = [folder for folder, targets in left.items() if not targets & left.keys()]
-        assert free, f"circle among {sorted(left)}: {left}"
-        for folder in free:
-            del left[folder]
+        assert circle_in(between) == {}, f"below {parent}"
+
+
+def test_no_folder_is_a_drawer() -> None:
+    """About a dozen files stand in one: who opens it sees which to open next."""
+    for folder in FOLDERS:
+        for parent in {file.parent for file in files_of(folder)}:
+            if "versions" not in parent.parts:
+                names = [file.name for file in parent.glob("*.py") if file.name != "__init__.py"]
+                assert len(names) <= MOST_FILES, f"{parent} has {len(names)} files"
 
 
 def test_importing_the_package_is_free() -> None:

@@ -18,7 +18,6 @@ from torch.utils.data import TensorDataset
 
 from elasticflow_airflow import runtime
 from elasticflow_airflow.runtime import bootstrap
-from elasticflow_airflow.runtime.manifest import CandidateInfo, publish, verify_candidate, writing
 from elasticflow_airflow.runtime.protocol import (
     GENERATION_ENV,
     SESSION_ENV,
@@ -35,6 +34,7 @@ from elasticflow_airflow.runtime.protocol import (
     session_path,
 )
 from elasticflow_airflow.runtime.reporting import ConsoleReporter, FileReporter
+from elasticflow_airflow.runtime.storage.manifest import CandidateInfo, publish, verify_candidate, writing
 
 SAMPLES = 20
 

@@ -15,10 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from elasticflow_airflow.runtime import checkpoint, container, load_weights
-from elasticflow_airflow.runtime.checkpoint import Registered
-from elasticflow_airflow.runtime.container import Blob
-from elasticflow_airflow.runtime.manifest import (
+from elasticflow_airflow.runtime import load_weights
+from elasticflow_airflow.runtime.checkpoints import checkpoint
+from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
+from elasticflow_airflow.runtime.checkpoints.tensor_bytes import bytes_of
+from elasticflow_airflow.runtime.storage import file_format
+from elasticflow_airflow.runtime.storage.file_format import Blob
+from elasticflow_airflow.runtime.storage.manifest import (
     CandidateInfo,
     CheckpointError,
     adopt,
@@ -28,7 +31,6 @@ from elasticflow_airflow.runtime.manifest import (
     verify_candidate,
     writing,
 )
-from elasticflow_airflow.runtime.tensor_bytes import bytes_of
 
 
 class Malicious:
@@ -257,7 +259,7 @@ def test_a_malicious_pickle_runs_nothing(tmp_path):
 def test_a_container_that_holds_something_else(tmp_path, content):
     with writing(tmp_path, 1, 1) as folder:
         with (folder / "model.tensors").open("wb") as stream:
-            container.write(stream, content, [])
+            file_format.write(stream, content, [])
         info = publish(folder, tmp_path, incarnation=1, generation=1, step=1, metadata={})
     with pytest.raises(CheckpointError, match=r"model\.tensors (does not hold a state dictionary|holds no state)"):
         load_weights(nn.Linear(1, 1), info.path)
@@ -267,7 +269,7 @@ def test_a_container_that_holds_something_else(tmp_path, content):
 def test_tensors_that_cannot_be(tmp_path, dtype, shape):
     with writing(tmp_path, 1, 1) as folder:
         with (folder / "model.tensors").open("wb") as stream:
-            container.write(stream, {"dict": []}, [Blob((0,), dtype, shape, memoryview(b"abcd"))])
+            file_format.write(stream, {"dict": []}, [Blob((0,), dtype, shape, memoryview(b"abcd"))])
         info = publish(folder, tmp_path, incarnation=1, generation=1, step=1, metadata={})
     with pytest.raises(CheckpointError, match=r"model\.tensors (holds tensors of dtype|is wrong about tensor)"):
         load_weights(nn.Linear(1, 1), info.path)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticflow_airflow.runtime.interval import SaveInterval, best_interval_s
+from elasticflow_airflow.runtime.checkpoints.interval import SaveInterval, best_interval_s
 
 
 def test_near_young_where_saves_are_cheap():

@@ -11,9 +11,9 @@ import pytest
 from torch import nn
 
 from elasticflow_airflow import runtime
-from elasticflow_airflow.runtime import retrying
 from elasticflow_airflow.runtime.protocol import ReportKind
-from elasticflow_airflow.runtime.room import lack_of_room, refuse_full_disk
+from elasticflow_airflow.runtime.storage import retrying
+from elasticflow_airflow.runtime.storage.disk_space import lack_of_room, refuse_full_disk
 
 memory = pytest.importorskip("fsspec.implementations.memory", reason="needs fsspec")
 

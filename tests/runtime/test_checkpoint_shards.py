@@ -16,20 +16,21 @@ from hypothesis import strategies as st
 from support.object_store import bucket
 from torch import nn
 
-from elasticflow_airflow.runtime import checkpoint, load_weights
-from elasticflow_airflow.runtime.checkpoint import Registered
-from elasticflow_airflow.runtime.checkpointer import Checkpointer
-from elasticflow_airflow.runtime.manifest import (
+from elasticflow_airflow.runtime import load_weights
+from elasticflow_airflow.runtime.checkpoints import checkpoint
+from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
+from elasticflow_airflow.runtime.checkpoints.checkpointer import Checkpointer
+from elasticflow_airflow.runtime.checkpoints.state_copy import content_of, shard
+from elasticflow_airflow.runtime.checkpoints.writer import Order, write_checkpoint
+from elasticflow_airflow.runtime.storage.manifest import (
     CandidateInfo,
     CheckpointError,
     list_candidates,
     promoted,
     verify_candidate,
 )
-from elasticflow_airflow.runtime.opening import open_store
-from elasticflow_airflow.runtime.snapshot import content_of, shard
-from elasticflow_airflow.runtime.storage import LocalStore, Part
-from elasticflow_airflow.runtime.writer import Order, write_checkpoint
+from elasticflow_airflow.runtime.storage.open_store import open_store
+from elasticflow_airflow.runtime.storage.store import LocalStore, Part
 
 LIMIT_S = 120.0
 TOKEN = "5eed"
@@ -38,9 +39,9 @@ WORKER = textwrap.dedent("""
     import os, signal, sys
     import torch
     from torch import nn
-    from elasticflow_airflow.runtime.checkpoint import Registered
-    from elasticflow_airflow.runtime.checkpointer import Checkpointer
-    from elasticflow_airflow.runtime.storage import Part
+    from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
+    from elasticflow_airflow.runtime.checkpoints.checkpointer import Checkpointer
+    from elasticflow_airflow.runtime.storage.store import Part
     where, rank, size, mode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(50, 50) for _ in range(6)))

@@ -20,12 +20,14 @@ import torch
 from support.object_store import bucket
 from torch import nn
 
-from elasticflow_airflow.runtime import checkpoint, load_weights, retrying
-from elasticflow_airflow.runtime.checkpoint import Registered
-from elasticflow_airflow.runtime.checkpointer import Checkpointer
-from elasticflow_airflow.runtime.manifest import CheckpointError
-from elasticflow_airflow.runtime.opening import open_store
-from elasticflow_airflow.runtime.storage import Part
+from elasticflow_airflow.runtime import load_weights
+from elasticflow_airflow.runtime.checkpoints import checkpoint
+from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
+from elasticflow_airflow.runtime.checkpoints.checkpointer import Checkpointer
+from elasticflow_airflow.runtime.storage import retrying
+from elasticflow_airflow.runtime.storage.manifest import CheckpointError
+from elasticflow_airflow.runtime.storage.open_store import open_store
+from elasticflow_airflow.runtime.storage.store import Part
 
 fsspec = pytest.importorskip("fsspec", reason="needs fsspec")
 
@@ -288,8 +290,8 @@ KILLED = textwrap.dedent("""
     import sys
     import torch
     from torch import nn
-    from elasticflow_airflow.runtime.checkpoint import Registered
-    from elasticflow_airflow.runtime.checkpointer import Checkpointer
+    from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
+    from elasticflow_airflow.runtime.checkpoints.checkpointer import Checkpointer
     saver = Checkpointer(sys.argv[1], incarnation=1, promotes=True)
     registered = Registered(nn.Linear(1000, 4000))
     saver.save(registered, generation=1, step=1, metadata={})

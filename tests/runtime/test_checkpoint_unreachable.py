@@ -17,11 +17,12 @@ from support.object_store import Road, bucket
 from torch import nn
 
 from elasticflow_airflow import runtime
-from elasticflow_airflow.runtime import load_weights, manifest, protocol, retrying
-from elasticflow_airflow.runtime.checkpoint import Registered
-from elasticflow_airflow.runtime.checkpointer import Checkpointer
-from elasticflow_airflow.runtime.manifest import CheckpointUnreachable
-from elasticflow_airflow.runtime.opening import open_store
+from elasticflow_airflow.runtime import load_weights, protocol
+from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
+from elasticflow_airflow.runtime.checkpoints.checkpointer import Checkpointer
+from elasticflow_airflow.runtime.storage import manifest, retrying
+from elasticflow_airflow.runtime.storage.manifest import CheckpointUnreachable
+from elasticflow_airflow.runtime.storage.open_store import open_store
 
 memory = pytest.importorskip("fsspec.implementations.memory", reason="needs fsspec")
 

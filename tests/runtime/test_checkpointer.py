@@ -20,10 +20,10 @@ import pytest
 import torch
 from torch import nn
 
-from elasticflow_airflow.runtime import checkpoint, checkpointer
-from elasticflow_airflow.runtime.checkpoint import Registered
-from elasticflow_airflow.runtime.checkpointer import Checkpointer
-from elasticflow_airflow.runtime.manifest import CheckpointError, list_candidates, promoted, verify_candidate
+from elasticflow_airflow.runtime.checkpoints import checkpoint, checkpointer
+from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
+from elasticflow_airflow.runtime.checkpoints.checkpointer import Checkpointer
+from elasticflow_airflow.runtime.storage.manifest import CheckpointError, list_candidates, promoted, verify_candidate
 
 LIMIT_S = 60.0
 
@@ -353,8 +353,8 @@ TRAINER = textwrap.dedent("""
     from pathlib import Path
     import torch
     from torch import nn
-    from elasticflow_airflow.runtime.checkpoint import Registered
-    from elasticflow_airflow.runtime.checkpointer import Checkpointer
+    from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
+    from elasticflow_airflow.runtime.checkpoints.checkpointer import Checkpointer
     folder, how = Path(sys.argv[1]), sys.argv[2]
     registered = Registered(nn.Linear(2000, 500))
     saver = Checkpointer(folder, incarnation=1, promotes=True)

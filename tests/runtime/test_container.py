@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elasticflow_airflow.runtime import container
-from elasticflow_airflow.runtime.container import Blob, ContainerError, Index
+from elasticflow_airflow.runtime.storage import file_format
+from elasticflow_airflow.runtime.storage.file_format import Blob, ContainerError, Index
 
 STATE = {"dict": [["weight", {"tensor": 0}], ["inner", {"list": [{"tensor": 1}, {"tensor": 2}]}], ["lr", 0.1]]}
 
@@ -22,20 +22,20 @@ def blobs(*contents: bytes) -> list[Blob]:
 
 def written(state: object = STATE, contents: tuple[bytes, ...] = (b"a" * 100, b"", bytes(range(64)))) -> bytes:
     stream = io.BytesIO()
-    result = container.write(stream, state, blobs(*contents))
+    result = file_format.write(stream, state, blobs(*contents))
     assert result.size_bytes == len(stream.getvalue())
     return stream.getvalue()
 
 
 def verified(raw: bytes) -> Index:
-    return container.verify(io.BytesIO(raw))
+    return file_format.verify(io.BytesIO(raw))
 
 
 def contents_of(raw: bytes) -> list[bytes]:
     read = []
-    for extent in container.read_index(io.BytesIO(raw)).extents:
+    for extent in file_format.read_index(io.BytesIO(raw)).extents:
         target = bytearray(extent.nbytes)
-        container.read_into(io.BytesIO(raw), extent, memoryview(target))
+        file_format.read_into(io.BytesIO(raw), extent, memoryview(target))
         read.append(bytes(target))
     return read
 
@@ -46,11 +46,11 @@ def test_what_is_written_comes_back(contents):
     index = verified(raw)
     assert index.state == {"contents": len(contents)}
     assert contents_of(raw) == contents
-    assert all(extent.offset % container.ALIGNMENT == 0 for extent in index.extents)
+    assert all(extent.offset % file_format.ALIGNMENT == 0 for extent in index.extents)
 
 
 def test_more_than_a_chunk():
-    big = bytes(container.CHUNK_BYTES) + b"end"
+    big = bytes(file_format.CHUNK_BYTES) + b"end"
     assert contents_of(written(None, (big, b"x"))) == [big, b"x"]
 
 
@@ -60,12 +60,12 @@ def test_the_same_state_gives_the_same_bytes():
 
 def boundaries(raw: bytes) -> dict[str, int]:
     """A place of every kind at which a file may end."""
-    extents = container.read_index(io.BytesIO(raw)).extents
+    extents = file_format.read_index(io.BytesIO(raw)).extents
     index_at = extents[-1].offset + extents[-1].nbytes
     return {
         "nothing": 0,
         "in the magic": 7,
-        "after the magic": len(container.MAGIC),
+        "after the magic": len(file_format.MAGIC),
         "in the padding": extents[0].offset - 1,
         "before a tensor": extents[0].offset,
         "in a tensor": extents[0].offset + 50,
@@ -138,25 +138,25 @@ def test_no_damage_goes_unnoticed(data):
 
 def test_damage_in_a_tensor_names_it():
     raw = bytearray(written())
-    raw[container.read_index(io.BytesIO(raw)).extents[2].offset + 3] ^= 1
+    raw[file_format.read_index(io.BytesIO(raw)).extents[2].offset + 3] ^= 1
     with pytest.raises(ContainerError, match=r"tensor inner/1 is damaged \(SHA-256 differs\)"):
         verified(bytes(raw))
 
 
 def test_an_end_of_file_that_comes_while_reading_is_noticed():
     raw = written()
-    extent = container.read_index(io.BytesIO(raw)).extents[0]
+    extent = file_format.read_index(io.BytesIO(raw)).extents[0]
     with pytest.raises(ContainerError, match="ends in the middle of tensor 0"):
-        container.read_into(io.BytesIO(raw[:50]), extent, memoryview(bytearray(extent.nbytes)))
+        file_format.read_into(io.BytesIO(raw[:50]), extent, memoryview(bytearray(extent.nbytes)))
 
 
 def forged(raw: bytes, **changes: object) -> bytes:
     """Give a file another index with a right digest: not damage, but somebody's work."""
-    extents = container.read_index(io.BytesIO(raw)).extents
+    extents = file_format.read_index(io.BytesIO(raw)).extents
     at = extents[-1].offset + extents[-1].nbytes
     body = json.loads(raw[at:-56])
     index = json.dumps(body | changes).encode()
-    trailer = container._TRAILER.pack(at, len(index), hashlib.sha256(index).digest(), container.END_MAGIC)
+    trailer = file_format._TRAILER.pack(at, len(index), hashlib.sha256(index).digest(), file_format.END_MAGIC)
     return raw[:at] + index + trailer
 
 
@@ -175,16 +175,18 @@ def forged(raw: bytes, **changes: object) -> bytes:
 )
 def test_an_index_that_lies_is_refused(changes):
     with pytest.raises(ContainerError):
-        container.read_index(io.BytesIO(forged(written(), **changes)))
+        file_format.read_index(io.BytesIO(forged(written(), **changes)))
 
 
 def test_deep_nesting_is_an_error_not_a_crash():
     raw = written()
-    extents = container.read_index(io.BytesIO(raw)).extents
+    extents = file_format.read_index(io.BytesIO(raw)).extents
     at = extents[-1].offset + extents[-1].nbytes
     index = b"[" * 200_000
     deep = (
-        raw[:at] + index + container._TRAILER.pack(at, len(index), hashlib.sha256(index).digest(), container.END_MAGIC)
+        raw[:at]
+        + index
+        + file_format._TRAILER.pack(at, len(index), hashlib.sha256(index).digest(), file_format.END_MAGIC)
     )
     with pytest.raises(ContainerError, match="is no index"):
-        container.read_index(io.BytesIO(deep))
+        file_format.read_index(io.BytesIO(deep))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from support.gang import Gang, random_life
 
-from elasticflow_airflow.runtime.manifest import promote, verify_candidate
 from elasticflow_airflow.runtime.protocol import ReportKind, RescaleMode
+from elasticflow_airflow.runtime.storage.manifest import promote, verify_candidate
 
 SCRIPT = Path(__file__).parents[1] / "support" / "train_small.py"
 EPOCHS = 40

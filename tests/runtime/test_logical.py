@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticflow_airflow.runtime.logical import choose_logical_workers, is_power_of_two, owned_by
+from elasticflow_airflow.runtime.logical_workers import choose_logical_workers, is_power_of_two, owned_by
 
 
 @pytest.mark.parametrize(

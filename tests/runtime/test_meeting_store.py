@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticflow_airflow.runtime import meeting, rendezvous
-from elasticflow_airflow.runtime.meeting_store import publish_store, serve_store, wait_for_address
+from elasticflow_airflow.runtime import rendezvous
+from elasticflow_airflow.runtime.group import handover
+from elasticflow_airflow.runtime.group.meeting_store import publish_store, serve_store, wait_for_address
 
 LIMIT = datetime.timedelta(seconds=10)
 
@@ -31,7 +32,7 @@ def test_it_listens_where_the_others_are_told_to_come_and_nowhere_else():
 
 
 def test_both_who_open_stores_do_it_so():
-    for module in (meeting, rendezvous):
+    for module in (handover, rendezvous):
         assert module.publish_store is publish_store
         assert module.wait_for_address is wait_for_address
         assert "is_master=True" not in Path(module.__file__).read_text()

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from elasticflow_airflow.runtime import meeting, membership
-from elasticflow_airflow.runtime.checkpoint import Registered
-from elasticflow_airflow.runtime.group import GroupBroken, WorkerGroup
-from elasticflow_airflow.runtime.membership import Dismissed, JoinerSilent, Place
+from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
+from elasticflow_airflow.runtime.group import handover, membership
+from elasticflow_airflow.runtime.group.membership import Dismissed, GroupMember, JoinerSilent
+from elasticflow_airflow.runtime.group.process_group import GroupBroken, WorkerGroup
+from elasticflow_airflow.runtime.group.transfer import receive
 from elasticflow_airflow.runtime.protocol import Member, Membership, RescaleMode
-from elasticflow_airflow.runtime.transfer import receive
 
 LIMIT_S = 20.0
 
@@ -36,7 +36,7 @@ class Crew:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.generation = folder, 0
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, GroupMember] = {}
         self.states: dict[str, Registered] = {}
         self.threads = ThreadPoolExecutor(8)
 
@@ -48,7 +48,7 @@ class Crew:
         plan.write(self.folder)
         new = [worker for worker in workers if worker not in self.places]
         for worker in new:
-            self.places[worker] = Place(self.folder, worker, torch.device("cpu"), plan)
+            self.places[worker] = GroupMember(self.folder, worker, torch.device("cpu"), plan)
             self.states[worker] = Registered(nn.Linear(2, 2))
         for begun in [self.threads.submit(self.places[worker].begin) for worker in new]:
             begun.result(LIMIT_S)
@@ -60,7 +60,7 @@ class Crew:
     def agreed(self, *workers: str) -> None:
         """All are ready for the newest plan, and agree to switch."""
         places = [self.places[worker] for worker in workers]
-        wait(lambda: all(place.ready_for(0) == self.generation for place in places), "the meeting")
+        wait(lambda: all(place.ready_for(0) == self.generation for place in places), "the handover")
         for place in places:
             place.agree([self.generation] * len(places))
 
@@ -158,7 +158,7 @@ def test_a_plan_that_overtakes_an_agreed_change(crew):
 def test_a_plan_that_only_one_has_heard_of_when_all_agree(crew):
     crew.plan("a", "b")
     crew.plan("b", "a")
-    wait(lambda: all(crew.places[w].ready_for(0) == 2 for w in "ab"), "the meeting")
+    wait(lambda: all(crew.places[w].ready_for(0) == 2 for w in "ab"), "the handover")
     crew.places["b"].agree([2, 2])
     waiting = crew.switch("b")
     crew.plan("a", "b")
@@ -228,14 +228,14 @@ def test_a_joiner_that_turned_round_at_the_last_moment_is_given_the_state_after_
     """Those who trained took it for one of them: the change was complete, but for what the joiner had just heard."""
     crew.plan("a")
     crew.plan("a", "b")
-    take_place, heard = Place._take_place, threading.Event()
+    take_place, heard = GroupMember._take_place, threading.Event()
 
-    def late(place: Place, meeting: Any) -> None:
+    def late(place: GroupMember, entered: Any) -> None:
         if place is crew.places["b"]:
             assert heard.wait(LIMIT_S)
-        take_place(place, meeting)
+        take_place(place, entered)
 
-    monkeypatch.setattr(Place, "_take_place", late)
+    monkeypatch.setattr(GroupMember, "_take_place", late)
     joined = crew.join("b")
     crew.agreed("a")
     assert crew.switch("a").result(LIMIT_S).generation == 2
@@ -361,10 +361,10 @@ class Unreachable:
 def test_all_who_would_leave_stay_when_the_store_of_those_who_come_is_lost(crew):
     crew.plan("a", "b")
     crew.plan("c")
-    wait(lambda: crew.places["c"]._meeting is not None, "the meeting")
-    crew.places["c"]._meeting.announce(0)
+    wait(lambda: crew.places["c"]._handover is not None, "the handover")
+    crew.places["c"]._handover.announce(0)
     crew.agreed("a", "b")
-    crew.places["a"]._meeting.store = Unreachable()
+    crew.places["a"]._handover.store = Unreachable()
     for stays in [crew.switch("a"), crew.switch("b")]:
         with pytest.raises(GroupBroken, match="did not take the state"):
             stays.result(LIMIT_S)
@@ -373,11 +373,11 @@ def test_all_who_would_leave_stay_when_the_store_of_those_who_come_is_lost(crew)
 
 def test_a_store_that_is_cut_off_holds_up_nobody_who_gives_up(crew, monkeypatch):
     exchange_in_vain(crew, monkeypatch)
-    wait(lambda: all(crew.places[w]._meeting._beats for w in "ab"), "a sign of life of who joins")
-    monkeypatch.setattr(meeting, "JOINER_SILENCE_LIMIT_S", 0.5)
+    wait(lambda: all(crew.places[w]._handover._beats for w in "ab"), "a sign of life of who joins")
+    monkeypatch.setattr(handover, "JOINER_SILENCE_LIMIT_S", 0.5)
     again = threading.Event()
     for worker in "ab":
-        crew.places[worker]._meeting.store = Unreachable(blocks=again)
+        crew.places[worker]._handover.store = Unreachable(blocks=again)
     for stays in [crew.switch("a"), crew.switch("b")]:
         with pytest.raises(GroupBroken):
             stays.result(LIMIT_S / 2)
@@ -392,7 +392,7 @@ def test_who_hears_late_that_it_leaves_hears_that_the_others_have_settled(crew):
     left = crew.switch("b")
     crew.switch("a").result(LIMIT_S)
     assert isinstance(left.exception(LIMIT_S), Dismissed)
-    late = meeting.Meeting(crew.folder, plan, "b", torch.device("cpu"), joins=False)
+    late = handover.Handover(crew.folder, plan, "b", torch.device("cpu"), joins=False)
     wait(lambda: late.settled, "the news")
     assert late.ready
 
@@ -408,12 +408,12 @@ class Stopped:
     """A joiner whose process is stopped once it is warm: it was announced, and says nothing more."""
 
     def __init__(self, crew: Crew, worker: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(meeting, "JOINER_SILENCE_LIMIT_S", 0.5)
+        monkeypatch.setattr(handover, "JOINER_SILENCE_LIMIT_S", 0.5)
         place = crew.places[worker]
-        wait(lambda: place._meeting is not None, "the meeting")
-        place._meeting.announce(0)
-        wait(lambda: place._meeting.ready, "its readiness")
-        monkeypatch.setattr(place._meeting, "_beat", lambda number: None)
+        wait(lambda: place._handover is not None, "the handover")
+        place._handover.announce(0)
+        wait(lambda: place._handover.ready, "its readiness")
+        monkeypatch.setattr(place._handover, "_beat", lambda number: None)
 
 
 def test_a_joiner_that_is_stopped_holds_nobody_up(crew, monkeypatch):
@@ -486,12 +486,12 @@ def test_joiners_that_met_each_other_alone_follow_those_who_leave(crew):
     crew.plan("b", "c")
     place = crew.places["a"]
     joining = [crew.join("b"), crew.join("c")]
-    wait(lambda: place.ready_for(0) == crew.generation, "the meeting")
+    wait(lambda: place.ready_for(0) == crew.generation, "the handover")
     assert not place.ready_for(1)
     assert [one.result(LIMIT_S) for one in joining] == [None, None]
     assert [crew.places[worker].next_epoch_to_join(0) for worker in "bc"] == [1, 1]
     joining = [crew.threads.submit(crew.places[worker].join, crew.states[worker], 1) for worker in "bc"]
-    wait(lambda: place.ready_for(1) == crew.generation, "another meeting")
+    wait(lambda: place.ready_for(1) == crew.generation, "another handover")
     place.agree([crew.generation])
     assert isinstance(crew.switch("a").exception(LIMIT_S), Dismissed)
     for one in joining:
@@ -529,7 +529,7 @@ def test_a_plan_that_cannot_be_read_now_ends_no_step(crew, monkeypatch):
 
 
 def test_no_worker_breaks_up_before_the_service_would_give_it_up():
-    from elasticflow_airflow.runtime.group import COLLECTIVE_TIMEOUT_S
+    from elasticflow_airflow.runtime.group.process_group import COLLECTIVE_TIMEOUT_S
     from elasticflow_airflow.service.settings import ServiceSettings
 
     assert ServiceSettings.model_fields["tail_limit_s"].default < COLLECTIVE_TIMEOUT_S

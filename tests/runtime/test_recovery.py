@@ -16,15 +16,15 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from elasticflow_airflow import runtime
-from elasticflow_airflow.runtime.checkpoint import save as save_checkpoint
-from elasticflow_airflow.runtime.group import GroupBroken, WorkerGroup
-from elasticflow_airflow.runtime.manifest import list_candidates, verify_candidate
-from elasticflow_airflow.runtime.membership import Adoption, Dismissed
+from elasticflow_airflow.runtime.checkpoints.checkpoint import save as save_checkpoint
+from elasticflow_airflow.runtime.checkpoints.saving import turn_of_survivors
+from elasticflow_airflow.runtime.group.membership import Adoption, Dismissed
+from elasticflow_airflow.runtime.group.process_group import GroupBroken, WorkerGroup
+from elasticflow_airflow.runtime.group.watching import PlanWatcher
 from elasticflow_airflow.runtime.protocol import Report, ReportKind, append_report, report_path
-from elasticflow_airflow.runtime.saving import turn_of_survivors
 from elasticflow_airflow.runtime.session import Session
 from elasticflow_airflow.runtime.session_core import Leaving
-from elasticflow_airflow.runtime.watching import PlanWatcher
+from elasticflow_airflow.runtime.storage.manifest import list_candidates, verify_candidate
 
 
 class Somewhere:
@@ -82,7 +82,7 @@ def at(session: Session, tmp_path: Path, **adoption: Any) -> Somewhere:
         committed=None,
     )
     place: Any = Somewhere(tmp_path, replace(plain, **adoption))
-    session._place = place
+    session._member = place
     return place
 
 
@@ -93,33 +93,33 @@ def test_who_was_told_that_a_step_counts_can_tell_others(session, tmp_path):
     outcome = session.recover(GroupBroken("dead"), replace(sums, present=[False, True]))
     assert outcome.present == [True, True]
     assert session._facts()["present"] == "3"
-    session._place = None
+    session._member = None
 
 
 def test_who_took_the_state_over_can_tell_others_of_its_last_step(session, tmp_path):
     session._committed = None
-    session._machinery.group = WorkerGroup()
+    session._gradient_step.group = WorkerGroup()
     at(session, tmp_path)
-    adoption = replace(session._place.adoption, took_over=facts(step=1, counts=[4], loss=None, trained_s=5000.0))
+    adoption = replace(session._member.adoption, took_over=facts(step=1, counts=[4], loss=None, trained_s=5000.0))
     session._adopted(adoption)
     told = session._facts()
     assert (told["present"], told["counts"], told["loss"]) == ("3", [4], None)
     assert told["trained_s"] >= 5000.0
-    session._place = None
+    session._member = None
 
 
 def test_a_loss_that_is_no_number_counts_for_all(session, tmp_path):
     sums = session._committed
     at(session, tmp_path, committed=facts(loss=None))
     assert math.isnan(session.recover(GroupBroken("dead"), sums).loss)
-    session._place = None
+    session._member = None
 
 
 def test_a_change_that_does_not_come_about_changes_nothing(session, tmp_path):
     place = at(session, tmp_path)
     session._switch()
     assert not hasattr(place, "said"), "there is nothing to recover from"
-    session._place = None
+    session._member = None
 
 
 def test_nobody_waits_for_a_plan_once_rank_0_has_finished(session, tmp_path):
@@ -133,7 +133,7 @@ def test_nobody_waits_for_a_plan_once_rank_0_has_finished(session, tmp_path):
     assert not is_over()
     append_report(path, Report(kind=ReportKind.FINISHED, generation=2, worker_id="first", rank=0, step=300))
     assert is_over()
-    session._place = None
+    session._member = None
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_who_saves_for_the_dead_may_die_as_well(session, tmp_path):
     place.group = Breaking(deaths=2)
     session.finish()
     assert place.group.waited == 3, "it must not leave before somebody has saved"
-    session._place = None
+    session._member = None
 
 
 def test_who_waits_for_the_dead_before_there_is_a_state_is_told(session, tmp_path):
@@ -220,7 +220,7 @@ def test_who_waits_for_the_dead_before_there_is_a_state_is_told(session, tmp_pat
     registered, session._registered = session._registered, None
     with pytest.raises(GroupBroken, match="dead"):
         session.wait_for_all()
-    session._registered, session._place, session._finished = registered, None, False
+    session._registered, session._member, session._finished = registered, None, False
 
 
 def test_without_a_service_nobody_saves_for_the_dead(session):

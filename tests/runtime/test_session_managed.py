@@ -12,7 +12,6 @@ import torch
 from elasticflow_airflow import runtime
 from elasticflow_airflow.runtime import bootstrap
 from elasticflow_airflow.runtime.context import detect
-from elasticflow_airflow.runtime.manifest import CheckpointError, adopt, list_candidates
 from elasticflow_airflow.runtime.protocol import (
     SUBMITTED_ENV,
     Promotion,
@@ -23,6 +22,7 @@ from elasticflow_airflow.runtime.protocol import (
     candidate_name,
     promoted_path,
 )
+from elasticflow_airflow.runtime.storage.manifest import CheckpointError, adopt, list_candidates
 
 
 def at(step: int, act):

@@ -20,13 +20,13 @@ from support.gang import Gang
 from torch import nn
 
 from elasticflow_airflow import runtime
-from elasticflow_airflow.runtime import checkpoint
-from elasticflow_airflow.runtime.checkpoint import Registered
-from elasticflow_airflow.runtime.checkpointer import Checkpointer
-from elasticflow_airflow.runtime.manifest import list_candidates, promoted, verify_candidate
+from elasticflow_airflow.runtime.checkpoints import checkpoint
+from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
+from elasticflow_airflow.runtime.checkpoints.checkpointer import Checkpointer
+from elasticflow_airflow.runtime.checkpoints.saving import Saver
 from elasticflow_airflow.runtime.protocol import ReportKind
-from elasticflow_airflow.runtime.saving import Saver
-from elasticflow_airflow.runtime.storage import Part
+from elasticflow_airflow.runtime.storage.manifest import list_candidates, promoted, verify_candidate
+from elasticflow_airflow.runtime.storage.store import Part
 
 STEPS = 400
 TRAINS = f"""

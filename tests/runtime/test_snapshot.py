@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from elasticflow_airflow.runtime import snapshot
-from elasticflow_airflow.runtime.snapshot import Content, SharedBuffer, content_of, size_of
+from elasticflow_airflow.runtime.checkpoints import state_copy
+from elasticflow_airflow.runtime.checkpoints.state_copy import Content, SharedBuffer, content_of, size_of
 
 
 def state(megabytes: int) -> dict[str, torch.Tensor]:
@@ -38,7 +38,7 @@ def expected(content: Content) -> list[bytes]:
 
 @pytest.mark.parametrize(("megabytes", "threads"), [(1, 1), (40, 2), (100, 4)])
 def test_every_byte_is_copied(megabytes, threads, monkeypatch):
-    monkeypatch.setattr(snapshot.os, "sched_getaffinity", lambda _: range(64))
+    monkeypatch.setattr(state_copy.os, "sched_getaffinity", lambda _: range(64))
     begun: list[str] = []
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda thread: (begun.append(thread.name), start(thread)))
@@ -52,7 +52,7 @@ def test_every_byte_is_copied(megabytes, threads, monkeypatch):
 
 
 def test_a_single_core_copies_with_one_thread(monkeypatch):
-    monkeypatch.setattr(snapshot.os, "sched_getaffinity", lambda _: {3})
+    monkeypatch.setattr(state_copy.os, "sched_getaffinity", lambda _: {3})
     monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail("a thread"))
     content = content_of("model", state(40))
     buffer = SharedBuffer(1, size_of([content]))

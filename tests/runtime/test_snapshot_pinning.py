@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elasticflow_airflow.runtime import bootstrap
-from elasticflow_airflow.runtime.snapshot import SharedBuffer
+from elasticflow_airflow.runtime.checkpoints.state_copy import SharedBuffer
 
 
 class Cuda:

@@ -27,8 +27,8 @@ accelerate = pytest.importorskip("accelerate", reason="transformers.Trainer need
 transformers = pytest.importorskip("transformers", reason="pip install 'elasticflow-airflow[transformers]'")
 datasets = pytest.importorskip("datasets", reason="Hugging Face datasets is not installed: pip install datasets")
 
-from elasticflow_airflow.runtime import trainer_limits  # noqa: E402  (after the skips)
 from elasticflow_airflow.runtime import transformers as elastic  # noqa: E402
+from elasticflow_airflow.runtime.frameworks import trainer_limits  # noqa: E402  (after the skips)
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "docs/examples/train_trainer.py"

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from elasticflow_airflow.runtime import neighbour, transfer
-from elasticflow_airflow.runtime.checkpoint import Registered
-from elasticflow_airflow.runtime.transfer import StateServer, TransferError, receive
+from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
+from elasticflow_airflow.runtime.group import neighbour_memory, transfer
+from elasticflow_airflow.runtime.group.transfer import StateServer, TransferError, receive
 
 FACTS = {"step": 5}
 
@@ -53,10 +53,10 @@ def serve() -> Iterator[Any]:
 def way(request, monkeypatch) -> str:
     """How large tensors come over: read by the joiner where they are, or sent."""
     if request.param == "socket":
-        monkeypatch.setattr(neighbour, "reach", lambda told: None)
+        monkeypatch.setattr(neighbour_memory, "reach", lambda told: None)
     else:
-        with neighbour.readable_by(os.getpid()) as told:
-            if neighbour.reach(told) is None:
+        with neighbour_memory.readable_by(os.getpid()) as told:
+            if neighbour_memory.reach(told) is None:
                 pytest.skip(f"this system lets no process read another's memory ({told['where'] or 'no Linux'})")
     return request.param
 
@@ -65,13 +65,13 @@ def way(request, monkeypatch) -> str:
 def read(monkeypatch) -> list[int]:
     """Sizes of the pieces that were read out of the other's memory."""
     sizes: list[int] = []
-    real = neighbour.Neighbour.read
+    real = neighbour_memory.Neighbour.read
 
-    def note(self: Any, piece: neighbour.Piece) -> int:
+    def note(self: Any, piece: neighbour_memory.Piece) -> int:
         sizes.append(piece[2])
         return real(self, piece)
 
-    monkeypatch.setattr(neighbour.Neighbour, "read", note)
+    monkeypatch.setattr(neighbour_memory.Neighbour, "read", note)
     return sizes
 
 
@@ -127,13 +127,13 @@ def test_a_large_model_and_its_optimizer_come_over_bit_by_bit(serve, way, read):
 def test_what_is_read_while_the_other_goes_on_does_not_count(serve, way, monkeypatch):
     """Who trains has given up waiting, and changes its weights, while the joiner still reads them."""
     server = serve(Registered(nn.Linear(1 << 8, 1 << 8)))
-    real = neighbour.Neighbour.read_all
+    real = neighbour_memory.Neighbour.read_all
 
     def read_late(self: Any, pieces: Any) -> Any:
         server.close()
         return real(self, pieces)
 
-    monkeypatch.setattr(neighbour.Neighbour, "read_all", read_late)
+    monkeypatch.setattr(neighbour_memory.Neighbour, "read_all", read_late)
     with pytest.raises(TransferError):
         receive(server.contact, Registered(nn.Linear(1 << 8, 1 << 8)))
     assert not server.wait(1, lambda: True)
@@ -144,25 +144,25 @@ def test_who_dies_while_its_memory_is_read_is_an_error(serve, way, monkeypatch):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     server = serve(Registered(nn.Linear(1 << 8, 1 << 8)))
-    reach = neighbour.reach
+    reach = neighbour_memory.reach
 
     def reach_and_lose(told: dict[str, Any]) -> Any:
         found = reach(told)
         found._pid = gone.pid
         return found
 
-    monkeypatch.setattr(neighbour, "reach", reach_and_lose)
+    monkeypatch.setattr(neighbour_memory, "reach", reach_and_lose)
     with pytest.raises(TransferError, match="cannot be read: No such process"):
         receive(server.contact, Registered(nn.Linear(1 << 8, 1 << 8)))
 
 
 def test_another_process_of_the_same_number_is_not_read():
-    with neighbour.readable_by(os.getpid()) as told:
+    with neighbour_memory.readable_by(os.getpid()) as told:
         if told["where"]:
-            assert neighbour.reach({**told, "word": "00" * 16}) is None
-            assert neighbour.reach({**told, "where": "another machine"}) is None
-            assert neighbour.reach({**told, "at": 8}) is None
-    assert neighbour.reach({**told, "where": ""}) is None
+            assert neighbour_memory.reach({**told, "word": "00" * 16}) is None
+            assert neighbour_memory.reach({**told, "where": "another machine"}) is None
+            assert neighbour_memory.reach({**told, "at": 8}) is None
+    assert neighbour_memory.reach({**told, "where": ""}) is None
 
 
 def test_a_large_tensor_may_take_longer_than_the_limit_of_silence(serve, monkeypatch):

@@ -7,7 +7,7 @@ import re
 import pytest
 from support.gang import Gang
 
-from elasticflow_airflow.runtime.imports import file_of_module, leads_to_runtime
+from elasticflow_airflow.runtime.process.imports import file_of_module, leads_to_runtime
 from elasticflow_airflow.runtime.protocol import UNTRAINED, ReportKind
 
 BEFORE, AFTER = r"before runtime.init\(\) \(or the Trainer's train\(\)", r"after runtime.init\(\) and before its first"
@@ -23,7 +23,7 @@ SCRIPTS = {
         AFTER,
     ),
     "plain": ("import sys\nprint('elasticflow_airflow.runtime')\nsys.exit(0)", None),
-    "another part": ("from elasticflow_airflow import wire", None),
+    "another part": ("from elasticflow_airflow import api", None),
 }
 
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from elasticflow_airflow.scheduler_core.values import Job, Node, RescaleCosts, ScalingCurve
+from elasticflow_airflow.scheduler_core.model.values import Job, Node, RescaleCosts, ScalingCurve
 
 HERE = Path(__file__).parent
 DATA = HERE.parents[2] / "shared" / "data"

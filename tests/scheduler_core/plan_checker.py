@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from elasticflow_airflow.scheduler_core.values import Job, Plan
+from elasticflow_airflow.scheduler_core.model.values import Job, Plan
 
 EPS_S = 1e-3
 

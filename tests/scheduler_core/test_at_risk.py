@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
-from elasticflow_airflow.scheduler_core import decisions as de
-from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.values import Node
+from elasticflow_airflow.scheduler_core.model import decisions as de
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.values import Node
 
 SERVED = SchedulerConfig.served(explore_gain=0.0)
 ONE = {1: 1.0}

@@ -9,9 +9,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
-from elasticflow_airflow.scheduler_core import decisions as de
-from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, Placement, RescaleCosts, ScalingCurve, Slot
+from elasticflow_airflow.scheduler_core.model import decisions as de
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.values import (
+    Job,
+    Node,
+    OnReject,
+    Placement,
+    RescaleCosts,
+    ScalingCurve,
+    Slot,
+)
 
 QUICK = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 LONG = settings(max_examples=3000, deadline=None, derandomize=False, suppress_health_check=list(HealthCheck))

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig, calendar_forecast
-from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.calendar import (
+from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
+from elasticflow_airflow.scheduler_core.decider import Decider
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.decisions import Admit, Reject, Wait
+from elasticflow_airflow.scheduler_core.model.recurring_work import (
     Calendar,
     CalendarPolicy,
     ExpectedRun,
@@ -20,11 +22,10 @@ from elasticflow_airflow.scheduler_core.calendar import (
     expect,
     how_surely,
 )
-from elasticflow_airflow.scheduler_core.calendar_forecast import Outcome, fewest, forecast
-from elasticflow_airflow.scheduler_core.decider import Decider
-from elasticflow_airflow.scheduler_core.decisions import Admit, Reject, Wait
+from elasticflow_airflow.scheduler_core.model.values import Job, Node, OnReject, ScalingCurve
+from elasticflow_airflow.scheduler_core.outlook import forecast as calendar_forecast
+from elasticflow_airflow.scheduler_core.outlook.forecast import Outcome, fewest, forecast
 from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob, Simulation
-from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, ScalingCurve
 
 LINEAR = ScalingCurve({1: 1.0, 2: 2.0, 4: 4.0})
 

@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
-from elasticflow_airflow.scheduler_core import decisions as de
-from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, Spread
-from elasticflow_airflow.scheduler_core.calendar_forecast import join, keeps_runs, missed_runs
-from elasticflow_airflow.scheduler_core.capacity import CapacityOutlook, Need, capacity
-from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, RescaleCosts, ScalingCurve
+from elasticflow_airflow.scheduler_core.model import decisions as de
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.recurring_work import CalendarPolicy, ExpectedRun, Spread
+from elasticflow_airflow.scheduler_core.model.values import Job, Node, OnReject, RescaleCosts, ScalingCurve
+from elasticflow_airflow.scheduler_core.outlook.capacity import CapacityOutlook, Need, capacity
+from elasticflow_airflow.scheduler_core.outlook.forecast import join, keeps_runs, missed_runs
 
 QUICK = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 LONG = settings(max_examples=1500, deadline=None, derandomize=False, suppress_health_check=list(HealthCheck))

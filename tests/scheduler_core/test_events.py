@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
-from elasticflow_airflow.scheduler_core import decisions as de
-from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decider import Decider
-from elasticflow_airflow.scheduler_core.values import Node, OnReject, Phase, Placement, Slot
+from elasticflow_airflow.scheduler_core.model import decisions as de
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.values import Node, OnReject, Phase, Placement, Slot
 
 
 def of(decisions: list, kind: type) -> list:

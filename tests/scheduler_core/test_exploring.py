@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
-from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.decisions import Resize
-from elasticflow_airflow.scheduler_core.values import Job, Node, RescaleCosts, ScalingCurve
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.decisions import Resize
+from elasticflow_airflow.scheduler_core.model.values import Job, Node, RescaleCosts, ScalingCurve
 
 CONFIG = SchedulerConfig(explore_gain=0.35, explore_window_s=30.0)
 COSTS = RescaleCosts(startup_s=10.0, pause_s=5.0, tail_s=5.0)

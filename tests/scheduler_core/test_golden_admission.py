@@ -9,9 +9,9 @@ from types import ModuleType
 import pytest
 
 from elasticflow_airflow.scheduler_core import Scheduler
-from elasticflow_airflow.scheduler_core.decisions import Admit, Reject
-from elasticflow_airflow.scheduler_core.events import JobSubmitted
-from elasticflow_airflow.scheduler_core.values import Job, Node, ScalingCurve
+from elasticflow_airflow.scheduler_core.model.decisions import Admit, Reject
+from elasticflow_airflow.scheduler_core.model.events import JobSubmitted
+from elasticflow_airflow.scheduler_core.model.values import Job, Node, ScalingCurve
 
 Curves = dict[tuple[str, int], dict[int, float]]
 

@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
-from elasticflow_airflow.scheduler_core import decisions as de
-from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.learning import (
+from elasticflow_airflow.scheduler_core.jobs.learned_speed import (
     Belief,
     Evidence,
     belief,
@@ -21,7 +19,9 @@ from elasticflow_airflow.scheduler_core.learning import (
     promised,
     sigma_of_errors,
 )
-from elasticflow_airflow.scheduler_core.values import ScalingCurve
+from elasticflow_airflow.scheduler_core.model import decisions as de
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.values import ScalingCurve
 
 TOLD = ScalingCurve({1: 1.0, 2: 2.0, 4: 4.0})
 Z90 = 1.2815515655446004

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from elasticflow_airflow.scheduler_core.minimum_share import ShareShape, ShareStretch, fill, minimum_share
-from elasticflow_airflow.scheduler_core.placement import Layout
-from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
-from elasticflow_airflow.scheduler_core.values import Node
-from elasticflow_airflow.scheduler_core.work import Holding, Work, course_of, legs_of, plan_of
+from elasticflow_airflow.scheduler_core.cluster.placement import Layout
+from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
+from elasticflow_airflow.scheduler_core.model.values import Node
+from elasticflow_airflow.scheduler_core.model.work import Holding, Work, course_of, legs_of, plan_of
+from elasticflow_airflow.scheduler_core.planning.minimum_share import ShareShape, ShareStretch, fill, minimum_share
 
 
 @pytest.fixture

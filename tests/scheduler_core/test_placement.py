@@ -8,14 +8,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticflow_airflow.scheduler_core.allocation import while_free
-from elasticflow_airflow.scheduler_core.draft import Draft
-from elasticflow_airflow.scheduler_core.minimum_share import ShareStretch
-from elasticflow_airflow.scheduler_core.placement import Layout
-from elasticflow_airflow.scheduler_core.seat_shares import NoPlaceError, place
-from elasticflow_airflow.scheduler_core.timeline import FreeCapacity
-from elasticflow_airflow.scheduler_core.values import Node, Placement, Slot
-from elasticflow_airflow.scheduler_core.work import Course, Holding, Work
+from elasticflow_airflow.scheduler_core.cluster.placement import Layout
+from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
+from elasticflow_airflow.scheduler_core.model.values import Node, Placement, Slot
+from elasticflow_airflow.scheduler_core.model.work import Course, Holding, Work
+from elasticflow_airflow.scheduler_core.planning.allocation import while_free
+from elasticflow_airflow.scheduler_core.planning.minimum_share import ShareStretch
+from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft
+from elasticflow_airflow.scheduler_core.planning.seat_shares import NoPlaceError, place
 
 
 def layout_of(*sizes: int) -> Layout:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
-from elasticflow_airflow.scheduler_core import decisions as de
-from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.calendar import CalendarPolicy, ExpectedRun, Spread
-from elasticflow_airflow.scheduler_core.config import Objective
-from elasticflow_airflow.scheduler_core.pricing import Arrival, Protection, footprint_of
-from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, ScalingCurve
-from elasticflow_airflow.scheduler_core.work import Work
+from elasticflow_airflow.scheduler_core.model import decisions as de
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.config import Objective
+from elasticflow_airflow.scheduler_core.model.recurring_work import CalendarPolicy, ExpectedRun, Spread
+from elasticflow_airflow.scheduler_core.model.values import Job, Node, OnReject, ScalingCurve
+from elasticflow_airflow.scheduler_core.model.work import Work
+from elasticflow_airflow.scheduler_core.planning.protection_price import Arrival, Protection, footprint_of
 
 HOUR = 3600.0
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from types import ModuleType
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
-from elasticflow_airflow.scheduler_core import decisions as de
-from elasticflow_airflow.scheduler_core import events as ev
 from elasticflow_airflow.scheduler_core.decider import Decider
-from elasticflow_airflow.scheduler_core.values import OnReject, Phase
+from elasticflow_airflow.scheduler_core.model import decisions as de
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.values import OnReject, Phase
 
 
 def only(decisions: list, kind: type):

@@ -9,13 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elasticflow_airflow.scheduler_core import Scheduler
-from elasticflow_airflow.scheduler_core import decisions as de
-from elasticflow_airflow.scheduler_core.placement import Layout
-from elasticflow_airflow.scheduler_core.salvaging import salvage
-from elasticflow_airflow.scheduler_core.timeline import Bookings, FreeCapacity
-from elasticflow_airflow.scheduler_core.values import Job, JobState, Node, Phase, RescaleCosts, ScalingCurve
-from elasticflow_airflow.scheduler_core.windows import first_window
-from elasticflow_airflow.scheduler_core.work import Holding, Work
+from elasticflow_airflow.scheduler_core.cluster.free_windows import first_window
+from elasticflow_airflow.scheduler_core.cluster.placement import Layout
+from elasticflow_airflow.scheduler_core.cluster.timeline import Bookings, FreeCapacity
+from elasticflow_airflow.scheduler_core.model import decisions as de
+from elasticflow_airflow.scheduler_core.model.values import Job, JobState, Node, Phase, RescaleCosts, ScalingCurve
+from elasticflow_airflow.scheduler_core.model.work import Holding, Work
+from elasticflow_airflow.scheduler_core.planning.salvaging import salvage
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 NOW = 1000.0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticflow_airflow.scheduler_core.stragglers import Straggler, StragglerRule, add_window, find_stragglers
+from elasticflow_airflow.scheduler_core.jobs.stragglers import Straggler, StragglerRule, add_window, find_stragglers
 
 RULE = StragglerRule(windows=3)
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
-from elasticflow_airflow.scheduler_core import decisions as de
-from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.values import OnReject, Phase
+from elasticflow_airflow.scheduler_core.model import decisions as de
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.values import OnReject, Phase
 
 SERVED = SchedulerConfig.served()
 TIGHT = {"steps": 1000, "deadline": 1100, "curve": {1: 1.0}}

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from elasticflow_airflow.scheduler_core import Scheduler
-from elasticflow_airflow.scheduler_core import decisions as de
-from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.values import Job, Node, Placement, Slot
+from elasticflow_airflow.scheduler_core.model import decisions as de
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.values import Job, Node, Placement, Slot
 
 EPS_S = 1e-3
 

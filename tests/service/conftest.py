@@ -24,19 +24,7 @@ import httpx
 import pytest
 from support.postgres import Postgres, postgres
 
-from elasticflow_airflow.client import ElasticFlowClient, Endpoint, Snapshot, ensure_service, snapshot_folder
-from elasticflow_airflow.engines.fake import BEHAVIOUR_ENV, FakeEngine, fake_nodes
-from elasticflow_airflow.service import store
-from elasticflow_airflow.service.candidates import CandidateService, verify_by_manifest
-from elasticflow_airflow.service.jobs import JobService, Submitted
-from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
-from elasticflow_airflow.service.notify import Notifier
-from elasticflow_airflow.service.reconcile import Reconciler
-from elasticflow_airflow.service.secrets import SecretBox
-from elasticflow_airflow.service.settings import ServiceSettings
-from elasticflow_airflow.service.snapshots import Snapshots
-from elasticflow_airflow.service.store import Store
-from elasticflow_airflow.wire import (
+from elasticflow_airflow.api import (
     AmendAnswer,
     AmendRequest,
     Attachment,
@@ -47,6 +35,18 @@ from elasticflow_airflow.wire import (
     JobSubmission,
     Length,
 )
+from elasticflow_airflow.client import ElasticFlowClient, Endpoint, Snapshot, ensure_service, snapshot_folder
+from elasticflow_airflow.engines.fake.engine import BEHAVIOUR_ENV, FakeEngine, fake_nodes
+from elasticflow_airflow.service.job_files.candidates import CandidateService, verify_by_manifest
+from elasticflow_airflow.service.job_files.snapshots import Snapshots
+from elasticflow_airflow.service.loop.reconcile import Reconciler
+from elasticflow_airflow.service.notify import Notifier
+from elasticflow_airflow.service.requests.job_service import JobService, Submitted
+from elasticflow_airflow.service.secrets import SecretBox
+from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.store import store
+from elasticflow_airflow.service.store.store import Store
+from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 """What the fake engine really does with 1, 2 and 4 workers, in steps/s."""
@@ -235,7 +235,7 @@ class World:
             return reader.generations(job.job.job_id, incarnation or self.status(job).incarnation)
 
     def events(self, job: Attachment | None = None, kind: str | None = None) -> list[Event]:
-        from elasticflow_airflow.service.view import event_of
+        from elasticflow_airflow.service.store.views import event_of
 
         with self.store.read() as reader:
             rows = reader.events(0, None if job is None else job.job.job_id, 10_000)

@@ -14,16 +14,16 @@ import pytest
 import sqlalchemy as sa
 from support.service_parts import insight_of, parts_of
 
+from elasticflow_airflow.api import Command, Event, Health, JobIdentity, JobSubmission, Length, Problem
+from elasticflow_airflow.api.insight import ClusterHistory, ClusterNow, JobStory, StackDump, WhatIf
 from elasticflow_airflow.client import ElasticFlowClient, Unauthorized, snapshot_folder
-from elasticflow_airflow.client.service_calls import calls
-from elasticflow_airflow.insight import ClusterHistory, ClusterNow, JobStory, StackDump, WhatIf
-from elasticflow_airflow.service.api import build_app
-from elasticflow_airflow.service.autoscaling import CapacityService
-from elasticflow_airflow.service.feeding import CalendarService
-from elasticflow_airflow.service.forecasting import ForecastService
-from elasticflow_airflow.service.insight_routes import InsightServices
-from elasticflow_airflow.service.whatif import WhatIfService
-from elasticflow_airflow.wire import Command, Event, Health, JobIdentity, JobSubmission, Length, Problem
+from elasticflow_airflow.client.calls.service_calls import calls
+from elasticflow_airflow.service.http.app import build_app
+from elasticflow_airflow.service.http.parts import InsightServices
+from elasticflow_airflow.service.requests.capacity_service import CapacityService
+from elasticflow_airflow.service.requests.forecasting import ForecastService
+from elasticflow_airflow.service.requests.timetable_intake import CalendarService
+from elasticflow_airflow.service.requests.whatif import WhatIfService
 
 TOKEN = "a-long-random-token"
 SECRET = "hunter2-of-the-hub"
@@ -616,6 +616,6 @@ async def test_nobody_has_no_story_no_runs_and_no_stacks(http):
     ],
 )
 def test_a_character_is_not_cut_in_two(data, whole):
-    from elasticflow_airflow.service.log_pieces import _whole_characters
+    from elasticflow_airflow.service.job_files.log_pieces import _whole_characters
 
     assert _whole_characters(data) == whole

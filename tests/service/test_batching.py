@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from elasticflow_airflow.service.batching import Batcher, Watch
+from elasticflow_airflow.service.http.batching import Batcher, Watch
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.refusal import Refusal, no_such_job
 

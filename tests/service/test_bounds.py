@@ -19,12 +19,12 @@ from pydantic import TypeAdapter, ValidationError
 from support.service_parts import insight_of, parts_of
 
 from elasticflow_airflow import bounds
+from elasticflow_airflow.api import JobIdentity, JobSubmission, Problem
+from elasticflow_airflow.api.fields import OUT_OF_BOUNDS
 from elasticflow_airflow.client import snapshot_folder
-from elasticflow_airflow.service.api import build_app
-from elasticflow_airflow.service.openapi import document
-from elasticflow_airflow.service.stored_bounds import submission_out_of_bounds
-from elasticflow_airflow.wire import JobIdentity, JobSubmission, Problem
-from elasticflow_airflow.wire.fields import OUT_OF_BOUNDS
+from elasticflow_airflow.service.http.app import build_app
+from elasticflow_airflow.service.http.openapi import document
+from elasticflow_airflow.service.store.stored_bounds import submission_out_of_bounds
 
 MILLISECONDS = 1_800_000_000_000
 SECRET = "hunter2-of-the-hub"

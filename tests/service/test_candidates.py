@@ -11,10 +11,10 @@ from typing import BinaryIO
 
 import pytest
 
-from elasticflow_airflow.runtime import manifest
-from elasticflow_airflow.runtime.manifest import MANIFEST, publish, writing
-from elasticflow_airflow.service import candidates
-from elasticflow_airflow.service.candidates import CandidateService, Looked, verify_by_manifest
+from elasticflow_airflow.runtime.storage import manifest
+from elasticflow_airflow.runtime.storage.manifest import MANIFEST, publish, writing
+from elasticflow_airflow.service.job_files import candidates
+from elasticflow_airflow.service.job_files.candidates import CandidateService, Looked, verify_by_manifest
 
 PATH = "g000001/step-000000000005"
 

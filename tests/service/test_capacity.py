@@ -13,13 +13,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.service_parts import parts_of
 from typer.testing import CliRunner
 
+from elasticflow_airflow.api.insight import CapacityAnswer
 from elasticflow_airflow.cli import capacity as command
 from elasticflow_airflow.cli.main import app as commands
-from elasticflow_airflow.insight import CapacityAnswer
-from elasticflow_airflow.service.api import build_app
-from elasticflow_airflow.service.autoscaling import CapacityService, CapacityWatch
-from elasticflow_airflow.service.forecasting import ForecastService
+from elasticflow_airflow.service.http.app import build_app
 from elasticflow_airflow.service.refusal import Refusal
+from elasticflow_airflow.service.requests.capacity_service import CapacityService, CapacityWatch
+from elasticflow_airflow.service.requests.forecasting import ForecastService
 
 HOUR_S = 3600.0
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from elasticflow_airflow.cli import submitting
+from elasticflow_airflow.api import LogPiece, State, Verdict
+from elasticflow_airflow.cli import submit as submitting
 from elasticflow_airflow.cli.connection import client
-from elasticflow_airflow.cli.following import read
+from elasticflow_airflow.cli.logs import read
 from elasticflow_airflow.cli.main import app
-from elasticflow_airflow.cli.moments import moment_of
+from elasticflow_airflow.cli.terminal.moments import moment_of
 from elasticflow_airflow.client import JobNotFound
-from elasticflow_airflow.engines.fake import BEHAVIOUR_ENV
-from elasticflow_airflow.wire import LogPiece, State, Verdict
+from elasticflow_airflow.engines.fake.engine import BEHAVIOUR_ENV
 
 
 @pytest.fixture
@@ -439,8 +439,8 @@ def test_no_moment(text):
 
 def test_what_nobody_wants_is_listed_and_cancelled_after_a_question(command, script, shared_daemons):
     """A task whose Airflow is gone asks no more, and its lease is minutes away."""
+    from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
     from elasticflow_airflow.client import ElasticFlowClient
-    from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
 
     done = command("submit", script, "--steps", 100000, "--batch", 8, "--best-effort", "--name", "at home")
     wanted = job_of(done.output)

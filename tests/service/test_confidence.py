@@ -7,9 +7,9 @@ import math
 import pytest
 import sqlalchemy as sa
 
-from elasticflow_airflow.scheduler_core.config import SchedulerConfig
-from elasticflow_airflow.service.models import IncarnationRow
+from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.store.tables import IncarnationRow
 
 FLAT = 0.1
 """What was taken off all speeds before: of 10 steps/s, 9 were promised with."""

@@ -19,8 +19,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from elasticflow_airflow.service import connections
-from elasticflow_airflow.service.bodies import BODY_LIMIT_BYTES, LIMITS_BYTES
+from elasticflow_airflow.service.http import connections
+from elasticflow_airflow.service.http.bodies import BODY_LIMIT_BYTES, LIMITS_BYTES
 
 TOKEN = "a-long-token"
 LIMIT_S = 30.0

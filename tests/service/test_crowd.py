@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import sqlalchemy as sa
 
-from elasticflow_airflow.service.actuating import Actuator
+from elasticflow_airflow.service.loop.actuating import Actuator
 
 CURVE = {1: 10.0, 2: 18.0}
 
@@ -57,7 +57,7 @@ def test_who_cannot_be_decided_on_yet_is_not_asked_about_again_and_again(world, 
 
 @pytest.mark.trouble
 def test_a_job_that_cannot_be_decided_on_keeps_nobody_of_a_crowd_from_it(world, monkeypatch):
-    from elasticflow_airflow.service import introducing
+    from elasticflow_airflow.service.loop import introducing
 
     introduce = introducing._introduce
 
@@ -96,9 +96,9 @@ def test_of_orders_that_are_given_together_the_last_one_of_each_job_counts(monke
     """A slot that is given and taken back in one breath belongs to the next."""
     from types import SimpleNamespace
 
-    from elasticflow_airflow.scheduler_core import decisions as de
-    from elasticflow_airflow.scheduler_core.values import Placement, Slot
-    from elasticflow_airflow.service import deciding
+    from elasticflow_airflow.scheduler_core.model import decisions as de
+    from elasticflow_airflow.scheduler_core.model.values import Placement, Slot
+    from elasticflow_airflow.service.decisions import deciding
 
     slot = Placement((Slot("node0", 0),))
     orders = [

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from support.postgres import postgres
 
+from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
 from elasticflow_airflow.client import ElasticFlowClient, ServiceUnavailable, snapshot_folder
-from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
 
 LEASE_S, ORPHAN_S = 8.0, 2.0
 

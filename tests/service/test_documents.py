@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from elasticflow_airflow.scheduler_core.convergence import LossCurve
-from elasticflow_airflow.service.documents import Document, Unreadable, UnreadableError
-from elasticflow_airflow.service.generation_notes import Finished, GenerationNotes, OutOfMemory, Switch
-from elasticflow_airflow.service.job_documents import Ending, LossTarget
-from elasticflow_airflow.service.models import IncarnationRow
+from elasticflow_airflow.service.store.documents.columns import Document, Unreadable, UnreadableError
+from elasticflow_airflow.service.store.documents.generation_notes import Finished, GenerationNotes, OutOfMemory, Switch
+from elasticflow_airflow.service.store.documents.job_documents import Ending, LossTarget
+from elasticflow_airflow.service.store.tables import IncarnationRow
 
 STORED_BEFORE = {
     "ordered_at_step": 10,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import sqlalchemy as sa
 
-from elasticflow_airflow.service.models import AvoidedSlotRow, DrainRow
-from elasticflow_airflow.service.view import slot_statuses
+from elasticflow_airflow.service.store.tables import AvoidedSlotRow, DrainRow
+from elasticflow_airflow.service.store.views import slot_statuses
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from support.training_scripts import BATCH, COUNTING, SAMPLES, STEPS_PER_EPOCH
 
+from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
 from elasticflow_airflow.client import Endpoint, snapshot_script
-from elasticflow_airflow.engines.local.folder import SupervisorFolder
+from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder
 from elasticflow_airflow.runtime.protocol import ReportKind, read_reports
-from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
 
 pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
 

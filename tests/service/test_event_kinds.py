@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import elasticflow_airflow.service
-from elasticflow_airflow.wire import Event, EventKind, State
-from elasticflow_airflow.wire.event_kinds import Tone
+from elasticflow_airflow.api import Event, EventKind, State
+from elasticflow_airflow.api.event_kinds import Tone
 
-SOURCES = "\n".join(path.read_text() for path in Path(elasticflow_airflow.service.__path__[0]).glob("*.py"))
+SOURCES = "\n".join(path.read_text() for path in Path(elasticflow_airflow.service.__path__[0]).rglob("*.py"))
 
 
 @pytest.mark.parametrize("kind", list(EventKind))

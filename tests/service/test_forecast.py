@@ -9,10 +9,10 @@ import httpx
 import pytest
 from support.service_parts import parts_of
 
-from elasticflow_airflow.service.api import build_app
-from elasticflow_airflow.service.forecasting import ForecastService
+from elasticflow_airflow.api import Command, DryRun, ForecastAnswer, JobIdentity, JobSubmission, Length, PlannedRun
+from elasticflow_airflow.service.http.app import build_app
 from elasticflow_airflow.service.refusal import Refusal
-from elasticflow_airflow.wire import Command, DryRun, ForecastAnswer, JobIdentity, JobSubmission, Length, PlannedRun
+from elasticflow_airflow.service.requests.forecasting import ForecastService
 
 HOUR_S = 3600.0
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}

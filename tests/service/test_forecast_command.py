@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import pytest
 from typer.testing import CliRunner
 
-from elasticflow_airflow.cli import forecasting
+from elasticflow_airflow.cli import forecast
 from elasticflow_airflow.cli.main import app
-from elasticflow_airflow.service.forecasting import ForecastService
+from elasticflow_airflow.service.requests.forecasting import ForecastService
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 HOUR_S = 3600.0
@@ -27,7 +27,7 @@ def ask(world, monkeypatch):
     def opened(_url, _state_dir, **_):
         yield service
 
-    monkeypatch.setattr(forecasting, "client", opened)
+    monkeypatch.setattr(forecast, "client", opened)
     monkeypatch.setenv("COLUMNS", "300")
     return lambda *options: CliRunner().invoke(app, ["forecast", *options])
 

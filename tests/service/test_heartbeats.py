@@ -8,8 +8,8 @@ import random
 import pytest
 
 from elasticflow_airflow.runtime.protocol import heartbeat_path, write_json_atomic
-from elasticflow_airflow.service.heartbeats import Heartbeat, find_hung, read_heartbeat
-from elasticflow_airflow.service.rescaling import survivors
+from elasticflow_airflow.service.job_files.heartbeats import Heartbeat, find_hung, read_heartbeat
+from elasticflow_airflow.service.loop.rescaling import survivors
 
 
 def beat(phase: str, at_s: float = 1000.0) -> Heartbeat:

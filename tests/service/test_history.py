@@ -6,12 +6,12 @@ import math
 
 import pytest
 
+from elasticflow_airflow.api import Length
 from elasticflow_airflow.runtime.protocol import Report, ReportKind
-from elasticflow_airflow.scheduler_core.config import SchedulerConfig
-from elasticflow_airflow.service.history import Past, length_of, past_of, sigmas_of, speeds_to_plan_with
-from elasticflow_airflow.service.job_documents import MeasuredCosts
-from elasticflow_airflow.service.models import HistoryRow
-from elasticflow_airflow.wire import Length
+from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
+from elasticflow_airflow.service.decisions.task_history import Past, length_of, past_of, sigmas_of, speeds_to_plan_with
+from elasticflow_airflow.service.store.documents.job_documents import MeasuredCosts
+from elasticflow_airflow.service.store.tables import HistoryRow
 
 PAST = Past(total_steps=760, epochs=20)
 

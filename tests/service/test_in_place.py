@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from elasticflow_airflow.service.job_documents import InPlaceRecord
+from elasticflow_airflow.service.store.documents.job_documents import InPlaceRecord
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 FAKE = {"in_place": True, "startup_s": 2.0, "join_s": 5.0}

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from elasticflow_airflow.runtime.protocol import ReportKind, heartbeat_path, write_json_atomic
-from elasticflow_airflow.service.rescaling import break_circles
+from elasticflow_airflow.service.loop.rescaling import break_circles
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 FAKE = {"in_place": True, "startup_s": 2.0, "join_s": 5.0}
@@ -337,9 +337,9 @@ def test_a_size_that_nobody_can_join_for_is_not_measured(world):
 
 
 def test_of_jobs_that_wait_for_each_other_in_a_circle_one_makes_room(make_world):
-    from elasticflow_airflow.service import generations
-    from elasticflow_airflow.service.pass_context import PassContext
-    from elasticflow_airflow.service.unit_of_work import unit_of_work
+    from elasticflow_airflow.service.decisions import next_generation
+    from elasticflow_airflow.service.decisions.pass_context import PassContext
+    from elasticflow_airflow.service.store.unit_of_work import unit_of_work
 
     world = make_world(slots=2, checkpoint_interval_s=10.0)
     jobs = [submit(world, task=name, max_workers=1, steps=300) for name in ("a", "b")]
@@ -349,13 +349,13 @@ def test_of_jobs_that_wait_for_each_other_in_a_circle_one_makes_room(make_world)
         context = PassContext.open(tx, world.now_s, world.settings, world.reconciler._scheduler, None)
         for job, slots in zip(jobs, reversed(homes), strict=True):
             row = context.live(job.job.job_id)
-            generations.order(
+            next_generation.order(
                 context,
                 row,
                 slots=[list(slot) for slot in slots],
                 purpose="train",
                 reason="changes places",
-                continues=generations.can_continue(context, row),
+                continues=next_generation.can_continue(context, row),
                 own=False,
             )
         assert {context.due(context.live(job.job.job_id)).mode for job in jobs} == {"in_place"}

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from support.training_scripts import BATCH, COUNTING, SAMPLES, STEPS_PER_EPOCH
 
+from elasticflow_airflow.api import Command, Event, JobIdentity, JobSubmission, Length
 from elasticflow_airflow.client import ElasticFlowClient, Endpoint, snapshot_script
-from elasticflow_airflow.engines.local.folder import SupervisorFolder, WorkerStatus
+from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder, WorkerStatus
 from elasticflow_airflow.runtime.protocol import Membership
-from elasticflow_airflow.wire import Command, Event, JobIdentity, JobSubmission, Length
 
 pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
 

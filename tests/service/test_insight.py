@@ -9,11 +9,11 @@ from statistics import median
 import pytest
 from support.service_parts import insight_of
 
-from elasticflow_airflow.insight import CalendarRequest, DueRuns
-from elasticflow_airflow.service.feeding import CalendarService
+from elasticflow_airflow.api import Command
+from elasticflow_airflow.api.insight import CalendarRequest, DueRuns
 from elasticflow_airflow.service.refusal import Refusal
+from elasticflow_airflow.service.requests.timetable_intake import CalendarService
 from elasticflow_airflow.service.secrets import secrets_in_args, shown_args
-from elasticflow_airflow.wire import Command
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 LONG = {"steps": 32 * 600, "scaling_curve": CURVE}
@@ -413,7 +413,7 @@ def test_sums_are_of_all_that_was_also_where_not_all_is_told(make_world, databas
     assert daily.slot_s + weekly.slot_s == pytest.approx(sum(full.held_slot_s))
     assert daily.slot_s > weekly.slot_s
 
-    monkeypatch.setattr("elasticflow_airflow.service.insight.MOST_ROWS", 2)
+    monkeypatch.setattr("elasticflow_airflow.service.requests.insight_service.MOST_ROWS", 2)
     cut = insight.history(began + 10.0, world.now_s, 7)
     assert not cut.complete
     assert len(cut.admissions) == 2 < len(full.admissions)

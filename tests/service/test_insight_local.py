@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from support.training_scripts import thinking
 
+from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
+from elasticflow_airflow.api.insight import DeadlineChange, WhatIfRequest
 from elasticflow_airflow.client import snapshot_script
-from elasticflow_airflow.insight import DeadlineChange, WhatIfRequest
-from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
 
 pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from elasticflow_airflow.runtime import manifest
-from elasticflow_airflow.runtime.manifest import verify_candidate
-from elasticflow_airflow.service import candidates
+from elasticflow_airflow.api import AmendRequest, Command, Length
+from elasticflow_airflow.runtime.storage import manifest
+from elasticflow_airflow.runtime.storage.manifest import verify_candidate
+from elasticflow_airflow.service.job_files import candidates
 from elasticflow_airflow.service.refusal import Refusal
-from elasticflow_airflow.wire import AmendRequest, Command, Length
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 

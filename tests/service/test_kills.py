@@ -22,12 +22,12 @@ from typing import Any
 
 import pytest
 
-from elasticflow_airflow.engines.fake import FakeEngine, fake_nodes
-from elasticflow_airflow.runtime.manifest import verify_candidate
+from elasticflow_airflow.api import AmendRequest
+from elasticflow_airflow.engines.fake.engine import FakeEngine, fake_nodes
 from elasticflow_airflow.runtime.protocol import Promotion, checkpoint_dir
+from elasticflow_airflow.runtime.storage.manifest import verify_candidate
 from elasticflow_airflow.service import crashpoints
 from elasticflow_airflow.service.refusal import Refusal
-from elasticflow_airflow.wire import AmendRequest
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 POINTS = {

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
 from elasticflow_airflow.client import ElasticFlowClient, ensure_service, snapshot_folder
-from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
 
 KILLS, OWNERS = 24, 3
 JOBS = 2 * OWNERS

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from support.training_scripts import BATCH, COUNTING, SAMPLES, STEPS_PER_EPOCH
 
+from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
 from elasticflow_airflow.client import ElasticFlowClient, Endpoint, snapshot_script
-from elasticflow_airflow.engines.local.folder import Status, SupervisorFolder
-from elasticflow_airflow.engines.local.processes import ProcessId, children_of
+from elasticflow_airflow.engines.local.files.generation_folder import Status, SupervisorFolder
+from elasticflow_airflow.engines.local.machine.processes import ProcessId, children_of
 from elasticflow_airflow.runtime.protocol import read_reports, report_path
-from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
 
 pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
 

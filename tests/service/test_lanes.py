@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from elasticflow_airflow.service.lanes import Lane
+from elasticflow_airflow.service.http.lanes import Lane
 from elasticflow_airflow.service.refusal import Refusal
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticflow_airflow.service.forecasting import ForecastService
+from elasticflow_airflow.service.requests.forecasting import ForecastService
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 FAILS = {"fake": {"fail_at_step": 800}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticflow_airflow.engines.port import SlotsHeldError
-from elasticflow_airflow.scheduler_core.values import Slot
+from elasticflow_airflow.scheduler_core.model.values import Slot
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 

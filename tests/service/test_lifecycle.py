@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
+from elasticflow_airflow.api.service_card import ServiceCard
 from elasticflow_airflow.client import (
     ElasticFlowClient,
     EmbeddedStartError,
@@ -19,8 +21,6 @@ from elasticflow_airflow.client import (
     snapshot_folder,
 )
 from elasticflow_airflow.service.settings import ServiceSettings
-from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
-from elasticflow_airflow.wire.card import ServiceCard
 
 
 def submission_for(client, folder: Path, **given) -> JobSubmission:

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elasticflow_airflow.engines.port import LogChunk
-from elasticflow_airflow.service.log_pieces import read_piece
+from elasticflow_airflow.service.job_files.log_pieces import read_piece
 
 SECRETS = ["abab", "ab\u00e9cab", "a" * 12]
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from elasticflow_airflow.client import ElasticFlowClient
-from elasticflow_airflow.service.logs import PatientWriter
+from elasticflow_airflow.service.telemetry.service_log import PatientWriter
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
+from elasticflow_airflow.api import Length
 from elasticflow_airflow.service.refusal import Refusal
-from elasticflow_airflow.wire import Length
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 DAY_S = 86_400.0

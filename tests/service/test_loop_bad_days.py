@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from elasticflow_airflow.api import Length
 from elasticflow_airflow.engines.port import EngineError
-from elasticflow_airflow.wire import Length
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 

@@ -9,9 +9,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support import service_parts
 
-from elasticflow_airflow.service.api import ServiceParts, build_app
+from elasticflow_airflow.service.http.app import build_app
+from elasticflow_airflow.service.http.parts import ServiceParts
 from elasticflow_airflow.service.settings import ServiceSettings
-from elasticflow_airflow.service.tallies import TallyHistogram
+from elasticflow_airflow.service.telemetry.tallies import TallyHistogram
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 

@@ -11,6 +11,7 @@ import time
 import pytest
 from pydantic import ValidationError
 
+from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length, State
 from elasticflow_airflow.client import (
     ElasticFlowError,
     EmbeddedStartError,
@@ -20,7 +21,6 @@ from elasticflow_airflow.client import (
 )
 from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES
 from elasticflow_airflow.service.settings import ServiceSettings
-from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length, State
 
 COMMAND = "import sys; from elasticflow_airflow.cli.main import main; sys.argv[0] = 'elasticflow'; main()"
 TOKEN = "a-token-for-this-test"

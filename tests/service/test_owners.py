@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from support.service_parts import parts_of
 
-from elasticflow_airflow.service.owners import OwnerService
-from elasticflow_airflow.service.owners_routes import OWNERS_PATH
-from elasticflow_airflow.wire.owners import OwnerSeen, OwnersReport
+from elasticflow_airflow.api.owners import OwnerSeen, OwnersReport
+from elasticflow_airflow.service.http.routes.owner_routes import OWNERS_PATH
+from elasticflow_airflow.service.requests.owner_service import OwnerService
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 LONG = {"steps": 100_000, "scaling_curve": CURVE, "max_workers": 1}
@@ -152,7 +152,7 @@ def test_one_whose_owner_is_gone_is_unowned_until_its_workers_have_left(world, o
 def test_the_routes(world):
     from starlette.testclient import TestClient
 
-    from elasticflow_airflow.service.api import build_app
+    from elasticflow_airflow.service.http.app import build_app
 
     job = world.submit(**LONG)
     parts = parts_of(world)

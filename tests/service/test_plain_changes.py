@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from elasticflow_airflow.service.job_documents import InPlaceRecord, MeasuredCosts
-from elasticflow_airflow.service.pass_context import costs_from
+from elasticflow_airflow.service.decisions.pass_context import costs_from
 from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.store.documents.job_documents import InPlaceRecord, MeasuredCosts
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 SLOW = {"in_place": False, "save_s": 10.0}

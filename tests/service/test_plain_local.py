@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
 from elasticflow_airflow.client import Endpoint, snapshot_script
-from elasticflow_airflow.engines.local.folder import SupervisorFolder
+from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder
 from elasticflow_airflow.runtime.protocol import Membership
-from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
 
 pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from elasticflow_airflow.cli.tables import Column, table_lines
+from elasticflow_airflow.api import JobIdentity, JobSubmission
+from elasticflow_airflow.cli.terminal.tables import Column, table_lines
 from elasticflow_airflow.client import ElasticFlowClient
-from elasticflow_airflow.wire import JobIdentity, JobSubmission
 
 ELASTICFLOW = Path(sys.executable).parent / "elasticflow"
 DAGS = ("retrain_the_recommendations_of_every_country_each_night", "b")

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from elasticflow_airflow.runtime.protocol import Report, ReportKind
-from elasticflow_airflow.service import observing
-from elasticflow_airflow.service.generation_notes import GenerationNotes
-from elasticflow_airflow.service.measuring import Enough, SpeedMeasurement
+from elasticflow_airflow.service.loop import observing
+from elasticflow_airflow.service.store.documents.generation_notes import GenerationNotes
+from elasticflow_airflow.service.store.documents.speed_measurement import Enough, SpeedMeasurement
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ import pytest
 from support.recurring_day import Tally, Task, all_due, make_tasks
 from support.served import Served
 
+from elasticflow_airflow.api import Command, JobIdentity, JobStatus, JobSubmission, Length
 from elasticflow_airflow.client import ElasticFlowClient, snapshot_folder
-from elasticflow_airflow.service.history import past_of
-from elasticflow_airflow.wire import Command, JobIdentity, JobStatus, JobSubmission, Length
+from elasticflow_airflow.service.decisions.task_history import past_of
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7200)]
 

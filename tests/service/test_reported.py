@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.raw_columns import check_numbers
 
-from elasticflow_airflow.engines.local.progress import PlainProgress
+from elasticflow_airflow.engines.local.workers.script_progress import PlainProgress
 from elasticflow_airflow.runtime.protocol import Report, ReportKind, append_report, read_reports
-from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
-from elasticflow_airflow.service.reported import within_bounds
+from elasticflow_airflow.service.decisions.reported_bounds import within_bounds
+from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
 
 NOW = 1_800_000_000.0
 MOST = 2**31 - 1

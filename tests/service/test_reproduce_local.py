@@ -11,14 +11,14 @@ import pytest
 from support.served import train
 from typer.testing import CliRunner
 
+from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
 from elasticflow_airflow.cli.main import app
 from elasticflow_airflow.client import Endpoint, snapshot_folder
-from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
 
 pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
 
-from elasticflow_airflow.runtime.checkpoint import read_weights
-from elasticflow_airflow.runtime.manifest import list_candidates
+from elasticflow_airflow.runtime.checkpoints.checkpoint import read_weights
+from elasticflow_airflow.runtime.storage.manifest import list_candidates
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs/examples"
 

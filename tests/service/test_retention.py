@@ -5,10 +5,10 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from elasticflow_airflow.runtime.protocol import checkpoint_dir
-from elasticflow_airflow.service import retention
-from elasticflow_airflow.service.models import EventRow, GenerationRow, SampleRow
-from elasticflow_airflow.service.pass_context import incarnation_dir
-from elasticflow_airflow.service.tallies import Tallies
+from elasticflow_airflow.service.decisions.pass_context import incarnation_dir
+from elasticflow_airflow.service.loop import retention
+from elasticflow_airflow.service.store.tables import EventRow, GenerationRow, SampleRow
+from elasticflow_airflow.service.telemetry.tallies import Tallies
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 DAY_S = 86400.0

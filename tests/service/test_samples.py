@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elasticflow_airflow.service import samples
+from elasticflow_airflow.service.loop import samples
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 

@@ -15,9 +15,9 @@ import httpx
 import pytest
 from support.schemathesis_hooks import SNAPSHOT_ENV
 
+from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
 from elasticflow_airflow.client import ElasticFlowClient, Endpoint, snapshot_folder
-from elasticflow_airflow.service.openapi import document
-from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
+from elasticflow_airflow.service.http.openapi import document
 
 TOKEN = "a-long-random-token-of-this-test"
 TESTS = Path(__file__).resolve().parents[1]

@@ -15,11 +15,11 @@ from support.service_parts import insight_of, parts_of
 
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.decider import Decider
-from elasticflow_airflow.service import observing
-from elasticflow_airflow.service.api import build_app
-from elasticflow_airflow.service.faults import Faults, ServiceFaultError, find_culprits
-from elasticflow_airflow.service.insight_routes import InsightServices
-from elasticflow_airflow.service.models import (
+from elasticflow_airflow.service.decisions.faults import Faults, ServiceFaultError, find_culprits
+from elasticflow_airflow.service.http.app import build_app
+from elasticflow_airflow.service.http.parts import InsightServices
+from elasticflow_airflow.service.loop import observing
+from elasticflow_airflow.service.store.tables import (
     AmendmentRow,
     CandidateRow,
     EventRow,
@@ -223,7 +223,7 @@ def test_a_job_with_which_planning_fails_is_found_by_leaving_jobs_out(pair, monk
     real = Decider.replan
 
     def broken(self, now, *more, **named):
-        if culprit in self.board.jobs:
+        if culprit in self.state.jobs:
             raise ZeroDivisionError("no plan with this job")
         return real(self, now, *more, **named)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from elasticflow_airflow.client import snapshot_folder
-from elasticflow_airflow.service import unpacking
-from elasticflow_airflow.service.snapshots import SnapshotRefusedError, Snapshots, remove
+from elasticflow_airflow.service.job_files import unpacking
+from elasticflow_airflow.service.job_files.snapshots import SnapshotRefusedError, Snapshots, remove
 
 BLOCK = 512
 

@@ -31,11 +31,11 @@ from support.schemathesis_hooks import SNAPSHOT_ENV, SPARED_ENV
 from support.served import Served
 from support.soaked_airflow import SoakedAirflow
 
+from elasticflow_airflow.api import Command, JobIdentity, JobStatus, JobSubmission, Length
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, snapshot_folder
-from elasticflow_airflow.client.aio import AsyncElasticFlowClient
-from elasticflow_airflow.service.models import DrainRow, GenerationRow, IncarnationRow
-from elasticflow_airflow.service.openapi import document
-from elasticflow_airflow.wire import Command, JobIdentity, JobStatus, JobSubmission, Length
+from elasticflow_airflow.client.async_client import AsyncElasticFlowClient
+from elasticflow_airflow.service.http.openapi import document
+from elasticflow_airflow.service.store.tables import DrainRow, GenerationRow, IncarnationRow
 
 TESTS = Path(__file__).resolve().parents[1]
 CLIENTS = 100

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from elasticflow_airflow import service
-from elasticflow_airflow.service.faults import Faults
-from elasticflow_airflow.service.models import AmendmentRow
-from elasticflow_airflow.service.pass_context import PassContext
-from elasticflow_airflow.service.reconcile import Reconciler
+from elasticflow_airflow.service.decisions.faults import Faults
+from elasticflow_airflow.service.decisions.pass_context import PassContext
+from elasticflow_airflow.service.loop.reconcile import Reconciler
+from elasticflow_airflow.service.loop.stages import _wake, stages
 from elasticflow_airflow.service.refusal import Refusal
+from elasticflow_airflow.service.store.tables import AmendmentRow
 
 pytestmark = pytest.mark.trouble
 
@@ -33,26 +34,26 @@ STAGES = {
     "promotion.record": ("taking in what was found out about its checkpoints",),
     "resuming.record": ("taking in the checkpoint that it goes on from",),
     "rescaling.heal": ("looking after its workers",),
-    "stragglers.watch": ("comparing the speeds of its workers",),
+    "slow_workers.watch": ("comparing the speeds of its workers",),
     "record_refusals": ("writing down why its workers did not start",),
     "endings.settle": ("deciding what the end of its workers means",),
     "introducing.cancel": ("cancelling it",),
-    "self._leases.check": ("looking whether its owner is there",),
-    "self._recurring_runs.keep": ("expecting the runs of this task",),
+    "parts.leases.check": ("looking whether its owner is there",),
+    "parts.recurring_runs.keep": ("expecting the runs of this task",),
     "introducing.introduce": ("asking the scheduler about it",),
     "introducing.amend": ("asking the scheduler about an amendment of it",),
     "watching.watch_deadlines": ("watching its deadline",),
-    "self._hang_detector.watch_gangs": ("watching whether its workers hang",),
+    "parts.hang_detector.watch_gangs": ("watching whether its workers hang",),
     "rescaling.break_circles": ("looking for whom it waits",),
     "endings.conclude": ("bringing it to its end",),
     "promotion.ask": ("asking what its checkpoints are worth",),
     "self._write_states": ("writing down what the scheduler remembers of it",),
     "self._actuator.act": ("starting, changing or stopping its workers", "keeping its workers"),
     # What is done for all of them together, for those that are set aside, or for nobody's gangs.
-    "self._notice_clock": FOR_ALL,
+    "parts.notice_clock": FOR_ALL,
     "self._leftovers.look": FOR_ALL,
     "self._leftovers.held": FOR_ALL,
-    "leftovers.number_above": FOR_ALL,
+    "unknown_gangs.number_above": FOR_ALL,
     "setting_aside.place": FOR_ALL,
     "setting_aside.write_down": FOR_ALL,
     "setting_aside.look_after": FOR_ALL,
@@ -60,8 +61,10 @@ STAGES = {
     "tell_nodes": FOR_ALL,
     "record_drained": FOR_ALL,
     "feed": FOR_ALL,
+    "parts.hear": FOR_ALL,
     "self._hear": FOR_ALL,
-    "self._think": FOR_ALL,
+    "stage.run": FOR_ALL,
+    "_wake": FOR_ALL,
     "self._publish": FOR_ALL,
     "self._attribute": FOR_ALL,
     "self._set_aside": FOR_ALL,
@@ -70,10 +73,10 @@ STAGES = {
 WORK = sorted({doing for done in STAGES.values() if done is not FOR_ALL for doing in done})
 
 
-def calls_with_books() -> set[str]:
+def calls_of_the_pass() -> set[str]:
     """What a pass calls with what it works on."""
     found = set()
-    for method in (Reconciler._pass, Reconciler._think, Reconciler._hear):
+    for method in (Reconciler._pass, stages, _wake, Reconciler._hear):
         for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(method)))):
             if isinstance(node, ast.Call) and any(
                 isinstance(one, ast.Name) and one.id == "context" for one in node.args
@@ -85,7 +88,7 @@ def calls_with_books() -> set[str]:
 def work_on_behalf_of_jobs() -> set[str]:
     """What is done on behalf of single jobs anywhere in the service."""
     found = set()
-    for path in Path(service.__file__).parent.glob("*.py"):
+    for path in Path(service.__file__).parent.rglob("*.py"):
         tree = ast.parse(path.read_text())
         named = {
             target.id: node.value.value
@@ -102,7 +105,7 @@ def work_on_behalf_of_jobs() -> set[str]:
 
 
 def test_every_call_of_the_pass_is_in_the_list():
-    assert calls_with_books() == STAGES.keys(), "say in STAGES what the new one does on behalf of single jobs"
+    assert calls_of_the_pass() == STAGES.keys(), "say in STAGES what the new one does on behalf of single jobs"
 
 
 def test_all_work_on_behalf_of_jobs_is_in_the_list():

@@ -17,11 +17,11 @@ import pytest
 import sqlalchemy as sa
 import structlog
 
+from elasticflow_airflow.api import EventKind
 from elasticflow_airflow.client import EmbeddedStartError, Endpoint, ensure_service
-from elasticflow_airflow.service import ownership
 from elasticflow_airflow.service.__main__ import main
-from elasticflow_airflow.service.store import DATABASE_AWAY, Store
-from elasticflow_airflow.wire import EventKind
+from elasticflow_airflow.service.store import service_lock
+from elasticflow_airflow.service.store.store import DATABASE_AWAY, Store
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def cut(url: str) -> None:
 @pytest.mark.postgres
 def test_who_lost_the_connection_writes_nothing_until_it_owns_the_database_again(postgres_url, wait):
     watched = Watched()
-    with ownership.own(postgres_url, {"pid": 1}) as owner:
+    with service_lock.own(postgres_url, {"pid": 1}) as owner:
         store = Store(postgres_url, check=owner.check)
         write(store)
         cut(postgres_url)
@@ -236,10 +236,10 @@ def test_who_lost_the_connection_writes_nothing_until_it_owns_the_database_again
 @pytest.mark.postgres
 def test_who_lost_the_connection_to_another_service_leaves(postgres_url, wait):
     watched = Watched()
-    with ownership.own(postgres_url, {"pid": 1}) as one:
+    with service_lock.own(postgres_url, {"pid": 1}) as one:
         store = Store(postgres_url, check=one.check)
         cut(postgres_url)
-        with ownership.own(postgres_url, {"pid": 2, "endpoint": "http://there:8321"}) as other:
+        with service_lock.own(postgres_url, {"pid": 2, "endpoint": "http://there:8321"}) as other:
             one.watch(watched.count, watched.lost.append)
             wait(lambda: watched.lost, "it is told to leave")
             assert "pid 2, at http://there:8321" in watched.lost[0]
@@ -259,5 +259,5 @@ def test_services_on_two_schemas_of_a_database_are_two(postgres_url):
         connection.execute(sa.text("CREATE SCHEMA other"))
     engine.dispose()
     other = f"{postgres_url}&options=-csearch_path%3Dother"
-    with ownership.own(postgres_url, {}), ownership.own(other, {}), pytest.raises(ownership.OwnedError):
-        ownership.own(postgres_url, {}).__enter__()
+    with service_lock.own(postgres_url, {}), service_lock.own(other, {}), pytest.raises(service_lock.OwnedError):
+        service_lock.own(postgres_url, {}).__enter__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import subprocess
 import sys
 import threading
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
+from elasticflow_airflow.api import EventKind, JobIdentity
 from elasticflow_airflow.runtime.protocol import Promotion
-from elasticflow_airflow.scheduler_core.values import (
+from elasticflow_airflow.scheduler_core.model.values import (
     Job,
     JobState,
     Phase,
@@ -24,10 +26,11 @@ from elasticflow_airflow.scheduler_core.values import (
     ScalingCurve,
     Slot,
 )
-from elasticflow_airflow.service import schema
-from elasticflow_airflow.service.codec import state_from_json, state_to_json
-from elasticflow_airflow.service.job_documents import InPlaceRecord
-from elasticflow_airflow.service.models import (
+from elasticflow_airflow.service.store.documents.job_documents import InPlaceRecord
+from elasticflow_airflow.service.store.documents.scheduler_values import state_from_json, state_to_json
+from elasticflow_airflow.service.store.migrate import SchemaTooNewError, current_revision, ensure_schema
+from elasticflow_airflow.service.store.store import Store, Writer, _open_engine
+from elasticflow_airflow.service.store.tables import (
     SCHEMA_HEAD,
     Base,
     CandidateRow,
@@ -38,10 +41,7 @@ from elasticflow_airflow.service.models import (
     JobRow,
     SampleRow,
 )
-from elasticflow_airflow.service.schema import SchemaTooNewError, current_revision, ensure_schema
-from elasticflow_airflow.service.store import Store, Writer, _open_engine
-from elasticflow_airflow.service.unit_of_work import UnstorableError, unit_of_work
-from elasticflow_airflow.wire import EventKind, JobIdentity
+from elasticflow_airflow.service.store.unit_of_work import UnstorableError, unit_of_work
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def migrate(store: Store, revision: str) -> None:
     from alembic.config import Config
 
     config = Config()
-    config.set_main_option("script_location", str(Path(schema.__file__).parent / "migrations"))
+    config.set_main_option("script_location", str(Path(inspect.getfile(ensure_schema)).parent / "migrations"))
     with store.engine.connect().execution_options(elasticflow_write=True) as connection:
         config.attributes["connection"] = connection
         command.downgrade(config, revision)
@@ -147,7 +147,7 @@ def test_what_an_older_version_wrote_is_taken_over(store, database_url):
     assert (generation.mode, generation.continues, generation.lost) == ("restart", None, [])
 
 
-START = "import sys; from elasticflow_airflow.service.store import Store; sys.stdin.read(1); Store(sys.argv[1])"
+START = "import sys; from elasticflow_airflow.service.store.store import Store; sys.stdin.read(1); Store(sys.argv[1])"
 
 
 def test_services_that_start_together_migrate_once(database_url):
@@ -228,7 +228,7 @@ def test_writers_of_one_process_take_turns(store):
 
 COUNT = """
 import sys
-from elasticflow_airflow.service.store import Store
+from elasticflow_airflow.service.store.store import Store
 store = Store(sys.argv[1])
 for _ in range(40):
     with store.write() as tx:

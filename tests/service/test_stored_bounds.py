@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from elasticflow_airflow.service.models import AmendmentRow
-from elasticflow_airflow.service.stored_bounds import (
+from elasticflow_airflow.service.store.stored_bounds import (
     amendment_out_of_bounds,
     course_out_of_bounds,
     submission_out_of_bounds,
     until_out_of_bounds,
 )
+from elasticflow_airflow.service.store.tables import AmendmentRow
 
 MILLISECONDS = 1_800_000_000_000.0
 

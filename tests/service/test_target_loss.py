@@ -7,7 +7,7 @@ import re
 import pytest
 from pydantic import ValidationError
 
-from elasticflow_airflow.wire import JobSubmission
+from elasticflow_airflow.api import JobSubmission
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 # The modelled loss falls from 4.0 towards 0.5; it is at 0.8 after 214 steps, and at 0.6 after 680.

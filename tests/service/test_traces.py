@@ -9,9 +9,9 @@ import time
 import pytest
 import structlog
 
-from elasticflow_airflow.service.event_log_follower import EventLogFollower, write_to_log
 from elasticflow_airflow.service.notify import Notifier
-from elasticflow_airflow.service.traces import job_traces, traces_from_environment
+from elasticflow_airflow.service.telemetry.event_log_follower import EventLogFollower, write_to_log
+from elasticflow_airflow.service.telemetry.traces import job_traces, traces_from_environment
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -156,8 +156,8 @@ def test_lines_of_the_log_say_what_they_are_about(world):
 def test_a_real_service_sends_spans_to_a_collector(daemons, open_client, tmp_path, monkeypatch):
     """The whole way: OTLP over HTTP, from the daemon to a collector."""
     messages = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
     from elasticflow_airflow.client import snapshot_folder
-    from elasticflow_airflow.wire import Command, JobIdentity, JobSubmission, Length
 
     got = []
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from elasticflow_airflow.engines.fake import FakeEngine
+from elasticflow_airflow.api import State
+from elasticflow_airflow.engines.fake.engine import FakeEngine
 from elasticflow_airflow.engines.port import GangState
-from elasticflow_airflow.service import endings
-from elasticflow_airflow.service.models import GenerationRow, IncarnationRow
-from elasticflow_airflow.service.transitions import (
+from elasticflow_airflow.service.loop import endings
+from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.store.transitions import (
     GENERATION_TRANSITIONS,
     JOB_TRANSITIONS,
     ORDERED,
@@ -18,7 +19,6 @@ from elasticflow_airflow.service.transitions import (
     advance,
     move,
 )
-from elasticflow_airflow.wire import State
 
 CURVE = {1: 10.0, 2: 18.0}
 

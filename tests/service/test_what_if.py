@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from elasticflow_airflow.insight import (
+from elasticflow_airflow.api.insight import (
     CalendarRequest,
     DeadlineChange,
     DueRuns,
@@ -14,11 +14,11 @@ from elasticflow_airflow.insight import (
     WhatIfRequest,
     WholeNamespace,
 )
-from elasticflow_airflow.service import feeding
-from elasticflow_airflow.service.feeding import CalendarService
-from elasticflow_airflow.service.forecasting import ForecastService
 from elasticflow_airflow.service.refusal import Refusal
-from elasticflow_airflow.service.whatif import WhatIfService
+from elasticflow_airflow.service.requests import timetable_intake
+from elasticflow_airflow.service.requests.forecasting import ForecastService
+from elasticflow_airflow.service.requests.timetable_intake import CalendarService
+from elasticflow_airflow.service.requests.whatif import WhatIfService
 
 HOUR_S = 3600.0
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
@@ -266,7 +266,7 @@ def test_a_calendar_that_cannot_be_meant_is_refused(world, monkeypatch):
         with pytest.raises(Refusal, match=says) as refused:
             feed(world, *tasks)
         assert refused.value.status == 422
-    monkeypatch.setattr(feeding, "MOST_RUNS", 3)
+    monkeypatch.setattr(timetable_intake, "MOST_RUNS", 3)
     with pytest.raises(Refusal, match="4 due runs in one request"):
         feed(world, due("a", 1.0, 2.0), due("b", 1.0, 2.0))
     with world.store.read() as reader:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from elasticflow_airflow.scheduler_core.model.values import Job, Node, RescaleCosts, ScalingCurve
 from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob
-from elasticflow_airflow.scheduler_core.values import Job, Node, RescaleCosts, ScalingCurve
 
 HEADER = "job_id,submitted_s,steps,model,batch_size,deadline_s"
 

@@ -13,13 +13,13 @@ import pytest
 pytest.importorskip("scipy", reason="the bound needs scipy")
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.values import Job, RescaleCosts, ScalingCurve
 from elasticflow_airflow.scheduler_core.simulator.bound.clairvoyant import _candidates, clairvoyant_bound
 from elasticflow_airflow.scheduler_core.simulator.bound.costs import Prices, least_costs
-from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
+from elasticflow_airflow.scheduler_core.simulator.inputs.curves import read_curves
+from elasticflow_airflow.scheduler_core.simulator.inputs.trace import read_trace
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
 from elasticflow_airflow.scheduler_core.simulator.run import Simulation
-from elasticflow_airflow.scheduler_core.simulator.trace import read_trace
-from elasticflow_airflow.scheduler_core.values import Job, RescaleCosts, ScalingCurve
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 

@@ -12,18 +12,19 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from elasticflow_airflow.cli.main import app
-from elasticflow_airflow.scheduler_core.config import Objective
-from elasticflow_airflow.scheduler_core.simulator import capacity, plots, series
+from elasticflow_airflow.scheduler_core.model.config import Objective
+from elasticflow_airflow.scheduler_core.model.values import OnReject, Slot
 from elasticflow_airflow.scheduler_core.simulator import compare as comparing
 from elasticflow_airflow.scheduler_core.simulator import run as loop
-from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
+from elasticflow_airflow.scheduler_core.simulator import smallest_cluster
 from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, Setting, parse_contenders, play
+from elasticflow_airflow.scheduler_core.simulator.inputs.curves import read_curves
+from elasticflow_airflow.scheduler_core.simulator.inputs.problems import InputError
+from elasticflow_airflow.scheduler_core.simulator.inputs.trace import read_trace
+from elasticflow_airflow.scheduler_core.simulator.outputs import plots, series
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster
-from elasticflow_airflow.scheduler_core.simulator.problems import InputError
 from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES
 from elasticflow_airflow.scheduler_core.simulator.run import Change
-from elasticflow_airflow.scheduler_core.simulator.trace import read_trace
-from elasticflow_airflow.scheduler_core.values import OnReject, Slot
 
 CURVE = "global_batch_size,1,2,4\n64,1.0,2.0,4.0\n"
 ROWS = ("a,0,1000,net,64,1100,1", "b,0,1000,net,64,1100,4", "c,0,1000,net,64,1100,1", "d,0,9000,net,64,1100,4")
@@ -224,14 +225,14 @@ def test_each_contender_waits_or_not_as_it_says(setting: Setting) -> None:
 
 
 def test_the_smallest_cluster_keeps_what_can_be_kept_at_all(setting: Setting) -> None:
-    assert set(capacity.achievable(setting)) == {"a", "b", "c"}
-    ours = capacity.smallest_cluster(setting, Contender(policy="elasticflow"), limit=8)
+    assert set(smallest_cluster.achievable(setting)) == {"a", "b", "c"}
+    ours = smallest_cluster.smallest_cluster(setting, Contender(policy="elasticflow"), limit=8)
     # 3,000 steps within 1,100 s, at a step a second and slot: 3 slots and more, which is one node.
     assert (ours.nodes, ours.needed, ours.monotone) == (1, 3, True)
     # First come, first served, at the size that was asked for: c waits for b, which waits for a.
-    first_come = capacity.smallest_cluster(setting, Contender(policy="gang-fifo"), limit=8)
+    first_come = smallest_cluster.smallest_cluster(setting, Contender(policy="gang-fifo"), limit=8)
     assert first_come.nodes == 2
-    nobody = capacity.smallest_cluster(setting.resized(1), Contender(policy="gang-fifo"), limit=1)
+    nobody = smallest_cluster.smallest_cluster(setting.resized(1), Contender(policy="gang-fifo"), limit=1)
     assert nobody.nodes is None
     assert nobody.as_row()["largest_tried_nodes"] == 1
 
@@ -243,8 +244,8 @@ def test_no_deadline_counts_that_only_a_larger_block_could_keep(
     trace = read_trace(trace_file("a,0,3600,net,64,500", "b,0,300,net,64,2000"))
     curves = read_curves(curves_folder("global_batch_size,1,2,4\n64,3.0,5.0,12.0\n"))
     setting = Setting(trace=trace, curves=curves, nodes=cluster(3, 3), conditions=Conditions(pause_s=60.0))
-    assert set(capacity.achievable(setting.resized(12))) == {"b"}
-    found = capacity.smallest_cluster(setting, Contender(policy="elasticflow"), limit=12)
+    assert set(smallest_cluster.achievable(setting.resized(12))) == {"b"}
+    found = smallest_cluster.smallest_cluster(setting, Contender(policy="elasticflow"), limit=12)
     assert (found.nodes, found.needed) == (1, 1)
 
 
@@ -265,9 +266,11 @@ def test_the_search_looks_below_what_it_found(
     def keeps(resized: Setting, contender: Contender, promised: dict[str, float]) -> bool:
         return len(resized.nodes) in keeping
 
-    monkeypatch.setattr(capacity, "_keeps", keeps)
+    monkeypatch.setattr(smallest_cluster, "_keeps", keeps)
     asked: list[int] = []
-    result = capacity.smallest_cluster(setting.resized(8), Contender(policy="edf"), limit=16, on_try=asked.append)
+    result = smallest_cluster.smallest_cluster(
+        setting.resized(8), Contender(policy="edf"), limit=16, on_try=asked.append
+    )
     assert result.nodes == found
     assert result.monotone is monotone
     assert len(asked) == len(set(asked))
@@ -320,7 +323,7 @@ def test_a_cluster_on_which_a_job_cannot_run_keeps_no_promise(
     trace = read_trace(trace_file("a,0,1000,net,64,1100"))
     curves = read_curves(curves_folder("global_batch_size,4\n64,4.0\n"))
     setting = Setting(trace=trace, curves=curves, nodes=cluster(1, 2), conditions=Conditions())
-    found = capacity.smallest_cluster(setting, Contender(policy="elasticflow"), limit=4)
+    found = smallest_cluster.smallest_cluster(setting, Contender(policy="elasticflow"), limit=4)
     assert found.nodes == 2
     with pytest.raises(InputError, match="needs at least 4 slots"):
-        capacity.smallest_cluster(setting, Contender(policy="elasticflow"), limit=1)
+        smallest_cluster.smallest_cluster(setting, Contender(policy="elasticflow"), limit=1)

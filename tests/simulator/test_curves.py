@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticflow_airflow.scheduler_core.simulator.curves import curve_for, read_curves
-from elasticflow_airflow.scheduler_core.simulator.problems import InputError
+from elasticflow_airflow.scheduler_core.simulator.inputs.curves import curve_for, read_curves
+from elasticflow_airflow.scheduler_core.simulator.inputs.problems import InputError
 
 WITHOUT_2 = "global_batch_size,1,4,8\n64,1.5,,\n128,,2.0,3.5\n"
 TABLE = "global_batch_size,1,2,4,8\n64,1.5,2.5,,\n128,,2.0,3.5,nan\n256,1,0.9,2,0\n"

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles, disturbances
+from elasticflow_airflow.scheduler_core.simulator.inputs.problems import InputError
 from elasticflow_airflow.scheduler_core.simulator.prepare import cluster
-from elasticflow_airflow.scheduler_core.simulator.problems import InputError
 from elasticflow_airflow.scheduler_core.simulator.run import Disturbance
 
 HOUR_S = 3600.0

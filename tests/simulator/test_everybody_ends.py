@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from elasticflow_airflow.scheduler_core.simulator import synthetic
+from elasticflow_airflow.scheduler_core.model.values import ScalingCurve
 from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles
 from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, Setting, play
+from elasticflow_airflow.scheduler_core.simulator.inputs import synthetic
+from elasticflow_airflow.scheduler_core.simulator.inputs.trace import Trace
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster
-from elasticflow_airflow.scheduler_core.simulator.trace import Trace
-from elasticflow_airflow.scheduler_core.values import ScalingCurve
 
 CURVES = {
     ("net", 64): ScalingCurve({1: 2.0, 2: 3.6, 4: 6.0, 8: 9.0}),

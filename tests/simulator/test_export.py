@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from elasticflow_airflow.scheduler_core.simulator import synthetic
+from elasticflow_airflow.scheduler_core.model.values import Node, ScalingCurve, Slot
 from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, Setting, play
-from elasticflow_airflow.scheduler_core.simulator.export import one_by_one, write_schedule
+from elasticflow_airflow.scheduler_core.simulator.inputs import synthetic
+from elasticflow_airflow.scheduler_core.simulator.inputs.trace import Trace
+from elasticflow_airflow.scheduler_core.simulator.outputs.export import one_by_one, write_schedule
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster
 from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES
 from elasticflow_airflow.scheduler_core.simulator.run import Change
-from elasticflow_airflow.scheduler_core.simulator.trace import Trace
-from elasticflow_airflow.scheduler_core.values import Node, ScalingCurve, Slot
 
 NODES = (Node(node_id="west", slots=2), Node(node_id="east", slots=2))
 

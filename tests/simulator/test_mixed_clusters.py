@@ -6,16 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from elasticflow_airflow.scheduler_core.placement import Layout
-from elasticflow_airflow.scheduler_core.simulator.colocation import part_left, read_colocation
-from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
-from elasticflow_airflow.scheduler_core.simulator.mixed import at_batch, common_jobs, mixed_cluster, read_typed_curves
+from elasticflow_airflow.scheduler_core.cluster.placement import Layout
+from elasticflow_airflow.scheduler_core.model.values import Placement, ScalingCurve, Slot
+from elasticflow_airflow.scheduler_core.simulator.inputs.colocation import part_left, read_colocation
+from elasticflow_airflow.scheduler_core.simulator.inputs.curves import read_curves
+from elasticflow_airflow.scheduler_core.simulator.inputs.mixed import (
+    at_batch,
+    common_jobs,
+    mixed_cluster,
+    read_typed_curves,
+)
+from elasticflow_airflow.scheduler_core.simulator.inputs.problems import InputError
+from elasticflow_airflow.scheduler_core.simulator.inputs.trace import Trace, TraceJob, read_trace
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, prepare
-from elasticflow_airflow.scheduler_core.simulator.problems import InputError
 from elasticflow_airflow.scheduler_core.simulator.registry import make_policy
 from elasticflow_airflow.scheduler_core.simulator.run import Change, Simulation
-from elasticflow_airflow.scheduler_core.simulator.trace import Trace, TraceJob, read_trace
-from elasticflow_airflow.scheduler_core.values import Placement, ScalingCurve, Slot
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 FAST = {("net", 64): ScalingCurve({1: 4.0, 2: 8.0, 4: 12.0}), ("other", 8): ScalingCurve({1: 1.0})}

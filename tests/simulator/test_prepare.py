@@ -9,12 +9,12 @@ from statistics import mean, pstdev
 
 import pytest
 
-from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
+from elasticflow_airflow.scheduler_core.model.values import Node, OnReject, RescaleCosts
+from elasticflow_airflow.scheduler_core.simulator.inputs.curves import read_curves
+from elasticflow_airflow.scheduler_core.simulator.inputs.problems import InputError
+from elasticflow_airflow.scheduler_core.simulator.inputs.trace import read_trace
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
-from elasticflow_airflow.scheduler_core.simulator.problems import InputError
 from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob
-from elasticflow_airflow.scheduler_core.simulator.trace import read_trace
-from elasticflow_airflow.scheduler_core.values import Node, OnReject, RescaleCosts
 
 TABLE = "global_batch_size,1,2,4,8\n8,1,1.8,3,4\n64,,,3,5\n"
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 from elasticflow_airflow.scheduler_core import Scheduler
-from elasticflow_airflow.scheduler_core import decisions as de
-from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.model import decisions as de
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.values import Node, Placement, Slot
 from elasticflow_airflow.scheduler_core.simulator.outcome import Result
 from elasticflow_airflow.scheduler_core.simulator.run import (
     Change,
@@ -17,7 +18,6 @@ from elasticflow_airflow.scheduler_core.simulator.run import (
     Simulation,
     SimulationError,
 )
-from elasticflow_airflow.scheduler_core.values import Node, Placement, Slot
 
 Make = Callable[..., SimulatedJob]
 NODE = Node(node_id="n0", slots=4)

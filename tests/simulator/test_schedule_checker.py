@@ -11,11 +11,11 @@ import pytest
 from support.schedule_checker import CheckedJob, Report, check, read_jobs
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
-from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
-from elasticflow_airflow.scheduler_core.simulator.export import write_schedule
+from elasticflow_airflow.scheduler_core.simulator.inputs.curves import read_curves
+from elasticflow_airflow.scheduler_core.simulator.inputs.trace import read_trace
+from elasticflow_airflow.scheduler_core.simulator.outputs.export import write_schedule
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
 from elasticflow_airflow.scheduler_core.simulator.run import Change, Simulation
-from elasticflow_airflow.scheduler_core.simulator.trace import read_trace
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 PAUSE_S = 10.0

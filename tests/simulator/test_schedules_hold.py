@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from support.schedule_checker import CheckedJob, Report, check
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
-from elasticflow_airflow.scheduler_core import decisions as de
-from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.placement import Layout
+from elasticflow_airflow.scheduler_core.cluster.placement import Layout
+from elasticflow_airflow.scheduler_core.model import decisions as de
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.values import Job, Node, OnReject, Placement, RescaleCosts, ScalingCurve
 from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles, disturbances
-from elasticflow_airflow.scheduler_core.simulator.export import write_schedule
 from elasticflow_airflow.scheduler_core.simulator.outcome import Result
+from elasticflow_airflow.scheduler_core.simulator.outputs.export import write_schedule
 from elasticflow_airflow.scheduler_core.simulator.run import Change, Disturbance, SimulatedJob, Simulation
-from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, Placement, RescaleCosts, ScalingCurve
 
 QUICK = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 LONG = settings(max_examples=2000, deadline=None, derandomize=False, suppress_health_check=list(HealthCheck))

@@ -16,7 +16,7 @@ from support.schedule_checker import check, read_jobs
 from typer.testing import CliRunner, Result
 
 from elasticflow_airflow.cli.main import app
-from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.simulator import run as loop
 from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles, disturbances
 from elasticflow_airflow.scheduler_core.simulator.prepare import cluster
@@ -262,7 +262,7 @@ def test_a_file_that_is_called_as_a_partial_one_would_be_stays(
 def test_an_interrupt_while_writing_leaves_no_file(
     inputs: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from elasticflow_airflow.scheduler_core.simulator import export
+    from elasticflow_airflow.scheduler_core.simulator.outputs import export
 
     def interrupted(line: dict[str, object]) -> str:
         if line.get("event"):
@@ -333,7 +333,7 @@ def test_the_command_line_starts_without_what_it_does_not_use() -> None:
 def test_whoever_looks_sees_how_far_it_is_its_rate_and_the_time_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from elasticflow_airflow.cli.simulation_display import Bars
+    from elasticflow_airflow.cli.simulator.display import Bars
 
     monkeypatch.setenv("FORCE_COLOR", "1")  # as if it were a terminal
     monkeypatch.setenv("COLUMNS", "160")
@@ -350,7 +350,7 @@ def test_whoever_looks_sees_how_far_it_is_its_rate_and_the_time_left(
 
 
 def test_nobody_looks_at_a_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from elasticflow_airflow.cli.simulation_display import Bars
+    from elasticflow_airflow.cli.simulator.display import Bars
 
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
@@ -371,6 +371,6 @@ def test_nobody_looks_at_a_file(capsys: pytest.CaptureFixture[str], monkeypatch:
     ],
 )
 def test_durations_are_said_as_people_say_them(length_s: float, said: str) -> None:
-    from elasticflow_airflow.cli.simulation_display import duration
+    from elasticflow_airflow.cli.simulator.display import duration
 
     assert duration(length_s) == said

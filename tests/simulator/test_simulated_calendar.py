@@ -13,11 +13,11 @@ from support.schedule_checker import Report, check, read_jobs
 from typer.testing import CliRunner, Result
 
 from elasticflow_airflow.cli.main import app
-from elasticflow_airflow.scheduler_core.simulator.calendar_feed import timetables
-from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
+from elasticflow_airflow.scheduler_core.simulator.expected_runs import timetables
 from elasticflow_airflow.scheduler_core.simulator.experiment import Contender
-from elasticflow_airflow.scheduler_core.simulator.synthetic import RecurringDags, recurring
-from elasticflow_airflow.scheduler_core.simulator.trace import TraceJob, write_trace
+from elasticflow_airflow.scheduler_core.simulator.inputs.curves import read_curves
+from elasticflow_airflow.scheduler_core.simulator.inputs.synthetic import RecurringDags, recurring
+from elasticflow_airflow.scheduler_core.simulator.inputs.trace import TraceJob, write_trace
 
 DAY_S, HOUR_S = 86400.0, 3600.0
 CURVE = "global_batch_size,1,2,4,8\n256,0.6,1.0,1.9,3.5\n"

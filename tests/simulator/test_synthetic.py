@@ -9,12 +9,11 @@ from typer.testing import CliRunner
 
 from elasticflow_airflow.cli.main import app
 from elasticflow_airflow.scheduler_core import Scheduler
-from elasticflow_airflow.scheduler_core.simulator import synthetic
-from elasticflow_airflow.scheduler_core.simulator.calendar_feed import CalendarFeed, Timetable, timetables
-from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
-from elasticflow_airflow.scheduler_core.simulator.problems import InputError
-from elasticflow_airflow.scheduler_core.simulator.run import Simulation
-from elasticflow_airflow.scheduler_core.simulator.synthetic import (
+from elasticflow_airflow.scheduler_core.model.values import ScalingCurve
+from elasticflow_airflow.scheduler_core.simulator.expected_runs import CalendarFeed, Timetable, timetables
+from elasticflow_airflow.scheduler_core.simulator.inputs import synthetic
+from elasticflow_airflow.scheduler_core.simulator.inputs.problems import InputError
+from elasticflow_airflow.scheduler_core.simulator.inputs.synthetic import (
     DAY_S,
     RecurringDags,
     Shape,
@@ -23,8 +22,9 @@ from elasticflow_airflow.scheduler_core.simulator.synthetic import (
     recurring,
     short_jobs,
 )
-from elasticflow_airflow.scheduler_core.simulator.trace import Trace, TraceJob, read_trace, write_trace
-from elasticflow_airflow.scheduler_core.values import ScalingCurve
+from elasticflow_airflow.scheduler_core.simulator.inputs.trace import Trace, TraceJob, read_trace, write_trace
+from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
+from elasticflow_airflow.scheduler_core.simulator.run import Simulation
 
 CURVES = {
     ("small", 32): ScalingCurve({1: 1.0, 2: 1.6, 4: 2.4}),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticflow_airflow.scheduler_core.simulator.problems import InputError
-from elasticflow_airflow.scheduler_core.simulator.trace import TraceJob, read_trace, write_trace
+from elasticflow_airflow.scheduler_core.simulator.inputs.problems import InputError
+from elasticflow_airflow.scheduler_core.simulator.inputs.trace import TraceJob, read_trace, write_trace
 
 GOOD = "a,0,100,net,32,50"
 PAPER = "job_id,submission_time,num_iteration,model_name,deadline,batch_size,num_gpu,duration"

@@ -26,8 +26,8 @@ from typing import Any
 import httpx
 import psutil
 
+from elasticflow_airflow.api import Event, JobStatus, State
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint
-from elasticflow_airflow.wire import Event, JobStatus, State
 from support.postgres import Postgres
 
 COMPONENTS = ("api-server", "scheduler", "triggerer", "dag-processor")

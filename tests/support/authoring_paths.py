@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticflow_airflow.wire import JobStatus, State
+from elasticflow_airflow.api import JobStatus, State
 from support.airflow_paths import PATHS
 from support.airflow_stack import Run, Stack
 

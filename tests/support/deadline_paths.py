@@ -7,7 +7,7 @@ import sys
 import time
 from datetime import UTC, datetime, timedelta
 
-from elasticflow_airflow.wire import State
+from elasticflow_airflow.api import State
 from support.airflow_paths import PATHS
 from support.airflow_stack import Run, Stack
 

@@ -64,7 +64,7 @@ def context_of(
 
 
 def success(make_status: Any, **changes: Any) -> Any:
-    from elasticflow_airflow.wire import JobResult, State
+    from elasticflow_airflow.api import JobResult, State
 
     result = JobResult(
         steps=10, final_loss=0.25, met=True, slack_s=60.0, finished_at=time.time(), checkpoint_path="/c",

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from elasticflow_airflow.runtime.shim import PARENT_ENV
+from elasticflow_airflow.runtime.process.parent_tie import PARENT_ENV
 
 ALWAYS = ("torch", "torch._dynamo", "torch.utils.data", "elasticflow_airflow.runtime.session")
 TRANSFORMERS = ("transformers.trainer", "transformers.models.bert.modeling_bert")

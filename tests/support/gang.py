@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from elasticflow_airflow.runtime.process.parent_tie import PARENT_ENV
 from elasticflow_airflow.runtime.protocol import (
     GENERATION_ENV,
     SESSION_ENV,
@@ -35,7 +36,6 @@ from elasticflow_airflow.runtime.protocol import (
     report_path,
     session_path,
 )
-from elasticflow_airflow.runtime.shim import PARENT_ENV
 from support.forking import ForkedWorker, ForkServer
 
 

@@ -12,17 +12,18 @@ from typing import Any
 import httpx
 from starlette.testclient import TestClient
 
-from elasticflow_airflow.engines.fake import FakeEngine, fake_nodes
-from elasticflow_airflow.service.api import ServiceParts, Traffic, build_app
-from elasticflow_airflow.service.forecasting import ForecastService
-from elasticflow_airflow.service.jobs import JobService
-from elasticflow_airflow.service.models import IncarnationRow, JobRow
+from elasticflow_airflow.api import JobIdentity
+from elasticflow_airflow.engines.fake.engine import FakeEngine, fake_nodes
+from elasticflow_airflow.service.http.app import build_app
+from elasticflow_airflow.service.http.parts import ServiceParts, Traffic
+from elasticflow_airflow.service.job_files.snapshots import Snapshots
 from elasticflow_airflow.service.notify import Notifier
+from elasticflow_airflow.service.requests.forecasting import ForecastService
+from elasticflow_airflow.service.requests.job_service import JobService
 from elasticflow_airflow.service.secrets import SecretBox
 from elasticflow_airflow.service.settings import ServiceSettings
-from elasticflow_airflow.service.snapshots import Snapshots
-from elasticflow_airflow.service.store import Store
-from elasticflow_airflow.wire import JobIdentity
+from elasticflow_airflow.service.store.store import Store
+from elasticflow_airflow.service.store.tables import IncarnationRow, JobRow
 
 
 class QuietService:

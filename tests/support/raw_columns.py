@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import sqlalchemy as sa
 
-from elasticflow_airflow.service.documents import Document
+from elasticflow_airflow.service.store.documents.columns import Document
 
 
 def holds_json(column: sa.Column[Any]) -> bool:

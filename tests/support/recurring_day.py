@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from elasticflow_airflow.wire import JobStatus
+from elasticflow_airflow.api import JobStatus
 
 OWN_SIGMA, RUN_SIGMA = 0.1, 0.03
 """How wrong the curve of a task is at each size, and how much its runs differ besides: sigmas of log-normal factors."""

@@ -8,7 +8,7 @@ import os
 import schemathesis
 from schemathesis.generation import GenerationMode
 
-from elasticflow_airflow.wire import JobIdentity
+from elasticflow_airflow.api import JobIdentity
 
 SNAPSHOT_ENV = "TEST_SNAPSHOT"
 SPARED_ENV = "TEST_SPARED"

@@ -17,7 +17,22 @@ from typing import Any
 
 import httpx
 
-from elasticflow_airflow.insight import (
+from elasticflow_airflow.api import (
+    AmendAnswer,
+    Event,
+    ForecastAnswer,
+    ForecastItem,
+    Health,
+    JobIdentity,
+    JobResult,
+    JobStatus,
+    LogPiece,
+    Problem,
+    SlotStatus,
+    State,
+    Verdict,
+)
+from elasticflow_airflow.api.insight import (
     Admission,
     Checkpoint,
     ClusterHistory,
@@ -33,21 +48,6 @@ from elasticflow_airflow.insight import (
     WhatIf,
     WhatIfVerdict,
     WorkerTimes,
-)
-from elasticflow_airflow.wire import (
-    AmendAnswer,
-    Event,
-    ForecastAnswer,
-    ForecastItem,
-    Health,
-    JobIdentity,
-    JobResult,
-    JobStatus,
-    LogPiece,
-    Problem,
-    SlotStatus,
-    State,
-    Verdict,
 )
 
 HOUR = 3600.0

@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import psutil
 
+from elasticflow_airflow.api import JobStatus, JobSubmission
 from elasticflow_airflow.client import ElasticFlowClient, Endpoint
-from elasticflow_airflow.wire import JobStatus, JobSubmission
 
 
 @dataclass

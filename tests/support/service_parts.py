@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from elasticflow_airflow.service.api import ServiceParts, Traffic
-from elasticflow_airflow.service.insight import InsightService
+from elasticflow_airflow.service.decisions.session_settings import trained_with
+from elasticflow_airflow.service.http.parts import ServiceParts, Traffic
 from elasticflow_airflow.service.notify import Notifier
-from elasticflow_airflow.service.sessions import trained_with
+from elasticflow_airflow.service.requests.insight_service import InsightService
 
 
 def parts_of(world: Any, **more: Any) -> ServiceParts:

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import psutil
 
+from elasticflow_airflow.api import JobIdentity, State
 from elasticflow_airflow.client import ElasticFlowClient, Endpoint
-from elasticflow_airflow.wire import JobIdentity, State
 from support.airflow_paths import Paths
 from support.airflow_stack import COMPONENTS, Stack, close_stack, open_stack
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
+from elasticflow_airflow.api import Command, Event, JobIdentity, JobStatus, JobSubmission
 from elasticflow_airflow.client import ElasticFlowClient, snapshot_folder
-from elasticflow_airflow.wire import Command, Event, JobIdentity, JobStatus, JobSubmission
 from support import digests
 from support.served import Served
 

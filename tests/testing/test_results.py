@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from elasticflow_airflow.api import Event, JobIdentity, JobResult, JobStatus, State, Verdict
 from elasticflow_airflow.testing import ByTask, DagResult, JobOutcome, TaskOutcome
-from elasticflow_airflow.wire import Event, JobIdentity, JobResult, JobStatus, State, Verdict
 
 
 def job(state: State = State.SUCCEEDED, **changes) -> JobOutcome:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from elasticflow_airflow.api import Attachment, Command, JobIdentity, JobStatus, JobSubmission, Length, State
 from elasticflow_airflow.client import ElasticFlowClient, Snapshot, snapshot_script
 from elasticflow_airflow.testing import SimulatedCluster, SimulatedTraining, SimulationStuckError
 from elasticflow_airflow.testing.running import RunDag
-from elasticflow_airflow.wire import Attachment, Command, JobIdentity, JobStatus, JobSubmission, Length, State
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 START_AT = 1_800_000_000.0

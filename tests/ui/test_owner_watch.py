@@ -16,7 +16,7 @@ from elasticflow_airflow.client import Endpoint, ServiceUnavailable
 @pytest.fixture
 def owner_watch(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module, with connections and services that a test scripts."""
-    from elasticflow_airflow.ui import owner_watch as module
+    from elasticflow_airflow.owners import owner_watch as module
 
     @contextmanager
     def session():

@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 import pytest
 
+from elasticflow_airflow.api import Command, JobIdentity, JobStatus, JobSubmission, Length, State
 from elasticflow_airflow.client import ElasticFlowClient, Endpoint
 from elasticflow_airflow.client.snapshot import snapshot_script
-from elasticflow_airflow.wire import Command, JobIdentity, JobStatus, JobSubmission, Length, State
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from support.scripted_cluster import ScriptedCluster
 
-from elasticflow_airflow.insight import JobStory, Sample
+from elasticflow_airflow.api import State
+from elasticflow_airflow.api.insight import JobStory, Sample
 from elasticflow_airflow.ui.lateness import latest_finish_at
-from elasticflow_airflow.wire import State
 
 
 def story(speeds: list[float], *, workers: int = 4, **status: object) -> tuple[JobStory, float]:

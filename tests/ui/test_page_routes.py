@@ -10,7 +10,7 @@ import pytest
 from fastapi.routing import APIRoute
 from support.scripted_cluster import FOREIGN, HIDDEN, NODES, TASKS, ScriptedCluster, identity
 
-from elasticflow_airflow.wire import Event, JobIdentity
+from elasticflow_airflow.api import Event, JobIdentity
 
 MINE = identity("fraud_daily")
 JOB = f"api/dags/fraud_daily/jobs/{MINE.job_id}"

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from elasticflow_airflow.client import Endpoint
+from elasticflow_airflow.client.calls.service_calls import calls
 from elasticflow_airflow.client.errors import IncompatibleService, ServiceUnavailable
-from elasticflow_airflow.client.service_calls import calls
 from elasticflow_airflow.ui import source as source_module
 from elasticflow_airflow.ui.source import Address, NotStarted, Source
 

@@ -48,9 +48,9 @@ def defer(file: Path) -> None:
     from airflow.models.trigger import Trigger
     from airflow.utils.db import initdb
     from airflow.utils.session import create_session
+    from elasticflow_airflow.task_memory import TaskMemory
 
     from elasticflow_airflow.sensor_trigger import ElasticFlowSensorTrigger
-    from elasticflow_airflow.task_memory import TaskMemory
     from elasticflow_airflow.triggers import ElasticFlowJobTrigger
 
     initdb()

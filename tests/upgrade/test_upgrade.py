@@ -21,7 +21,7 @@ from support.served import Served
 from support.upgrading import BATCH, SECRET_ARGUMENT, SECRET_VALUE, Airflow, Story, begin_alone
 
 import elasticflow_airflow
-from elasticflow_airflow.wire import Length
+from elasticflow_airflow.api import Length
 
 pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
 

@@ -1,7 +1,8 @@
 """The local engine: torchrun workers on this machine, under supervisors that outlive the service.
 
-The engine (``engine.py``) writes what should be; one supervisor process per generation and node (``supervisor.py``)
-makes it so and writes down what is. They talk through files (``folder.py``) only, so that either can be killed.
+The engine (``engine.py``) writes what should be; one supervisor process per generation and node
+(``workers/supervisor.py``) makes it so and writes down what is. They talk through files (``files/``) only, so that
+either can be killed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elasticflow_airflow.engines.local.engine import LocalEngine
-    from elasticflow_airflow.engines.local.layout import NodeLayout, SlotLayout, detect_nodes
+    from elasticflow_airflow.engines.local.machine.layout import NodeLayout, SlotLayout, detect_nodes
 
 __all__ = ["LocalEngine", "NodeLayout", "SlotLayout", "detect_nodes"]
 
@@ -22,7 +23,7 @@ def __getattr__(name: str) -> Any:
 
         return LocalEngine
     if name in __all__:
-        from elasticflow_airflow.engines.local import layout
+        from elasticflow_airflow.engines.local.machine import layout
 
         return getattr(layout, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

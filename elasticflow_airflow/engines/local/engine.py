@@ -15,20 +15,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from elasticflow_airflow import bounds
-from elasticflow_airflow.engines.local import logs, slots, stacks
-from elasticflow_airflow.engines.local.errors import as_engine_errors, disk_errors, is_of_the_machine
-from elasticflow_airflow.engines.local.folder import StopOrder
+from elasticflow_airflow.engines.local.files import worker_logs
+from elasticflow_airflow.engines.local.files.errors import as_engine_errors, disk_errors, is_of_the_machine
+from elasticflow_airflow.engines.local.files.generation_folder import StopOrder
+from elasticflow_airflow.engines.local.files.records import GangRecord, JobRecord
 from elasticflow_airflow.engines.local.holding import SlotHolders
-from elasticflow_airflow.engines.local.interpreter import InterpreterCheck
-from elasticflow_airflow.engines.local.layout import NodeLayout, detect_nodes
+from elasticflow_airflow.engines.local.machine import slots, stacks
+from elasticflow_airflow.engines.local.machine.interpreter import InterpreterCheck
+from elasticflow_airflow.engines.local.machine.layout import NodeLayout, detect_nodes
+from elasticflow_airflow.engines.local.machine.processes import ProcessId
 from elasticflow_airflow.engines.local.observing import Observer, trainers_of
-from elasticflow_airflow.engines.local.pool import WarmPool
-from elasticflow_airflow.engines.local.processes import ProcessId
-from elasticflow_airflow.engines.local.records import GangRecord, JobRecord
 from elasticflow_airflow.engines.local.starting import Starter
+from elasticflow_airflow.engines.local.workers.warm_pool import WarmPool
 from elasticflow_airflow.engines.port import EngineError, EngineNode, GangObservation, GangSpec, LogChunk
 from elasticflow_airflow.runtime.protocol import Membership, RescaleMode
-from elasticflow_airflow.scheduler_core.values import Slot
+from elasticflow_airflow.scheduler_core.model.values import Slot
 
 WARM_LIMIT_S = 20.0
 """A generation whose imports have not got on for so long has its predecessor leave all the same."""
@@ -51,8 +52,8 @@ class LocalEngine:
         slot_lock_dir: Path | None = None,
         *,
         environ: Mapping[str, str] | None = None,
-        log_segment_bytes: int = logs.SEGMENT_BYTES,
-        log_segments: int = logs.KEEP_SEGMENTS,
+        log_segment_bytes: int = worker_logs.SEGMENT_BYTES,
+        log_segments: int = worker_logs.KEEP_SEGMENTS,
         warm_imports: Sequence[str] | None = None,
     ) -> None:
         self._state_dir = state_dir.resolve()
@@ -236,12 +237,12 @@ class LocalEngine:
             living = any(not self._observer.has_ended(job, g) for g in having)
         logs_dir = Path(folder) / "logs"
         # A name with a slash would leave the folder.
-        if not _JOB_ID.fullmatch(worker_id) or (not living and not logs.segments(logs_dir, worker_id)):
+        if not _JOB_ID.fullmatch(worker_id) or (not living and not worker_logs.segments(logs_dir, worker_id)):
             known = gang is not None and gang.started
             if not known:
                 raise KeyError(f"job {job_id} (incarnation {incarnation}) has no worker {worker_id!r}")
         with as_engine_errors(logs_dir):
-            found = logs.read(logs_dir, worker_id, offset, limit)
+            found = worker_logs.read(logs_dir, worker_id, offset, limit)
         next_offset = found.start_offset + len(found.data)
         return LogChunk(found.data, found.start_offset, next_offset, found.at_end and not living)
 

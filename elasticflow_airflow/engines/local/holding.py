@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elasticflow_airflow.engines.local import slots
-from elasticflow_airflow.engines.local.folder import SupervisorFolder
-from elasticflow_airflow.engines.local.layout import NodeLayout
-from elasticflow_airflow.engines.local.processes import ProcessId
+from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder
+from elasticflow_airflow.engines.local.machine import slots
+from elasticflow_airflow.engines.local.machine.layout import NodeLayout
+from elasticflow_airflow.engines.local.machine.processes import ProcessId
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState, WorkerObservation
-from elasticflow_airflow.scheduler_core.values import Slot
+from elasticflow_airflow.scheduler_core.model.values import Slot
 
 
 @dataclass(frozen=True, slots=True)

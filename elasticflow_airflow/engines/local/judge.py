@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elasticflow_airflow.engines.local import logs
-from elasticflow_airflow.engines.local.folder import Status, WorkerStatus
-from elasticflow_airflow.engines.local.records import GangRecord
+from elasticflow_airflow.engines.local.files import worker_logs
+from elasticflow_airflow.engines.local.files.generation_folder import Status, WorkerStatus
+from elasticflow_airflow.engines.local.files.records import GangRecord
 from elasticflow_airflow.engines.port import GangOutcome, GangState
 from elasticflow_airflow.runtime.protocol import Report, ReportKind
 
@@ -159,7 +159,7 @@ def describe_failure(gang: GangRecord, worker_id: str, rank: int, exit_code: int
 
 def _with_tail(text: str, gang: GangRecord, worker_id: str) -> str:
     try:
-        raw = logs.tail(Path(gang.incarnation_dir) / "logs", worker_id, TAIL_BYTES).decode(errors="replace")
+        raw = worker_logs.tail(Path(gang.incarnation_dir) / "logs", worker_id, TAIL_BYTES).decode(errors="replace")
     except (OSError, ValueError) as error:
         return f"{text}\nIts log cannot be read: {error}"
     lines = raw.rstrip().splitlines()[-TAIL_LINES:]

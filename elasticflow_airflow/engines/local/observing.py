@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from elasticflow_airflow.engines.local.folder import Status, StopOrder, SupervisorFolder
+from elasticflow_airflow.engines.local.files.generation_folder import Status, StopOrder, SupervisorFolder
+from elasticflow_airflow.engines.local.files.records import GangRecord, JobRecord
 from elasticflow_airflow.engines.local.holding import SlotHolders, lost_unseen, unseen_workers
 from elasticflow_airflow.engines.local.judge import GangVerdict, Heard, all_trainers_there, judge_ended, judge_living
-from elasticflow_airflow.engines.local.processes import ProcessId, group_led_by
-from elasticflow_airflow.engines.local.records import GangRecord, JobRecord
+from elasticflow_airflow.engines.local.machine.processes import ProcessId, group_led_by
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState, WorkerObservation
 from elasticflow_airflow.runtime.protocol import Report, read_some_reports, report_path, stacks_path
 

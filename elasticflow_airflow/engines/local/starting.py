@@ -13,17 +13,17 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from elasticflow_airflow.engines.local import slots
 from elasticflow_airflow.engines.local.bridge import prepare_bridge
 from elasticflow_airflow.engines.local.environment import inherited, worker_environment
-from elasticflow_airflow.engines.local.folder import SupervisorFolder, SupervisorSpec, WorkerSpec
-from elasticflow_airflow.engines.local.layout import NodeLayout, SlotLayout
-from elasticflow_airflow.engines.local.pool import WarmPool
-from elasticflow_airflow.engines.local.records import GangRecord
-from elasticflow_airflow.engines.local.supervisor import EXIT_NOT_NEEDED
+from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder, SupervisorSpec, WorkerSpec
+from elasticflow_airflow.engines.local.files.records import GangRecord
+from elasticflow_airflow.engines.local.machine import slots
+from elasticflow_airflow.engines.local.machine.layout import NodeLayout, SlotLayout
+from elasticflow_airflow.engines.local.workers.supervisor import EXIT_NOT_NEEDED
+from elasticflow_airflow.engines.local.workers.warm_pool import WarmPool
 from elasticflow_airflow.engines.port import EngineError, GangSpec, SlotsHeldError
 from elasticflow_airflow.runtime.protocol import Membership, RescaleMode
-from elasticflow_airflow.scheduler_core.values import Slot
+from elasticflow_airflow.scheduler_core.model.values import Slot
 
 _ON_GPUS = {"NCCL_SOCKET_IFNAME": "lo", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """For workers with a GPU, where the job says nothing else: all on this machine, and matrix products that repeat."""
@@ -133,7 +133,13 @@ class Starter:
         with folder.open_log() as log, pool or contextlib.nullcontext():
             process = subprocess.Popen(
                 [
-                    *(sys.executable, "-P", "-m", "elasticflow_airflow.engines.local.supervisor", str(folder.path)),
+                    *(
+                        sys.executable,
+                        "-P",
+                        "-m",
+                        "elasticflow_airflow.engines.local.workers.supervisor",
+                        str(folder.path),
+                    ),
                     *map(str, channel),
                 ],
                 stdin=subprocess.PIPE,

@@ -16,7 +16,7 @@ Where it differs, and why:
 - Guests on held slots need a table of what pairs leave each other (``leftover``); no public trace of jobs with
   deadlines has one. Without it, opportunistic jobs use idle slots only, and give them up at once.
 - What a guest has beside a holder that loses nothing is derived from pairs measured without throttling, see
-  :mod:`~elasticflow_airflow.scheduler_core.simulator.colocation`.
+  :mod:`~elasticflow_airflow.scheduler_core.simulator.inputs.colocation`.
 - Gangs are capped at the knee of their curve by default; ``antman+plain`` holds what was asked for.
 """
 
@@ -25,14 +25,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.config import SchedulerConfig
-from elasticflow_airflow.scheduler_core.decisions import Decision, Resize
-from elasticflow_airflow.scheduler_core.placement import Layout, level_of
-from elasticflow_airflow.scheduler_core.simulator.baselines.gang import Claim, GangPolicy, Scene, Wanted
-from elasticflow_airflow.scheduler_core.simulator.baselines.live import GangJob, JobView, SharingJob
-from elasticflow_airflow.scheduler_core.simulator.baselines.seating import Room, seat
-from elasticflow_airflow.scheduler_core.values import Node
+from elasticflow_airflow.scheduler_core.cluster.placement import Layout, level_of
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.decisions import Decision, Resize
+from elasticflow_airflow.scheduler_core.model.values import Node
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.gang import Claim, GangPolicy, Scene, Wanted
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import GangJob, JobView, SharingJob
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.seating import Room, seat
 
 Leftover = Callable[[str, str], float]
 """Of a holder's and a guest's workload: the part of its speed that the guest has while the holder loses nothing."""

@@ -23,17 +23,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from elasticflow_airflow.scheduler_core.config import SchedulerConfig
-from elasticflow_airflow.scheduler_core.decisions import Admit, Decision, Reject, Wait
-from elasticflow_airflow.scheduler_core.explain import moment
-from elasticflow_airflow.scheduler_core.simulator.baselines.booking import constant_gangs
-from elasticflow_airflow.scheduler_core.simulator.baselines.gang import Scene, Wanted
-from elasticflow_airflow.scheduler_core.simulator.baselines.live import GangJob, JobView
-from elasticflow_airflow.scheduler_core.simulator.baselines.priced import PricedPolicy
-from elasticflow_airflow.scheduler_core.simulator.baselines.prices import PriceRange, Stretch
-from elasticflow_airflow.scheduler_core.timeline import Bookings
-from elasticflow_airflow.scheduler_core.values import Node, Phase
-from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Work
+from elasticflow_airflow.scheduler_core.cluster.timeline import Bookings
+from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.decisions import Admit, Decision, Reject, Wait
+from elasticflow_airflow.scheduler_core.model.explain import moment
+from elasticflow_airflow.scheduler_core.model.values import Node, Phase
+from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Work
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.booking import constant_gangs
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.gang import Scene, Wanted
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import GangJob, JobView
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.priced import PricedPolicy
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.prices import PriceRange, Stretch
 
 ITERATION_S = 60.0
 LONGEST_S = 1920.0

@@ -32,11 +32,13 @@ from typing import Self
 
 import numpy as np
 
-from elasticflow_airflow.scheduler_core.config import SchedulerConfig
-from elasticflow_airflow.scheduler_core.decisions import Admit, AtRisk, Decision, Reject, Terms, Wait
-from elasticflow_airflow.scheduler_core.explain import moment
-from elasticflow_airflow.scheduler_core.simulator.baselines.gang import Claim, GangPolicy, Scene, Wanted
-from elasticflow_airflow.scheduler_core.simulator.baselines.leases import (
+from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.decisions import Admit, AtRisk, Decision, Reject, Terms, Wait
+from elasticflow_airflow.scheduler_core.model.explain import moment
+from elasticflow_airflow.scheduler_core.model.values import Node, Phase
+from elasticflow_airflow.scheduler_core.model.work import TOLERANCE_S
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.gang import Claim, GangPolicy, Scene, Wanted
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.leases import (
     Demand,
     Rows,
     Schedule,
@@ -44,10 +46,8 @@ from elasticflow_airflow.scheduler_core.simulator.baselines.leases import (
     keeping,
     schedule_for,
 )
-from elasticflow_airflow.scheduler_core.simulator.baselines.live import GangJob, JobView
-from elasticflow_airflow.scheduler_core.simulator.baselines.seating import Room, seat
-from elasticflow_airflow.scheduler_core.values import Node, Phase
-from elasticflow_airflow.scheduler_core.work import TOLERANCE_S
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import GangJob, JobView
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.seating import Room, seat
 
 LEASE_S = 600.0
 _HORIZON = 8192

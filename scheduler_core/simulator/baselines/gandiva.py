@@ -14,7 +14,7 @@ Where ours differs: slices are longer than a minute where a start costs more tha
 suspend and resume is stop and restart, and a minute would be half overhead. Who began in the second half of a slice
 keeps its turn through the next one, after the longest waiting. The paper packs on trial and takes back what did not
 help; here a table of pairs says beforehand what both keep (``packed``, see
-:mod:`~elasticflow_airflow.scheduler_core.simulator.colocation`), and jobs of one slot that would wait for their turn
+``inputs/colocation.py``), and jobs of one slot that would wait for their turn
 share one where both together do more than one alone, with whom they do most. Only simulations have such a table, for
 K80, P100 and V100, not for the A100 and T4 of the public traces with deadlines; in the service a slot has one worker.
 Without a table nobody is packed. The paper's artifact of ElasticFlow, which compares itself with Gandiva, does not
@@ -26,14 +26,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.config import SchedulerConfig
-from elasticflow_airflow.scheduler_core.decisions import Decision, Resize
-from elasticflow_airflow.scheduler_core.simulator.baselines.gang import Claim, GangPolicy, Scene, Wanted
-from elasticflow_airflow.scheduler_core.simulator.baselines.live import JobView, SharingJob
-from elasticflow_airflow.scheduler_core.simulator.baselines.seating import Room
-from elasticflow_airflow.scheduler_core.values import Node, Phase
-from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.decisions import Decision, Resize
+from elasticflow_airflow.scheduler_core.model.values import Node, Phase
+from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.gang import Claim, GangPolicy, Scene, Wanted
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import JobView, SharingJob
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.seating import Room
 
 Packed = Callable[[str, str], float]
 """Of a job's workload and another one's: the part of its speed that the first keeps on a slot with the second."""

@@ -31,12 +31,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elasticflow_airflow.scheduler_core.config import SchedulerConfig
-from elasticflow_airflow.scheduler_core.simulator.baselines.gang import Claim, GangPolicy, Scene, Wanted
-from elasticflow_airflow.scheduler_core.simulator.baselines.live import GangJob, JobView
-from elasticflow_airflow.scheduler_core.simulator.baselines.seating import Room, seat
-from elasticflow_airflow.scheduler_core.values import Node
-from elasticflow_airflow.scheduler_core.work import TOLERANCE_S
+from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.values import Node
+from elasticflow_airflow.scheduler_core.model.work import TOLERANCE_S
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.gang import Claim, GangPolicy, Scene, Wanted
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import GangJob, JobView
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.seating import Room, seat
 
 ROUND_S = 360.0
 """The paper's length of a round (section 5)."""

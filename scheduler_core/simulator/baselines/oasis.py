@@ -27,12 +27,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from elasticflow_airflow.scheduler_core.placement import Layout
-from elasticflow_airflow.scheduler_core.simulator.baselines.booking import GUARD_S, constant_gangs, rising
-from elasticflow_airflow.scheduler_core.simulator.baselines.priced import PricedPolicy
-from elasticflow_airflow.scheduler_core.simulator.baselines.prices import Stretch
-from elasticflow_airflow.scheduler_core.timeline import Bookings
-from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S, Course, Holding, Work, course_of
+from elasticflow_airflow.scheduler_core.cluster.placement import Layout
+from elasticflow_airflow.scheduler_core.cluster.timeline import Bookings
+from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Holding, Work, course_of
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.booking import GUARD_S, constant_gangs, rising
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.priced import PricedPolicy
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.prices import Stretch
 
 MULTIPLIERS = 20
 """How many weights of steps against price are tried."""

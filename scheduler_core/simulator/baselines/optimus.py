@@ -23,12 +23,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
-from elasticflow_airflow.scheduler_core.config import SchedulerConfig
-from elasticflow_airflow.scheduler_core.simulator.baselines.gang import Claim, GangPolicy, Scene, Wanted
-from elasticflow_airflow.scheduler_core.simulator.baselines.live import JobView
-from elasticflow_airflow.scheduler_core.simulator.baselines.rounds import keep_and_start, next_round
-from elasticflow_airflow.scheduler_core.simulator.baselines.seating import Room
-from elasticflow_airflow.scheduler_core.values import Node
+from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.values import Node
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.gang import Claim, GangPolicy, Scene, Wanted
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import JobView
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.rounds import keep_and_start, next_round
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.seating import Room
 
 INTERVAL_S = 600.0
 """The paper's scheduling interval (section 6.1)."""

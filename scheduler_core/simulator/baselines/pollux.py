@@ -29,15 +29,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.config import SchedulerConfig
-from elasticflow_airflow.scheduler_core.decisions import Decision, Resize
-from elasticflow_airflow.scheduler_core.simulator.baselines.gang import Claim, GangPolicy, Scene, Wanted
-from elasticflow_airflow.scheduler_core.simulator.baselines.goodput import best_batch, goodput_curve
-from elasticflow_airflow.scheduler_core.simulator.baselines.live import GangJob, JobView
-from elasticflow_airflow.scheduler_core.simulator.baselines.rounds import keep_and_start
-from elasticflow_airflow.scheduler_core.values import Job, Node
-from elasticflow_airflow.scheduler_core.work import TOLERANCE_S
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.decisions import Decision, Resize
+from elasticflow_airflow.scheduler_core.model.values import Job, Node
+from elasticflow_airflow.scheduler_core.model.work import TOLERANCE_S
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.gang import Claim, GangPolicy, Scene, Wanted
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.goodput import best_batch, goodput_curve
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import GangJob, JobView
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.rounds import keep_and_start
 
 INTERVAL_S = 60.0
 """The paper's scheduling interval (section 5.1)."""

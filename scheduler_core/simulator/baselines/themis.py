@@ -24,11 +24,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from elasticflow_airflow.scheduler_core.config import SchedulerConfig
-from elasticflow_airflow.scheduler_core.simulator.baselines.gang import Claim, GangPolicy, Scene, Wanted
-from elasticflow_airflow.scheduler_core.simulator.baselines.live import JobView
-from elasticflow_airflow.scheduler_core.values import Node
-from elasticflow_airflow.scheduler_core.work import INFINITY, TOLERANCE_S
+from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.values import Node
+from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.gang import Claim, GangPolicy, Scene, Wanted
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import JobView
 
 _LEASED_UNTIL = "leased_until_s"
 

@@ -44,9 +44,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from elasticflow_airflow.scheduler_core.model.values import Job, ScalingCurve
 from elasticflow_airflow.scheduler_core.simulator.bound.costs import Candidates, Floats, Prices, least_costs
 from elasticflow_airflow.scheduler_core.simulator.bound.fluid import FluidRelaxation, require_scipy
-from elasticflow_airflow.scheduler_core.values import Job, ScalingCurve
 
 MET_TOLERANCE_S = 1e-3
 """As in the simulator: ends this much after the deadline are in time."""

@@ -11,10 +11,10 @@ import pytest
 from support.airflow_paths import PATHS
 from support.airflow_stack import Run, Stack
 
+from elasticflow_airflow.api import Command, JobIdentity, JobStatus, JobSubmission, Length, State
+from elasticflow_airflow.api.owners import OwnedJob
 from elasticflow_airflow.client import ElasticFlowClient, snapshot_folder
-from elasticflow_airflow.engines.fake import BEHAVIOUR_ENV
-from elasticflow_airflow.wire import Command, JobIdentity, JobStatus, JobSubmission, Length, State
-from elasticflow_airflow.wire.owners import OwnedJob
+from elasticflow_airflow.engines.fake.engine import BEHAVIOUR_ENV
 
 pytestmark = [pytest.mark.airflow, pytest.mark.timeout(900), pytest.mark.xdist_group("owners")]
 
@@ -26,7 +26,7 @@ MANY = PATHS.add_dag(
     "many",
     "from airflow.sdk import BaseOperator",
     "from airflow.triggers.base import StartTriggerArgs",
-    "from elasticflow_airflow.wire import JobIdentity",
+    "from elasticflow_airflow.api import JobIdentity",
     """class Waits(BaseOperator):
         start_from_trigger = True
 

@@ -18,7 +18,7 @@ import support.deadline_paths  # noqa: F401 - both register their paths
 from support.airflow_paths import PATHS
 from support.airflow_stack import UNSAID, Run, Stack
 
-from elasticflow_airflow.wire import JobStatus, State
+from elasticflow_airflow.api import JobStatus, State
 
 pytestmark = [pytest.mark.airflow, pytest.mark.timeout(600)]
 

@@ -14,7 +14,7 @@ import pytest
 from support.airflow_paths import PATHS
 from support.airflow_stack import COMPONENTS, LEASE_S, Run, Stack
 
-from elasticflow_airflow.wire import State
+from elasticflow_airflow.api import State
 
 pytestmark = [pytest.mark.airflow, pytest.mark.soak, pytest.mark.timeout(3000), pytest.mark.xdist_group("kills")]
 

@@ -17,7 +17,7 @@ import pytest
 from support.airflow_paths import PATHS
 from support.airflow_stack import LEASE_S, Run, Stack, command_line
 
-from elasticflow_airflow.wire import State
+from elasticflow_airflow.api import State
 
 pytestmark = [pytest.mark.airflow, pytest.mark.timeout(600), pytest.mark.xdist_group("restarts")]
 

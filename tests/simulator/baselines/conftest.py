@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from support.schedule_checker import CheckedJob, Report, check
 
-from elasticflow_airflow.scheduler_core.simulator.export import write_schedule
+from elasticflow_airflow.scheduler_core.model.values import Job, Node, OnReject, RescaleCosts, ScalingCurve
 from elasticflow_airflow.scheduler_core.simulator.outcome import Result, SimulatedOutcome
+from elasticflow_airflow.scheduler_core.simulator.outputs.export import write_schedule
 from elasticflow_airflow.scheduler_core.simulator.policy import Policy
 from elasticflow_airflow.scheduler_core.simulator.prepare import cluster
 from elasticflow_airflow.scheduler_core.simulator.run import Change, SimulatedJob, Simulation
-from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, RescaleCosts, ScalingCurve
 
 LINEAR = {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}
 """Twice the workers, twice the steps: what is easy to compute by hand."""

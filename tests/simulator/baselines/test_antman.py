@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from elasticflow_airflow.scheduler_core.model.values import Job
 from elasticflow_airflow.scheduler_core.simulator.baselines.antman import AntMan
 from elasticflow_airflow.scheduler_core.simulator.run import Change, SimulatedJob, Simulation
-from elasticflow_airflow.scheduler_core.values import Job
 
 MakeJob = Callable[..., Job]
 FAR = 1e9

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from elasticflow_airflow.scheduler_core import decisions as de
-from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.simulator.mixed import mixed_cluster
+from elasticflow_airflow.scheduler_core.model import decisions as de
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.values import Job, Node, ScalingCurve
+from elasticflow_airflow.scheduler_core.simulator.inputs.mixed import mixed_cluster
 from elasticflow_airflow.scheduler_core.simulator.registry import make_policy
-from elasticflow_airflow.scheduler_core.values import Job, Node, ScalingCurve
 
 MakeJob = Callable[..., Job]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from elasticflow_airflow.scheduler_core import decisions as de
-from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.model import decisions as de
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.values import Job, OnReject
 from elasticflow_airflow.scheduler_core.simulator.baselines.chronus import Chronus
-from elasticflow_airflow.scheduler_core.values import Job, OnReject
 
 MakeJob = Callable[..., Job]
 

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elasticflow_airflow.scheduler_core import SchedulerConfig
-from elasticflow_airflow.scheduler_core import decisions as de
-from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.model import decisions as de
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.values import Job, OnReject
 from elasticflow_airflow.scheduler_core.simulator.baselines.edf import AdmittingEdf, Edf, ElasticEdf
-from elasticflow_airflow.scheduler_core.values import Job, OnReject
 
 MakeJob = Callable[..., Job]
 FLAT = {1: 1.0, 2: 1.5, 4: 2.0}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from elasticflow_airflow.scheduler_core.model.values import Job
 from elasticflow_airflow.scheduler_core.simulator.baselines.fifo import GangFifo
-from elasticflow_airflow.scheduler_core.values import Job
 
 MakeJob = Callable[..., Job]
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.values import Job
 from elasticflow_airflow.scheduler_core.simulator.baselines.gandiva import Gandiva
-from elasticflow_airflow.scheduler_core.simulator.colocation import read_colocation
-from elasticflow_airflow.scheduler_core.simulator.mixed import read_typed_curves
-from elasticflow_airflow.scheduler_core.values import Job
+from elasticflow_airflow.scheduler_core.simulator.inputs.colocation import read_colocation
+from elasticflow_airflow.scheduler_core.simulator.inputs.mixed import read_typed_curves
 
 MakeJob = Callable[..., Job]
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data"

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from elasticflow_airflow.scheduler_core import decisions as de
-from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.model import decisions as de
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.values import Job, Node, Placement, Slot
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.gang import GangPolicy
 from elasticflow_airflow.scheduler_core.simulator.baselines.edf import Edf
 from elasticflow_airflow.scheduler_core.simulator.baselines.fifo import GangFifo
 from elasticflow_airflow.scheduler_core.simulator.baselines.gandiva import Gandiva
-from elasticflow_airflow.scheduler_core.simulator.baselines.gang import GangPolicy
 from elasticflow_airflow.scheduler_core.simulator.baselines.tiresias import Tiresias
 from elasticflow_airflow.scheduler_core.simulator.run import Disturbance
-from elasticflow_airflow.scheduler_core.values import Job, Node, Placement, Slot
 
 MakeJob = Callable[..., Job]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from elasticflow_airflow.scheduler_core.model.values import Job, ScalingCurve
 from elasticflow_airflow.scheduler_core.simulator.baselines.gavel import Gavel, GavelJob, max_min_shares
-from elasticflow_airflow.scheduler_core.simulator.mixed import mixed_cluster
+from elasticflow_airflow.scheduler_core.simulator.inputs.mixed import mixed_cluster
 from elasticflow_airflow.scheduler_core.simulator.run import Change, SimulatedJob, Simulation, SimulationError
-from elasticflow_airflow.scheduler_core.values import Job, ScalingCurve
 
 MakeJob = Callable[..., Job]
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from elasticflow_airflow.scheduler_core.simulator.baselines.leases import (
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.leases import (
     Demand,
     Rows,
     Schedule,

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from elasticflow_airflow.scheduler_core import decisions as de
-from elasticflow_airflow.scheduler_core import events as ev
+from elasticflow_airflow.scheduler_core.model import decisions as de
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.values import Job
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.priced import utility
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.prices import PriceRange, Stretch
 from elasticflow_airflow.scheduler_core.simulator.baselines.oasis import Oasis, schedules, seat_over_time
-from elasticflow_airflow.scheduler_core.simulator.baselines.priced import utility
-from elasticflow_airflow.scheduler_core.simulator.baselines.prices import PriceRange, Stretch
 from elasticflow_airflow.scheduler_core.simulator.run import Disturbance
-from elasticflow_airflow.scheduler_core.values import Job
 
 MakeJob = Callable[..., Job]
 

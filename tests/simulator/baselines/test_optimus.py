@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from elasticflow_airflow.scheduler_core.simulator.baselines.live import JobView
+from elasticflow_airflow.scheduler_core.model.values import Job
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import JobView
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.seating import Room
 from elasticflow_airflow.scheduler_core.simulator.baselines.optimus import Optimus, by_marginal_gain
-from elasticflow_airflow.scheduler_core.simulator.baselines.seating import Room
-from elasticflow_airflow.scheduler_core.values import Job
 
 MakeJob = Callable[..., Job]
 

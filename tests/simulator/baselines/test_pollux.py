@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from elasticflow_airflow.scheduler_core import decisions as de
-from elasticflow_airflow.scheduler_core import events as ev
-from elasticflow_airflow.scheduler_core.simulator.baselines.goodput import (
+from elasticflow_airflow.scheduler_core.model import decisions as de
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.values import BatchChoice, Job, ScalingCurve
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.goodput import (
     best_batch,
     efficiency,
     goodput,
@@ -18,7 +19,6 @@ from elasticflow_airflow.scheduler_core.simulator.baselines.goodput import (
 )
 from elasticflow_airflow.scheduler_core.simulator.baselines.pollux import Pollux, damping, fittest, speed_ups
 from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob, Simulation
-from elasticflow_airflow.scheduler_core.values import BatchChoice, Job, ScalingCurve
 
 MakeJob = Callable[..., Job]
 

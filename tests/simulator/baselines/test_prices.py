@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from elasticflow_airflow.scheduler_core.placement import Layout
-from elasticflow_airflow.scheduler_core.simulator.baselines.prices import Bill, PriceRange, Stretch, stretches
-from elasticflow_airflow.scheduler_core.timeline import Bookings
-from elasticflow_airflow.scheduler_core.work import Holding
+from elasticflow_airflow.scheduler_core.cluster.placement import Layout
+from elasticflow_airflow.scheduler_core.cluster.timeline import Bookings
+from elasticflow_airflow.scheduler_core.model.work import Holding
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.prices import Bill, PriceRange, Stretch, stretches
 
 
 def test_a_price_rises_exponentially_from_the_least_to_the_most_that_jobs_would_pay() -> None:

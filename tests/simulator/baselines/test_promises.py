@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from elasticflow_airflow.scheduler_core.events import JobSubmitted, NodeJoined, NodeLost, WakeUp
+from elasticflow_airflow.scheduler_core.model.events import JobSubmitted, NodeJoined, NodeLost, WakeUp
+from elasticflow_airflow.scheduler_core.model.values import Job, Node, OnReject, RescaleCosts
 from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES, make_policy
-from elasticflow_airflow.scheduler_core.values import Job, Node, OnReject, RescaleCosts
 
 MakeJob = Callable[..., Job]
 PROMISING = ("edf+admission", "chronus", "chronus+size")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticflow_airflow.scheduler_core.placement import Layout
-from elasticflow_airflow.scheduler_core.simulator.baselines.seating import Room, seat
-from elasticflow_airflow.scheduler_core.values import Node
+from elasticflow_airflow.scheduler_core.cluster.placement import Layout
+from elasticflow_airflow.scheduler_core.model.values import Node
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.seating import Room, seat
 
 
 def layout_of(*sizes: int) -> Layout:

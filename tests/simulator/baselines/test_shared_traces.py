@@ -13,17 +13,17 @@ from typing import NamedTuple
 import pytest
 from support.schedule_checker import CheckedJob, Report, check, read_jobs
 
-from elasticflow_airflow.scheduler_core.simulator.baselines.by_type import ByType
-from elasticflow_airflow.scheduler_core.simulator.curves import read_curves
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.by_type import ByType
 from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, Setting, play
-from elasticflow_airflow.scheduler_core.simulator.export import write_schedule
-from elasticflow_airflow.scheduler_core.simulator.mixed import common_jobs, mixed_cluster
+from elasticflow_airflow.scheduler_core.simulator.inputs.curves import read_curves
+from elasticflow_airflow.scheduler_core.simulator.inputs.mixed import common_jobs, mixed_cluster
+from elasticflow_airflow.scheduler_core.simulator.inputs.trace import read_trace
 from elasticflow_airflow.scheduler_core.simulator.outcome import Result
+from elasticflow_airflow.scheduler_core.simulator.outputs.export import write_schedule
 from elasticflow_airflow.scheduler_core.simulator.policy import Policy
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
 from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES, make_policy
 from elasticflow_airflow.scheduler_core.simulator.run import Change, Simulation
-from elasticflow_airflow.scheduler_core.simulator.trace import read_trace
 
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
 PAUSE_S = 30.0

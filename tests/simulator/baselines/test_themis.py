@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from elasticflow_airflow.scheduler_core.model.values import Job
 from elasticflow_airflow.scheduler_core.simulator.baselines.themis import Themis, alone_s
-from elasticflow_airflow.scheduler_core.values import Job
 
 MakeJob = Callable[..., Job]
 

@@ -1,0 +1,117 @@
+"""``airflow elasticflow forecast [DAG_FILE ...]``: whether everything due will make it, before a DAG is merged."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Any
+
+import pendulum
+import typer
+from pydantic import ValidationError
+
+from elasticflow_airflow.airflow_cli.process_context import reading_the_database
+from elasticflow_airflow.cli.connection import BAD_INPUT, what_is_wrong
+from elasticflow_airflow.cli.forecast import MISSED, NOT_KEPT, Check, FailOnMiss, Hours
+
+_AWAY_S = 10.0
+
+
+def forecast(
+    dag_files: list[str] = typer.Argument(  # noqa: B008
+        [], metavar="DAG_FILE", help="Their runs are taken as if they were due."
+    ),
+    hours: float = Hours,
+    fail_on_miss: bool = FailOnMiss,
+    only_new: bool = typer.Option(
+        False, "--only-new", help="Only what would be kept without the DAG files counts as a miss."
+    ),
+    check: bool = Check,
+    conn_id: str | None = typer.Option(
+        None, "--conn-id", help="Airflow connection that names the service. Default: as the tasks say."
+    ),
+) -> None:
+    """Say which deadlines of the next hours will be kept, those of DAG files to be merged too.
+
+    Ends with status 2 when the question could not be asked: a DAG file that cannot be read, a task that could not be
+    submitted, a service that is away.
+    """
+    from airflow.sdk.exceptions import AirflowException
+
+    from elasticflow_airflow.client import ElasticFlowError
+    from elasticflow_airflow.recurring.planned_runs import BadDagFileError
+
+    try:
+        with reading_the_database():
+            missed = _forecast(dag_files, hours, conn_id, only_new=only_new)
+    except BadDagFileError as error:
+        _say(f"{error}", "red")
+        sys.exit(BAD_INPUT)
+    except ValidationError as error:
+        _say(what_is_wrong(error), "red")
+        sys.exit(BAD_INPUT)
+    except (ElasticFlowError, AirflowException) as error:
+        _say(f"the service could not be asked: {error}", "red")
+        sys.exit(BAD_INPUT)
+    if missed and (fail_on_miss or check):
+        sys.exit(MISSED if fail_on_miss else NOT_KEPT)
+
+
+def _forecast(dag_files: list[str], hours: float, chosen_conn_id: str | None, *, only_new: bool) -> int:
+    """Ask and print; how many deadlines will not be kept."""
+    from elasticflow_airflow.cli.forecast import print_outlook
+    from elasticflow_airflow.client import ElasticFlowClient, for_looking
+    from elasticflow_airflow.hooks import ElasticFlowHook
+    from elasticflow_airflow.recurring.planned_runs import PlannedRuns, connections_of, plan, read_dags, trimmed
+
+    made, hooks = PlannedRuns(), {}
+    if dag_files:
+        dags = read_dags(dag_files)
+        conn_ids = {chosen_conn_id} if chosen_conn_id else connections_of(dags)
+        hooks = {conn_id: ElasticFlowHook(conn_id) for conn_id in sorted(conn_ids)}
+        names = {conn_id: hook.namespace for conn_id, hook in hooks.items()}
+        if chosen_conn_id:
+            names[""] = names[chosen_conn_id]
+        window = timedelta(hours=hours)
+        made, left_out = trimmed(plan(dags, namespaces=names, now=pendulum.now("UTC"), window=window))
+        if left_out:
+            _say(f"{left_out} of the latest runs are left out: so many cannot be asked about at once", "yellow")
+        if not made.tasks:
+            _say("no elastic task in these files")
+            return 0
+    if not made.runs and dag_files:
+        _say("no run of these files is due by a timetable: asking about everything else")
+    by_conn = made.runs
+    if chosen_conn_id or not by_conn:
+        conn_id = chosen_conn_id or ElasticFlowHook.default_conn_name
+        by_conn = {conn_id: [run for runs in made.runs.values() for run in runs]}
+    missed = 0
+    for conn_id, runs in by_conn.items():
+        hook = hooks.get(conn_id) or ElasticFlowHook(conn_id)
+        with ElasticFlowClient(for_looking(hook.endpoint(start=False)), retry_for_s=_AWAY_S) as service:
+            answer = service.forecast(hours, runs)
+            before = service.forecast(hours) if runs and answer.not_kept else answer
+        print_outlook(answer)
+        already = {_key(item) for item in before.items if item.outcome in ("missed", "at_risk")} if runs else set()
+        bad = [item for item in answer.items if item.outcome in ("missed", "at_risk")]
+        new = [item for item in bad if item.planned or _key(item) not in already]
+        missed += len(new) if only_new else len(bad)
+        _say(f"{conn_id}: {answer.summary}" if len(by_conn) > 1 else answer.summary)
+        if runs and len(new) < len(bad):
+            _say(f"{len(bad) - len(new)} of them would not be kept without these files either")
+    for unknown in made.unknown:
+        due = "" if unknown.due is None else f", due {unknown.due:%a %Y-%m-%d %H:%M %Z}"
+        _say(f"of {unknown.task}{due} nobody can say: {unknown.reason}", "yellow")
+    if made.best_effort:
+        _say(f"best effort, without a deadline: {', '.join(made.best_effort)}")
+    return missed
+
+
+def _key(item: Any) -> tuple[Any, ...]:
+    return (item.kind, item.task, item.job_id, item.due_at)
+
+
+def _say(what: str, style: str | None = None) -> None:
+    from rich.console import Console
+
+    Console(highlight=False, soft_wrap=True).print(what, style=style, markup=False)

@@ -1,0 +1,92 @@
+"""``elasticflow amend`` and ``elasticflow cancel``: change what a job was promised, or end it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from elasticflow_airflow.api import AmendRequest, JobStatus
+from elasticflow_airflow.api.training_options import MOMENT_FORMS
+from elasticflow_airflow.cli.connection import JobId, StateDir, Url, check_name, client, fail
+from elasticflow_airflow.cli.terminal.display import moment
+from elasticflow_airflow.cli.terminal.moments import moment_of
+from elasticflow_airflow.cli.unowned import SILENT, cancel_unowned
+
+_NOT_PROMISED = 3
+
+
+def amend(
+    job_id: str = JobId,
+    url: str | None = Url,
+    state_dir: Path | None = StateDir,
+    deadline: str | None = typer.Option(None, "--deadline", help=f"The new deadline: {MOMENT_FORMS}."),
+    best_effort: bool = typer.Option(False, "--best-effort", help="Give the deadline up."),
+    value: float | None = typer.Option(None, "--value", min=1e-9, help="What meeting the deadline is worth."),
+) -> None:
+    """Change a job's deadline or value, if that can be promised; otherwise what held before holds on (status 3)."""
+    check_name(job_id)
+    if deadline is None and not best_effort and value is None:
+        raise typer.BadParameter("nothing to change: give --deadline, --best-effort or --value")
+    if deadline is not None and best_effort:
+        raise typer.BadParameter("--deadline beside --best-effort: give one of the two")
+    wanted_at = None if deadline is None else moment_of(deadline, time.time())
+    with client(url, state_dir) as service:
+        job = service.status(job_id)
+        if job.state.terminal:
+            fail(f"job {job_id} is {job.state}: there is nothing left to change")
+        kept_at = job.deadline_at if wanted_at is None and not best_effort else wanted_at
+        request = AmendRequest(claim=job.claim, deadline_at=kept_at, value=value, best_effort=best_effort)
+        answer = service.amend(job_id, request)
+    if answer.accepted:
+        _print(f"{job_id}: {answer.reason}")
+        return
+    offer = answer.earliest_deadline_at
+    more = "" if offer is None else f"; the earliest deadline that can be promised is {moment(offer)}"
+    fail(f"not promised, and what held before holds on: {answer.reason}{more}", _NOT_PROMISED)
+
+
+def cancel(
+    job_id: str | None = typer.Argument(None, help=JobId.help),
+    url: str | None = Url,
+    state_dir: Path | None = StateDir,
+    reason: str = typer.Option("cancelled on the command line", help="What the event log says."),
+    yes: bool = typer.Option(False, "--yes", "-y", help="Do not ask."),
+    unowned: bool = typer.Option(False, "--unowned", help="All jobs that `jobs --unowned` lists, instead of one."),
+    silent_s: float = typer.Option(60.0, "--silent", min=1, help=SILENT),
+) -> None:
+    """Cancel a job, or all that nobody wants; its Airflow task, if one is waiting, fails and says so."""
+    if (job_id is None) is not unowned:
+        raise typer.BadParameter("give the id of a job, or --unowned for all that nobody wants")
+    if job_id is None:
+        with client(url, state_dir) as service:
+            cancel_unowned(service, silent_s, reason, yes=yes)
+        return
+    check_name(job_id)
+    with client(url, state_dir) as service:
+        job = service.status(job_id)
+        if job.state.terminal:
+            _print(f"{job_id} is {job.state} already")
+            return
+        if not yes:
+            _ask(job)
+        job = service.cancel(job_id, service.status(job_id).claim, reason)
+    _print(f"{job.job_id} is {job.state}" if job.state.terminal else f"{job.job_id} is being cancelled")
+
+
+def _ask(job: JobStatus) -> None:
+    identity = job.identity
+    what = f"{identity.dag_id}.{identity.task_id}, run {identity.run_id}"
+    if not sys.stdin.isatty():
+        fail(f"cancel {job.job_id} ({what})? Nobody is here to answer: give --yes")
+    total = "" if job.total_steps is None else f" of {job.total_steps}"
+    if not typer.confirm(f"Cancel {what}: {job.state}, step {job.step}{total}, {job.workers} workers?"):
+        _print("nothing was cancelled")
+        raise typer.Exit(1)
+
+
+def _print(line: str) -> None:
+    Console(highlight=False, soft_wrap=True).print(line, markup=False)

@@ -1,0 +1,244 @@
+"""What ``elasticflow simulate`` and ``elasticflow compare`` take alike, and the setting that it makes.
+
+Only options stand here at the top: whatever simulates is imported when a command runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles
+    from elasticflow_airflow.scheduler_core.simulator.experiment import Setting
+
+TROUBLES = {
+    "mtbf_h": ("repair_h",),
+    "drain_every_h": ("drain_notice_h", "drain_away_h"),
+    "straggler_every_h": ("straggler_h", "straggler_factor", "straggler_named_s"),
+}
+"""What can go wrong, and the options that say more of it."""
+
+
+class ObjectiveChoice(StrEnum):
+    """Whom to prefer where not everybody fits."""
+
+    FIRST_COME = "first-come"
+    VALUE = "value"
+
+
+class WhenRejected(StrEnum):
+    """What a job does whose deadline cannot be promised when it is submitted."""
+
+    FAIL = "fail"
+    WAIT = "wait"
+    LATE = "late"
+
+
+CurvesFolder = Annotated[
+    Path, typer.Option("--curves", help="Folder of measured scaling curves, one CSV table for each model.")
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingOptions:
+    """The trace, the cluster, and how real speeds, starts and refusals are."""
+
+    trace: Annotated[
+        Path, typer.Option("--trace", help="Jobs: a CSV file, one a line (docs/reference/simulate.md has its columns).")
+    ]
+    curves: CurvesFolder
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes of the cluster.")]
+    slots_per_node: Annotated[int, typer.Option("--slots-per-node", min=1, help="Slots (GPUs) of each node.")]
+    objective: Annotated[
+        ObjectiveChoice,
+        typer.Option("--objective", help="Whom elasticflow admits: who comes first, or by value under a price."),
+    ] = ObjectiveChoice.FIRST_COME
+    on_reject: Annotated[
+        WhenRejected,
+        typer.Option(
+            "--on-reject", help="If it cannot be promised: fail at once, wait and be tried again, or be promised late."
+        ),
+    ] = WhenRejected.FAIL
+    late_by: Annotated[
+        float,
+        typer.Option(
+            "--late-by",
+            min=0,
+            help="With --on-reject late: value falls to nothing by so much later, as a part of submission to deadline.",
+        ),
+    ] = 0.5
+    pause_s: Annotated[
+        float,
+        typer.Option(
+            "--pause-s", min=0, help="Seconds that each change of a job's slots stops it, its start included."
+        ),
+    ] = 30.0
+    startup_s: Annotated[
+        float | None,
+        typer.Option("--startup-s", min=0, help="Seconds that a start takes, where that is not --pause-s."),
+    ] = None
+    seed: Annotated[
+        int, typer.Option("--seed", help="Of all that is random: errors of speed, failures, maintenance, slow slots.")
+    ] = 0
+    throughput_error: Annotated[
+        float,
+        typer.Option(
+            "--throughput-error",
+            min=0,
+            help="Sigma of a log-normal factor between each job's real speed at a size and its curve.",
+        ),
+    ] = 0.0
+    speed_factor: Annotated[
+        float,
+        typer.Option(
+            "--speed-factor",
+            min=0,
+            help="Real speeds are so many times those of the curves: 0.9 plays all a tenth slower.",
+        ),
+    ] = 1.0
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="Speeds are known exactly, and no margin is kept: the planner's own quality. Default: the settings of"
+            " elasticflow serve.",
+        ),
+    ] = False
+    history: Annotated[
+        bool,
+        typer.Option(
+            "--history",
+            help="Play the trace once before: past runs of the same training have shown how wrong its curve is.",
+        ),
+    ] = False
+    calendar: Annotated[
+        bool | None,
+        typer.Option(
+            "--calendar/--no-calendar",
+            help="Tell elasticflow of the runs that the trace expects, as they become known; default: where it expects"
+            " any.",
+        ),
+    ] = None
+
+    def setting(self, troubles: TroubleOptions) -> Setting:
+        """Read the files and put everything together; note what was not understood.
+
+        Raises:
+            InputError: a file cannot be simulated, or an option of the troubles is refused.
+        """
+        from elasticflow_airflow.cli.simulator.display import note
+        from elasticflow_airflow.scheduler_core.model.values import OnReject
+        from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, Setting
+        from elasticflow_airflow.scheduler_core.simulator.inputs.curves import read_curves
+        from elasticflow_airflow.scheduler_core.simulator.inputs.trace import read_trace
+        from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster
+
+        what_goes_wrong = troubles.made(self.seed)
+        jobs = read_trace(self.trace)
+        if jobs.ignored:
+            note(f"{self.trace}: columns that are not known are ignored: {', '.join(jobs.ignored)}")
+        setting = Setting(
+            trace=jobs,
+            curves=read_curves(self.curves),
+            nodes=cluster(self.nodes, self.slots_per_node),
+            conditions=Conditions(
+                pause_s=self.pause_s,
+                startup_s=self.startup_s,
+                on_reject=OnReject(str(self.on_reject)),
+                late_by=self.late_by,
+                throughput_error=self.throughput_error,
+                speed_factor=self.speed_factor,
+                seed=self.seed,
+            ),
+            troubles=what_goes_wrong,
+            calendar=self.calendar is not False,
+            exact=self.exact,
+            history=self.history,
+        )
+        if self.calendar and not setting.recurring:
+            missing = "no task is expected at two due times or more (columns task, expected, due_s)"
+            note(f"{self.trace}: {missing}: no calendar")
+        # Says of each row whether it can be simulated, before anything runs.
+        setting.jobs(Contender(policy="elasticflow"))
+        return setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TroubleOptions:
+    """What goes wrong; what is None is as :class:`Troubles` has it."""
+
+    mtbf_h: Annotated[
+        float | None,
+        typer.Option("--mtbf-h", min=0, help="Mean hours between failures of one node; default: none fails."),
+    ] = None
+    repair_h: Annotated[
+        float | None, typer.Option("--repair-h", min=0, help="With --mtbf-h: mean hours until it is back; default: 1.")
+    ] = None
+    drain_every_h: Annotated[
+        float | None,
+        typer.Option(
+            "--drain-every-h", min=0, help="Mean hours between maintenance windows of one node; default: there is none."
+        ),
+    ] = None
+    drain_notice_h: Annotated[
+        float | None,
+        typer.Option(
+            "--drain-notice-h", min=0, help="With --drain-every-h: hours that the date is known before; default: 2."
+        ),
+    ] = None
+    drain_away_h: Annotated[
+        float | None,
+        typer.Option("--drain-away-h", min=0, help="With --drain-every-h: hours that the node is away; default: 1."),
+    ] = None
+    straggler_every_h: Annotated[
+        float | None,
+        typer.Option(
+            "--straggler-every-h", min=0, help="Mean hours between slow spells of one slot; default: none is slow."
+        ),
+    ] = None
+    straggler_h: Annotated[
+        float | None,
+        typer.Option("--straggler-h", min=0, help="With --straggler-every-h: mean hours of a slow spell; default: 2."),
+    ] = None
+    straggler_factor: Annotated[
+        tuple[float, float] | None,
+        typer.Option(
+            "--straggler-factor",
+            help="With --straggler-every-h: least and largest part of its steps that a gang makes with the slot;"
+            " default: 0.4 0.8.",
+        ),
+    ] = None
+    straggler_named_s: Annotated[
+        float | None,
+        typer.Option(
+            "--straggler-named-s",
+            min=0,
+            help="With --straggler-every-h: a gang is told of its slow slot after so many seconds with it; default:"
+            " never.",
+        ),
+    ] = None
+
+    def made(self, seed: int) -> Troubles:
+        """Return what goes wrong.
+
+        Raises:
+            InputError: a number is out of its range, or an option says more of what never happens.
+        """
+        from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles
+        from elasticflow_airflow.scheduler_core.simulator.inputs.problems import InputError
+
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        for kind, details in TROUBLES.items():
+            for name in details:
+                if name in given and kind not in given:
+                    raise InputError(f"{_option(name)} says nothing without {_option(kind)}; give that, too")
+        return Troubles(seed=seed, **given)  # options by the names of its fields
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,1 @@
+"""How the command line reads and writes: tables, times, and the options of its commands."""

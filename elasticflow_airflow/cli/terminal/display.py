@@ -1,0 +1,121 @@
+"""How jobs, events and slots look in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from rich.text import Text
+
+from elasticflow_airflow.api import Event, Health, JobStatus
+from elasticflow_airflow.cli.terminal.tables import Column, print_table
+
+_JOBS = (
+    Column("job", key=True),
+    Column("state"),
+    *(Column(name, number=True) for name in ("workers", "step", "steps/s", "loss")),
+    Column("deadline"),
+    Column("projected"),
+    Column("slack", number=True),
+)
+_STYLES = {"succeeded": "green", "failed": "red", "rejected": "red", "cancelled": "yellow", "running": "cyan"}
+
+
+def moment(at: float | None) -> str:
+    """UTC seconds as local time; a dash for none."""
+    return "-" if at is None else datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def print_jobs(jobs: Sequence[JobStatus]) -> None:
+    """One row a job."""
+    print_table(_JOBS, [_job_row(job) for job in jobs])
+
+
+def _job_row(job: JobStatus) -> tuple[str | Text, ...]:
+    total = "" if job.total_steps is None else f"/{job.total_steps}"
+    state = f"{job.state}, at risk" if job.at_risk else str(job.state)
+    return (
+        job.job_id,
+        Text(state, style=_STYLES.get(str(job.state), "default")),
+        str(job.workers),
+        f"{job.step}{total}",
+        _number(job.steps_per_s),
+        _number(job.loss),
+        "best effort" if job.best_effort else moment(job.deadline_at),
+        moment(job.result.finished_at if job.result else job.projected_finish_at),
+        "-" if job.slack_s is None else f"{job.slack_s:.0f} s",
+    )
+
+
+def job_lines(job: JobStatus) -> list[str]:
+    """Everything about one job, a line a fact."""
+    identity = job.identity
+    lines = [
+        f"job         {job.job_id} (incarnation {job.incarnation}, generation {job.generation})",
+        f"task        {identity.namespace}: {identity.dag_id}.{identity.task_id}, run {identity.run_id}",
+        f"state       {job.state}{': ' + job.state_reason if job.state_reason else ''}",
+        f"verdict     {job.verdict.decision}{': ' + job.verdict.reason if job.verdict.reason else ''}",
+        f"deadline    {'best effort' if job.best_effort else moment(job.deadline_at)}",
+        f"projected   {moment(job.projected_finish_at)}",
+        (
+            f"progress    step {job.step} of {job.total_steps or '?'}, loss {_number(job.loss)}, "
+            f"{_number(job.steps_per_s)} steps/s on {job.workers} workers"
+        ),
+        f"shares      {_shares(job)}",
+        f"seed        {'not known yet' if job.seed is None else job.seed}",
+        *([] if job.target_loss is None else [f"target      {_target(job, job.target_loss)}"]),
+        f"slots       {', '.join(f'{node}:{index}' for node, index in job.slots) or '-'}",
+        f"logs        {', '.join(job.log_names) or '-'}",
+    ]
+    if job.result:
+        lines.append(f"checkpoint  {job.result.checkpoint_path or '-'}")
+    if job.failure:
+        lines.append(f"failure     {job.failure}")
+    return lines
+
+
+def _shares(job: JobStatus) -> str:
+    """Into how many shares each of its batches is cut: with the seed, what decides on its weights beside its code."""
+    if job.logical_workers is None:
+        return f"one for each worker (consistency {job.consistency})"
+    return f"{job.logical_workers} logical workers"
+
+
+def _target(job: JobStatus, loss: float) -> str:
+    """How a job stands to the loss that it trains to."""
+    now = f"loss {loss:g}, smoothed loss {_number(job.smoothed_loss)}"
+    if job.target_reached is not None:
+        return f"{now}: {'reached' if job.target_reached else 'not reached'}"
+    if job.expected_steps is None:
+        return f"{now}: not foreseeable yet, at most {job.total_steps or '?'} steps"
+    return (
+        f"{now}: expected at step {job.expected_steps}, with its error {job.expected_steps_at_most},"
+        f" at most {job.total_steps or '?'}"
+    )
+
+
+def event_line(event: Event) -> str:
+    """One event: id, time, kind, reason."""
+    return f"#{event.event_id:<6} {moment(event.at)}  {event.kind:<16} {event.reason}"
+
+
+def health_lines(health: Health) -> list[str]:
+    """How the service is, and who holds which slot."""
+    lines = [
+        (
+            f"{health.status}: elasticflow {health.version}, engine {health.engine}, process {health.pid}, "
+            f"since {moment(health.started_at)}, {health.live_jobs} live jobs"
+        ),
+        f"state directory {health.state_dir}",
+        *(f"problem: {problem}" for problem in health.problems),
+    ]
+    for slot in health.slots:
+        holder = slot.job_id or (f"busy: {slot.busy}" if slot.busy else "free")
+        leaves = "" if slot.draining_until is None else f"; the node goes away at {moment(slot.draining_until)}"
+        slow = "" if slot.avoided_until is None else f"; avoided until {moment(slot.avoided_until)}: a worker was slow"
+        lines.append(f"  {slot.node_id}:{slot.index}  {holder}{leaves}{slow}")
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

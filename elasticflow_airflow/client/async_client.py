@@ -1,0 +1,142 @@
+"""The async client, for triggers: the same calls as the blocking one, and the stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import httpx
+from tenacity import AsyncRetrying, RetryCallState
+
+from elasticflow_airflow.api import Event
+from elasticflow_airflow.client.calls.call import AsyncCaller, Call
+from elasticflow_airflow.client.calls.exchange import read_answer, unreachable
+from elasticflow_airflow.client.calls.service_calls import ServiceClient
+from elasticflow_airflow.client.endpoint import Endpoint
+from elasticflow_airflow.client.errors import raise_for_answer
+from elasticflow_airflow.client.snapshot import Snapshot
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_STREAM_SILENCE_S = 45.0
+"""The service sends a comment every 15 s; three missing ones mean that the stream is dead."""
+
+
+class AsyncElasticFlowClient(ServiceClient, AsyncCaller):
+    """The async twin of :class:`~elasticflow_airflow.client.ElasticFlowClient`: same arguments, same errors."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        retry_for_s: float = 60.0,
+        timeout_s: float = 10.0,
+        on_away: Callable[[str], None] | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        super().__init__(endpoint, retry_for_s=retry_for_s, timeout_s=timeout_s, on_away=on_away)
+        self._http = endpoint.open_async_client(timeout_s, transport)
+
+    async def __aenter__(self) -> AsyncElasticFlowClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def upload_snapshot(self, snapshot: Snapshot) -> bool:
+        """Send the code unless the service has it; True when it was sent."""
+        if await self.has_snapshot(snapshot.sha256):
+            return False
+        await self._send_snapshot(snapshot)
+        return True
+
+    async def stream_events(self, job_id: str | None = None, after: int = 0) -> AsyncIterator[Event]:
+        """Follow events as they happen, without end; a broken stream is taken up where it broke.
+
+        Raises ServiceUnavailable when nobody answers for ``retry_for_s``.
+        """
+        while True:
+            # A stream that delivered something starts the clock of the next outage anew.
+            lines: httpx.Response = await self._retrying()(self._open_stream, job_id, after)
+            try:
+                async for event in _parse_events(lines):
+                    after = max(after, event.event_id)
+                    yield event
+            except httpx.TransportError as error:
+                log.info("the stream of events broke (%s); going on after event %d", error, after)
+            finally:
+                await lines.aclose()
+            await asyncio.sleep(0.2)  # a server that closes at once is not asked in a tight loop
+
+    async def _open_stream(self, job_id: str | None, after: int) -> httpx.Response:
+        params: dict[str, str | int] = {"after": after}
+        if job_id is not None:
+            params["job_id"] = job_id
+        request = self._http.build_request(
+            "GET",
+            "/v1/events",
+            params=params,
+            headers={"Accept": "text/event-stream", "Last-Event-ID": str(after)},
+            timeout=httpx.Timeout(self._timeout_s, read=_STREAM_SILENCE_S),
+        )
+        try:
+            response = await self._http.send(request, stream=True)
+        except httpx.TransportError as error:
+            raise unreachable(error, self.endpoint) from error
+        if response.status_code >= 400:
+            await response.aread()
+            raise_for_answer(response, str(self.endpoint))
+        return response
+
+    @staticmethod
+    def _method_of(
+        build: Callable[Concatenate[Any, P], Call[T]],
+    ) -> Callable[Concatenate[AsyncElasticFlowClient, P], Coroutine[Any, Any, T]]:
+        @functools.wraps(build)
+        async def method(self: AsyncElasticFlowClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            return await self._run(build(self, *args, **kwargs))
+
+        return method
+
+    def _retrying(self) -> AsyncRetrying:
+        return AsyncRetrying(**self._retry_rules(), before_sleep=self._while_away)
+
+    async def _run(self, call: Call[T]) -> T:
+        answer: T = await self._retrying()(self._exchange, call)
+        return answer
+
+    async def _exchange(self, call: Call[T]) -> T:
+        try:
+            response = await self._http.request(call.method, call.path, **self._options_of(call))
+        except httpx.TransportError as error:
+            raise unreachable(error, self.endpoint) from error
+        return read_answer(call, response, self.endpoint)
+
+    async def _while_away(self, state: RetryCallState) -> None:
+        self._report_outage(state)
+        if self.endpoint.embedded_state_dir is not None:
+            await asyncio.to_thread(self._start_again, self.endpoint.embedded_state_dir)
+
+
+async def _parse_events(response: httpx.Response) -> AsyncIterator[Event]:
+    """Read server-sent events: ``data:`` lines up to an empty line make one message; comments are dropped."""
+    data: list[str] = []
+    async for line in response.aiter_lines():
+        if line.startswith("data:"):
+            data.append(line[5:].removeprefix(" "))
+        elif not line and data:
+            yield Event.model_validate_json("\n".join(data), extra="ignore")
+            data = []

@@ -1,0 +1,1 @@
+"""The calls of the HTTP API as values, and how their answers are read."""

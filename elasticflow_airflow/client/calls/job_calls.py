@@ -1,0 +1,227 @@
+"""The calls about jobs, code and the service itself.
+
+All calls are idempotent (a repeated submit attaches), which is why a client may repeat any of them while the service
+is away.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+from elasticflow_airflow.api import (
+    AmendAnswer,
+    AmendRequest,
+    Attachment,
+    AttachRequest,
+    ClaimRequest,
+    Drain,
+    DrainRequest,
+    DryRun,
+    Event,
+    ForecastAnswer,
+    ForecastRequest,
+    Health,
+    JobStatus,
+    JobSubmission,
+    LogPiece,
+    PlannedRun,
+)
+from elasticflow_airflow.api.diagnosis import Diagnosis
+from elasticflow_airflow.client.calls.call import Call, Param, job_path, list_reader, reader, service_method
+from elasticflow_airflow.client.snapshot import Snapshot
+
+_SUBMIT_TIMEOUT_S = 30.0
+"""The service may wait for a verdict before it answers a submit."""
+_NOT_ASKED: dict[str, Any] = {"secret_env": True, "command": {"args_shown"}}
+"""What a question about a submission need not say."""
+_UPLOAD_TIMEOUT_S = 120.0
+_DOCTOR_TIMEOUT_S = 90.0
+"""It asks an interpreter and the name service, either of which may be what is slow."""
+
+_read_statuses = list_reader(JobStatus)
+_read_events = list_reader(Event)
+
+
+class JobCalls:
+    """How each of these calls is built from the arguments of its method."""
+
+    @service_method
+    def health(self) -> Call[Health]:
+        """Ask how the service is, and what its slots do."""
+        return Call(method="GET", path="/v1/health", read=reader(Health))
+
+    @service_method
+    def version(self) -> Call[dict[str, str]]:
+        """Ask for the service's version (``version``), API version (``api``), and clock (``at``, UTC seconds)."""
+        return Call(method="GET", path="/v1/version", read=lambda r: dict(r.json()))
+
+    @service_method
+    def doctor(self) -> Call[Diagnosis]:
+        """Have the service look over itself and its machine."""
+        return Call(method="GET", path="/v1/doctor", read=reader(Diagnosis), timeout_s=_DOCTOR_TIMEOUT_S)
+
+    @service_method
+    def has_snapshot(self, sha256: str) -> Call[bool]:
+        """Whether the service has this code already."""
+        return Call(method="GET", path=f"/v1/snapshots/{sha256}", read=lambda _: True, missing=lambda _: False)
+
+    @service_method
+    def _send_snapshot(self, snapshot: Snapshot) -> Call[None]:
+        return Call(
+            method="PUT",
+            path=f"/v1/snapshots/{snapshot.sha256}",
+            read=lambda _: None,
+            body=snapshot.tar,
+            content_type="application/x-tar",
+            timeout_s=_UPLOAD_TIMEOUT_S,
+        )
+
+    @service_method
+    def submit(self, submission: JobSubmission) -> Call[Attachment]:
+        """Submit, or attach to the live job or unacknowledged success of the same specification."""
+        return Call(
+            method="PUT",
+            path=job_path(submission.identity.job_id),
+            read=reader(Attachment),
+            body=_with_secrets(submission),
+            timeout_s=_SUBMIT_TIMEOUT_S,
+        )
+
+    @service_method
+    def dry_run(self, submission: JobSubmission) -> Call[DryRun]:
+        """What admission control would say to a submission now; nothing is submitted, and no secret is sent."""
+        message = _without_news(submission.model_dump(mode="json", exclude=_NOT_ASKED))
+        return Call(
+            method="PUT",
+            path=job_path(submission.identity.job_id),
+            read=reader(DryRun),
+            params={"dry_run": "true"},
+            body=json.dumps(message).encode(),
+            timeout_s=_SUBMIT_TIMEOUT_S,
+        )
+
+    @service_method
+    def forecast(self, hours: float = 24.0, planned: Sequence[PlannedRun] = ()) -> Call[ForecastAnswer]:
+        """What will become of everything that is due in the next hours, planned runs too, and what is missing.
+
+        No secret is sent.
+        """
+        request = ForecastRequest(hours=hours, planned=list(planned))
+        message = request.model_dump(mode="json", exclude={"planned": {"__all__": {"submission": _NOT_ASKED}}})
+        for run in message["planned"]:
+            _without_news(run["submission"])
+        body = json.dumps(message).encode()
+        read = reader(ForecastAnswer)
+        return Call(method="POST", path="/v1/forecast", read=read, body=body, timeout_s=_SUBMIT_TIMEOUT_S)
+
+    @service_method
+    def attach(self, job_id: str, lease_s: float | None = None) -> Call[Attachment]:
+        """Take a new claim on the current incarnation. Raises JobNotFound."""
+        body = AttachRequest(lease_s=lease_s).model_dump_json().encode()
+        return Call(method="POST", path=f"{job_path(job_id)}/attach", read=reader(Attachment), body=body)
+
+    @service_method
+    def status(self, job_id: str) -> Call[JobStatus]:
+        """Everything about one job. Raises JobNotFound."""
+        return Call(method="GET", path=job_path(job_id), read=reader(JobStatus))
+
+    @service_method
+    def list_jobs(
+        self,
+        state: str | None = None,
+        dag_id: str | Sequence[str] | None = None,
+        live: bool | None = None,
+        limit: int | None = None,
+        *,
+        namespace: str | None = None,
+        run_id: str | None = None,
+        task_id: str | None = None,
+        map_index: int | None = None,
+        cursor: str | None = None,
+    ) -> Call[list[JobStatus]]:
+        """List jobs, newest first: at most ``limit`` (default 100, most 1,000) of those that all of this is true of.
+
+        The next page begins after ``cursor``, which is the ``cursor`` of the last job of the page before.
+        """
+        wanted: dict[str, Param | None] = {
+            "state": state,
+            "dag_id": dag_id if dag_id is None or isinstance(dag_id, str) else tuple(dag_id),
+            "live": None if live is None else str(live).lower(),
+            "limit": limit,
+            "namespace": namespace,
+            "run_id": run_id,
+            "task_id": task_id,
+            "map_index": map_index,
+            "cursor": cursor,
+        }
+        params = {name: value for name, value in wanted.items() if value is not None}
+        return Call(method="GET", path="/v1/jobs", params=params, read=_read_statuses)
+
+    @service_method
+    def amend(self, job_id: str, request: AmendRequest) -> Call[AmendAnswer]:
+        """Change a job's deadline or value, if that can be promised. Raises StaleClaim, JobNotFound."""
+        body = request.model_dump_json().encode()
+        return Call(method="PATCH", path=job_path(job_id), read=reader(AmendAnswer), body=body)
+
+    @service_method
+    def drain(self, node_id: str, until_at: float | None) -> Call[Drain]:
+        """Say when a node goes away (UTC seconds): its workers are moved before. None: it stays after all."""
+        body = DrainRequest(until_at=until_at).model_dump_json().encode()
+        path = f"/v1/nodes/{quote(node_id, safe='')}/drain"
+        return Call(method="PUT", path=path, read=reader(Drain), body=body)
+
+    @service_method
+    def cancel(self, job_id: str, claim: int, reason: str = "") -> Call[JobStatus]:
+        """Cancel a job. Raises StaleClaim when a newer attempt owns it, JobNotFound."""
+        return _claimed("cancel", job_id, claim, reason)
+
+    @service_method
+    def acknowledge(self, job_id: str, claim: int, reason: str = "") -> Call[JobStatus]:
+        """Say that Airflow has recorded the success: the next submit trains anew. Raises StaleClaim, JobNotFound."""
+        return _claimed("acknowledge", job_id, claim, reason)
+
+    @service_method
+    def renew(self, job_id: str, claim: int, reason: str = "") -> Call[JobStatus]:
+        """Renew the job's lease and see how it stands. Raises StaleClaim, JobNotFound."""
+        return _claimed("lease", job_id, claim, reason)
+
+    @service_method
+    def events(self, job_id: str, after: int = 0, limit: int = 500) -> Call[list[Event]]:
+        """Read a job's events with an id greater than ``after``, oldest first."""
+        params: dict[str, Param] = {"after": after, "limit": limit}
+        return Call(method="GET", path=f"{job_path(job_id)}/events", params=params, read=_read_events)
+
+    @service_method
+    def read_log(
+        self, job_id: str, log_name: str, offset: int = 0, limit: int = 65536, incarnation: int | None = None
+    ) -> Call[LogPiece]:
+        """Read a worker's log from a byte offset on."""
+        params: dict[str, Param] = {"offset": offset, "limit": limit}
+        if incarnation is not None:
+            params["incarnation"] = incarnation
+        path = f"{job_path(job_id)}/logs/{quote(log_name, safe='')}"
+        return Call(method="GET", path=path, params=params, read=reader(LogPiece))
+
+
+def _claimed(verb: str, job_id: str, claim: int, reason: str) -> Call[JobStatus]:
+    body = ClaimRequest(claim=claim, reason=reason).model_dump_json().encode()
+    return Call(method="POST", path=f"{job_path(job_id)}/{verb}", read=reader(JobStatus), body=body)
+
+
+def _without_news(message: dict[str, Any]) -> dict[str, Any]:
+    """A submission without what was added since the first version and says nothing: an older service refuses it."""
+    if message.get("on_past_deadline") == "on_miss":
+        del message["on_past_deadline"]
+    if message["command"].get("args_shown", ()) is None:
+        del message["command"]["args_shown"]
+    return message
+
+
+def _with_secrets(submission: JobSubmission) -> bytes:
+    message = _without_news(submission.model_dump(mode="json", exclude={"secret_env"}))
+    # Pydantic masks secrets when it dumps; only this body carries them.
+    message["secret_env"] = {name: value.get_secret_value() for name, value in submission.secret_env.items()}
+    return json.dumps(message).encode()

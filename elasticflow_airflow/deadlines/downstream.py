@@ -1,0 +1,200 @@
+"""How long it usually takes from the end of training to the end of what it is for, as recent runs have shown.
+
+Observed from end to end, queueing and retries included: sums of task durations would leave those out. Read in the
+worker through Airflow's Execution API, in a few quick calls a run; nothing is cached, as each run asks once.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, Final, Protocol
+
+from airflow.sdk.exceptions import AirflowRuntimeError
+from airflow.sdk.execution_time import task_runner
+from airflow.sdk.execution_time.comms import GetDagRun, GetPreviousDagRun, GetPreviousTI, GetTaskBreadcrumbs
+
+from elasticflow_airflow.deadlines.parse import DAG_RUN, Reserve, declared_reserve, show_duration, target_name
+
+log = logging.getLogger(__name__)
+
+QUANTILE: Final = 0.95
+MARGIN: Final = 0.1
+"""Part of what comes after that is kept free beside it."""
+RUNS: Final = 20
+"""So many recent runs are looked at."""
+FEW: Final = 3
+"""With fewer runs than this, the declared reserve counts too if it is larger."""
+_LOOKED_AT: Final = 60
+"""So many runs are asked for at most: failed, cleared and backfilled ones tell nothing."""
+_MOST_CALLS: Final = 200
+
+
+class AskAirflow(Protocol):
+    """Sends a message of the Execution API and returns its answer."""
+
+    def __call__(self, message: Any) -> Any:
+        """Ask. Raises AirflowRuntimeError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskOfRun:
+    """The training whose past is looked at, and before when."""
+
+    dag_id: str
+    task_id: str
+    map_index: int
+    before: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedJob:
+    """A past training as the service knows it."""
+
+    run_id: str
+    ended_at: float
+
+
+def ask_airflow(message: Any) -> Any:
+    """Ask through the supervisor of this task process."""
+    return task_runner.SUPERVISOR_COMMS.send(message)
+
+
+def reserve_for(
+    task: TaskOfRun,
+    deadline_of: str,
+    downstream_reserve: timedelta,
+    *,
+    ask: AskAirflow = ask_airflow,
+    ended_jobs: Callable[[], Sequence[EndedJob]] | None = None,
+) -> tuple[Reserve, str | None]:
+    """What to keep free between the end of training and the end of its target, and a warning if that is a guess.
+
+    ``ended_jobs`` lists past trainings, newest first, where Airflow's own history cannot be walked: runs without a
+    logical date (asset-triggered) have no order that the Execution API would tell.
+    """
+    target = target_name(deadline_of)
+    try:
+        seen, upper = observed(task, deadline_of, ask), ""
+        if not seen and ended_jobs is not None:
+            seen = observed_until_run_end(task, ended_jobs(), ask)
+            upper = "" if deadline_of == DAG_RUN else " (to the end of the run: these runs have no logical date)"
+    except AirflowRuntimeError as error:
+        why = "the history of earlier runs could not be read"
+        return declared_reserve(downstream_reserve, deadline_of, why), f"{why} ({error}): using downstream_reserve"
+    declared_s = downstream_reserve.total_seconds()
+    if not seen:
+        why = "no earlier run shows how long it takes"
+        return declared_reserve(downstream_reserve, deadline_of, why), (
+            f"{why} from the end of training to the end of {target}: using downstream_reserve"
+            f" ({show_duration(declared_s)}) as declared"
+        )
+    after_s = quantile(seen, QUANTILE)
+    runs = f"{len(seen)} run{'s' if len(seen) > 1 else ''}"
+    if len(seen) < FEW and declared_s > after_s:
+        return declared_reserve(downstream_reserve, deadline_of, f"more than the {runs} so far have shown"), None
+    spread = show_duration(seen[0]) if len(seen) == 1 else f"{show_duration(min(seen))} to {show_duration(max(seen))}"
+    said = (
+        f"p{QUANTILE * 100:.0f} of the last {runs} ({spread}), from the end of training to the end of"
+        f" {target}, queueing included{upper}"
+    )
+    margin_said = f"{MARGIN:.0%} of what comes after"
+    return Reserve(after_s=after_s, said=said, margin_s=MARGIN * after_s, margin_said=margin_said), None
+
+
+def observed(task: TaskOfRun, deadline_of: str, ask: AskAirflow, *, most: int = RUNS) -> list[float]:
+    """Seconds from the end of training to the end of the target, in the last successful runs, newest first.
+
+    Runs that were cleared say when somebody cleared them; backfills, how they were throttled: neither counts.
+    """
+    asked = _Counted(ask)
+    seen: list[float] = []
+    for run in _runs_before(task, asked):
+        training = _last_end(task.dag_id, task.task_id, task.map_index, run.logical_date, run.run_id, asked)
+        if training is not None:
+            target = run.end_date if deadline_of == DAG_RUN else _target_end(task.dag_id, deadline_of, run, asked)
+            if target is not None and target >= training:
+                seen.append((target - training).total_seconds())
+        if len(seen) == most or asked.calls >= _MOST_CALLS:
+            break
+    return seen
+
+
+def observed_until_run_end(
+    task: TaskOfRun, jobs: Sequence[EndedJob], ask: AskAirflow, *, most: int = RUNS
+) -> list[float]:
+    """Seconds from the end of training, as the service knows it, to the end of the run: at least what is asked for."""
+    seen: list[float] = []
+    for job in jobs[:_LOOKED_AT]:
+        try:
+            run = ask(GetDagRun(dag_id=task.dag_id, run_id=job.run_id))
+        except AirflowRuntimeError as error:
+            log.debug("run %s is not there any more: %s", job.run_id, error)
+            continue
+        if _tells(run) and run.end_date is not None and run.end_date.timestamp() >= job.ended_at:
+            seen.append(run.end_date.timestamp() - job.ended_at)
+        if len(seen) == most:
+            break
+    return seen
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """The smallest value that at least ``part`` of the values do not exceed (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered), max(1, math.ceil(part * len(ordered) - 1e-9))) - 1]
+
+
+class _Counted:
+    def __init__(self, ask: AskAirflow) -> None:
+        self._ask, self.calls = ask, 0
+
+    def __call__(self, message: Any) -> Any:
+        self.calls += 1
+        return self._ask(message)
+
+
+def _runs_before(task: TaskOfRun, ask: AskAirflow) -> Iterator[Any]:
+    before = task.before
+    for _ in range(_LOOKED_AT):
+        run = ask(GetPreviousDagRun(dag_id=task.dag_id, logical_date=before, state="success")).dag_run
+        if run is None:
+            return
+        before = run.logical_date
+        if _tells(run):
+            yield run
+
+
+def _tells(run: Any) -> bool:
+    """Whether a run went by as runs do: not cleared, not a backfill, and successful."""
+    kind = str(getattr(run.run_type, "value", run.run_type))
+    state = str(getattr(run.state, "value", run.state))
+    return state == "success" and kind != "backfill" and not run.clear_number
+
+
+def _target_end(dag_id: str, task_id: str, run: Any, ask: AskAirflow) -> datetime | None:
+    """When a task of a run ended; of a mapped one, its last instance."""
+    end = _last_end(dag_id, task_id, -1, run.logical_date, run.run_id, ask)
+    if end is not None:
+        return end
+    crumbs = ask(GetTaskBreadcrumbs(dag_id=dag_id, run_id=run.run_id)).breadcrumbs
+    indexes = [int(crumb["map_index"]) for crumb in crumbs if crumb["task_id"] == task_id and crumb["map_index"] >= 0]
+    if len(indexes) > _MOST_CALLS // RUNS:
+        return None if run.end_date is None else run.end_date  # not earlier than any of them
+    ends = [_last_end(dag_id, task_id, index, run.logical_date, run.run_id, ask) for index in indexes]
+    return max((end for end in ends if end is not None), default=None)
+
+
+def _last_end(
+    dag_id: str, task_id: str, map_index: int, logical_date: datetime, run_id: str, ask: AskAirflow
+) -> datetime | None:
+    """When a task instance of the run of this logical date succeeded; None when it did not."""
+    just_after = logical_date + timedelta(microseconds=1)  # "previous" is strictly before
+    message = GetPreviousTI(
+        dag_id=dag_id, task_id=task_id, logical_date=just_after, map_index=map_index, state="success"
+    )
+    found = ask(message).task_instance
+    return None if found is None or found.run_id != run_id else found.end_date

@@ -1,0 +1,1 @@
+"""An engine without processes, for tests and for trying things out."""

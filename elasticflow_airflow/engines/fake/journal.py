@@ -1,0 +1,108 @@
+"""The state file of a modelled world: one line for everything that happens to a gang, so that a line is all it costs.
+
+A world of hundreds of gangs writes what happened to one of them, and not all of them anew. The file is made short again
+now and then. It outlives the process, not a crash of the machine: the world is modelled anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elasticflow_airflow.engines.fake.gang import FakeGang
+from elasticflow_airflow.engines.fake.gangs_as_json import fields_to_json, gang_from_json, report_lines, spec_to_json
+from elasticflow_airflow.engines.port import GangSpec
+
+_LINES_A_GANG = 20
+_LEAST_LINES = 1000
+
+Key = tuple[str, int]
+"""Job id and generation."""
+
+
+@dataclass(slots=True)
+class _Written:
+    """What the file says of a gang: after which mark, how many of its reports, and which specification."""
+
+    mark: object
+    reports: int
+    spec: GangSpec
+    spec_json: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Journal:
+    """Reads and writes one state file."""
+
+    path: Path
+    _written: dict[Key, _Written] = field(default_factory=dict)
+    _lines: int | None = None
+    """How many the file has; None: it is written anew first."""
+
+    def read(self) -> list[FakeGang]:
+        """All gangs, as last written; none when there is no file. A line that was cut off did not happen."""
+        if not self.path.exists():
+            return []
+        text = self.path.read_text()
+        if text.startswith("{\n"):  # as it was written before it had lines
+            return [gang_from_json(json.loads(item)) for item in json.loads(text)["gangs"]]
+        found: dict[Key, dict[str, Any]] = {}
+        for line in text.splitlines(keepends=True):
+            if not line.endswith("\n"):
+                break
+            said = json.loads(line)
+            key = (said["job_id"], said["generation"])
+            if said["gang"] is None:
+                found.pop(key, None)
+            else:
+                before = found.get(key, {"reports": [], "spec": None})
+                spec = said["gang"].get("spec", before["spec"])
+                found[key] = {**said["gang"], "spec": spec, "reports": [*before["reports"], *said["reports"]]}
+        return [gang_from_json(raw) for raw in found.values()]
+
+    def write(self, gangs: Mapping[Key, FakeGang], only: Collection[Key] | None = None) -> None:
+        """Write what has happened since, and which gangs are gone; ``only``: to these gangs, the others later."""
+        if self._lines is None or self._lines > max(_LEAST_LINES, _LINES_A_GANG * len(gangs)):
+            self._write_anew(gangs)
+            return
+        lines = [_line(key, None, ()) for key in self._written.keys() - gangs.keys()]
+        asked = [key for key in (gangs if only is None else only) if key in gangs]
+        lines += [self._line_of(key, gangs[key]) for key in asked if self._has_changed(key, gangs[key])]
+        self._written = {key: written for key, written in self._written.items() if key in gangs}
+        if lines:
+            with self.path.open("a") as file:
+                file.write("".join(lines))
+            self._lines += len(lines)
+
+    def _has_changed(self, key: Key, gang: FakeGang) -> bool:
+        before = self._written.get(key)
+        return before is None or before.mark != gang.mark()
+
+    def _write_anew(self, gangs: Mapping[Key, FakeGang]) -> None:
+        self._written.clear()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_name(f".{self.path.name}.new")
+        temporary.write_text("".join(self._line_of(key, gang) for key, gang in gangs.items()))
+        os.replace(temporary, self.path)
+        self._lines = len(gangs)
+
+    def _line_of(self, key: Key, gang: FakeGang) -> str:
+        before, fields = self._written.get(key), fields_to_json(gang)
+        if before is None or before.spec is not gang.spec:
+            spec_json = spec_to_json(gang.spec)
+            if before is None or spec_json != before.spec_json:
+                fields["spec"] = spec_json
+        else:
+            spec_json = before.spec_json
+        told = 0 if before is None else before.reports
+        self._written[key] = _Written(gang.mark(), len(gang.reports), gang.spec, spec_json)
+        return _line(key, fields, report_lines(gang.reports[told:]))
+
+
+def _line(key: Key, gang: dict[str, Any] | None, reports: Iterable[str]) -> str:
+    job_id, generation = key
+    return json.dumps({"job_id": job_id, "generation": generation, "gang": gang, "reports": list(reports)}) + "\n"

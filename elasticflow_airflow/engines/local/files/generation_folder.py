@@ -1,0 +1,276 @@
+"""What engine and supervisor say to each other: JSON files in one folder per generation and node.
+
+Layout, inside an incarnation's folder::
+
+    supervisors/g000001-node0/spec.json       what to run (SupervisorSpec), by the engine, before the supervisor starts
+                              order.json      told to leave (Order), by the engine
+                              kill.json       workers to end at once, by the engine
+                              go              the generation may start, by the engine
+                              warming         its change says that the imports get on, by the supervisor
+                              warm            the imports are done, by the supervisor
+                              lease           touched by the engine at each apply and renew
+                              status.json     what is (Status), by the supervisor, which holds a lock on it for life
+                              <worker>.trainer.json  pid of the trainer, by the trainer
+                              <worker>.exit.json     exit code of the trainer, by its agent
+                              supervisor.log  what the supervisor itself has to say
+    supervisors/g000001.failed                first failure of the chain that began with it, on whatever node
+
+Secrets are in none of them: they go over the supervisor's standard input. Standard library only.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from elasticflow_airflow.engines.local.machine.processes import ProcessId
+from elasticflow_airflow.runtime.protocol import open_ordinary, read_json, write_json_atomic
+
+_LAST_WORDS_BYTES = 4096
+OF_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Errors that are nobody's fault, and pass."""
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """One worker to run. ``lock_name`` is its slot's lock; ``env`` what differs between workers."""
+
+    worker_id: str
+    rank: int
+    slot_index: int
+    lock_name: str
+    env: Mapping[str, str]
+    fork_trainer: bool = True
+    """False on GPUs: a process that may have touched CUDA must not be forked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorSpec:
+    """What the supervisor of one node runs for one generation."""
+
+    job_id: str
+    incarnation: int
+    generation: int
+    node_id: str
+    world_size: int
+    incarnation_dir: str
+    state_dir: str
+    lock_dir: str
+    python: str
+    env: Mapping[str, str]
+    workers: tuple[WorkerSpec, ...]
+    lease_s: float
+    grace_s: float
+    chain: int
+    """The generation with which the chain of changes in place began that it belongs to."""
+    address: str = "127.0.0.1"
+    progress_regex: str | None = None
+    progress_file: str | None = None
+    log_segment_bytes: int
+    log_segments: int
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> SupervisorSpec:
+        """Inverse of ``asdict``."""
+        return cls(**{**raw, "workers": tuple(WorkerSpec(**worker) for worker in raw["workers"])})
+
+    @property
+    def is_plain(self) -> bool:
+        """Declared to be a script that knows nothing of sessions."""
+        return self.progress_regex is not None or self.progress_file is not None
+
+
+@dataclass(frozen=True, slots=True)
+class StopOrder:
+    """Save and leave: SIGTERM after ``grace_s``, SIGKILL after it again. ``kill``: without waiting."""
+
+    grace_s: float
+    reason: str = ""
+    kill: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerStatus:
+    """What the supervisor knows of one worker."""
+
+    rank: int
+    agent: ProcessId | None = None
+    trainer: ProcessId | None = None
+    exit_code: int | None = None
+    ended: bool = False
+    signalled: bool = False
+    """The supervisor sent it a signal while it lived: its end is no failure of its own."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Status:
+    """What is, in the supervisor's words. ``ended`` is the last thing it writes.
+
+    ``told``: the workers were told to leave (why: ``reason``). ``terminated``: a plain script got SIGTERM.
+    ``failed``: a worker left by itself without success before anything was told. ``failure``: nothing was started;
+    ``slot_held``: because somebody else was faster on a slot.
+    """
+
+    supervisor: ProcessId | None = None
+    workers: dict[str, WorkerStatus] = field(default_factory=dict)
+    told: bool = False
+    reason: str = ""
+    terminated: bool = False
+    failed: bool = False
+    failure: str | None = None
+    slot_held: bool = False
+    ended: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Status:
+        """Inverse of :meth:`to_json`."""
+        workers = {
+            worker_id: WorkerStatus(
+                **{
+                    **worker,
+                    "agent": ProcessId.from_json(worker["agent"]),
+                    "trainer": ProcessId.from_json(worker["trainer"]),
+                }
+            )
+            for worker_id, worker in raw["workers"].items()
+        }
+        return cls(**{**raw, "supervisor": ProcessId.from_json(raw["supervisor"]), "workers": workers})
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorFolder:
+    """Paths and accessors of one such folder."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, incarnation_dir: Path, generation: int, node_id: str) -> SupervisorFolder:
+        """The folder of one generation and node."""
+        return cls(incarnation_dir / "supervisors" / f"g{generation:06d}-{node_id}")
+
+    @property
+    def lease(self) -> Path:
+        """Touched by the engine; any change of its time counts, whatever the clock says."""
+        return self.path / "lease"
+
+    @property
+    def go(self) -> Path:
+        """Written by the engine when the generation may start; until then the supervisor only warms up."""
+        return self.path / "go"
+
+    @property
+    def warming(self) -> Path:
+        """Touched by the supervisor while the imports get on."""
+        return self.path / "warming"
+
+    @property
+    def warm(self) -> Path:
+        """Written by the supervisor when all imports are done."""
+        return self.path / "warm"
+
+    @property
+    def log(self) -> Path:
+        """The supervisor's own log."""
+        return self.path / "supervisor.log"
+
+    def trainer_file(self, worker_id: str) -> Path:
+        """Where a trainer writes its pid."""
+        return self.path / f"{worker_id}.trainer.json"
+
+    def exit_file(self, worker_id: str) -> Path:
+        """Where an agent writes its trainer's exit code."""
+        return self.path / f"{worker_id}.exit.json"
+
+    def write_spec(self, spec: SupervisorSpec) -> None:
+        """Write what to run."""
+        write_json_atomic(self.path / "spec.json", asdict(spec))
+
+    def has_spec(self) -> bool:
+        """Whether what to run was written."""
+        return (self.path / "spec.json").exists()
+
+    def read_spec(self) -> SupervisorSpec:
+        """Read what to run; ValueError when it is not there."""
+        spec = _read(self.path / "spec.json", SupervisorSpec.from_json)
+        if spec is None:
+            raise ValueError(f"no spec.json in {self.path}")
+        return spec
+
+    def write_order(self, order: StopOrder) -> None:
+        """Tell the supervisor to have its workers leave. After an order to kill, nothing else counts."""
+        try:
+            before = self.read_order()
+        except ValueError:
+            before = None  # Whatever a script has put there is replaced.
+        if self.path.is_dir() and before != order and not (before and before.kill):
+            write_json_atomic(self.path / "order.json", asdict(order))
+
+    def read_order(self) -> StopOrder | None:
+        """The order, if there is one."""
+        return _read(self.path / "order.json", lambda raw: StopOrder(**raw))
+
+    def order_kill(self, worker_ids: Iterable[str]) -> None:
+        """Have the supervisor end workers at once; those named before stay named."""
+        before = self.read_kills()
+        wanted = before | set(worker_ids)
+        if self.path.is_dir() and wanted != before:
+            write_json_atomic(self.path / "kill.json", {"workers": sorted(wanted)})
+
+    def read_kills(self) -> set[str]:
+        """Workers to end at once."""
+        return _read(self.path / "kill.json", lambda raw: set(raw["workers"])) or set()
+
+    def read_status(self) -> Status | None:
+        """What the supervisor wrote last; None before it wrote anything."""
+        return _read(self.path / "status.json", Status.from_json)
+
+    def write_status(self, status: Status) -> None:
+        """Write what is."""
+        write_json_atomic(self.path / "status.json", status.to_json())
+
+    def warming_stamp(self) -> int:
+        """When the imports were last seen to get on: any change counts; 0 when they never were."""
+        try:
+            return self.warming.stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def open_log(self) -> IO[bytes]:
+        """Open the supervisor's own log, to go on with it. Raises OSError; a pipe keeps nobody."""
+        descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        return os.fdopen(descriptor, "ab")
+
+    def last_words(self) -> str:
+        """The end of the supervisor's own log."""
+        with open_ordinary(self.log) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_WORDS_BYTES))
+            return file.read(_LAST_WORDS_BYTES).decode(errors="replace").strip()
+
+    def renew(self) -> None:
+        """Touch the lease."""
+        if self.path.is_dir():
+            self.lease.touch(exist_ok=True)
+            os.utime(self.lease)
+
+
+def _read(path: Path, build: Callable[[dict[str, Any]], _T]) -> _T | None:
+    """Read what a file holds; None when it is not there. Raises OSError, and ValueError where it is something else."""
+    raw = read_json(path)
+    try:
+        return None if raw is None else build(raw)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} does not hold what it should: {error!r}") from error
+
+
+def failure_path(incarnation_dir: Path, chain: int) -> Path:
+    """Marker that a worker of a chain failed, read by the other supervisors of the chain."""
+    return incarnation_dir / "supervisors" / f"g{chain:06d}.failed"

@@ -1,0 +1,144 @@
+"""What the engine remembers of its gangs on disk, so that a new engine over the same folder finds them all.
+
+One JSON file per job, replaced atomically *before* anything is started or told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elasticflow_airflow.engines.local.files.generation_folder import StopOrder, SupervisorFolder
+from elasticflow_airflow.runtime.protocol import Member, read_json, write_json_atomic
+from elasticflow_airflow.scheduler_core.model.values import Slot
+
+
+@dataclass(slots=True, kw_only=True)
+class GangRecord:
+    """One generation. ``started``: its supervisors were, or were about to be, started. ``told``: to leave."""
+
+    generation: int
+    incarnation: int
+    incarnation_dir: str
+    placement: tuple[Slot, ...]
+    plain: bool
+    grace_s: float
+    reason: str = ""
+    started: bool = False
+    dropped: bool = False
+    """Never started, and never will be: a later generation or a stop came first."""
+    told: bool = False
+    never_came: str | None = None
+    """Why a supervisor never came up, once that was given up."""
+    chain: int = 0
+    """Generation that began with a start of all its workers, and from which this one came by changes in place."""
+    ids: tuple[str, ...] = ()
+    """Worker ids by rank; empty: all were born with this generation."""
+    lost: tuple[str, ...] = ()
+    """Workers before it that are dead or given up."""
+    adopted: bool = False
+    """Changed to in place, and every member trains in it."""
+
+    capable: bool = False
+    """Its session said that it can be changed in place: a worker that dies does not end the others."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it came by a change in place."""
+        return self.chain not in (0, self.generation)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Nodes on which it has supervisors of its own, in rank order."""
+        born = [slot for rank, slot in enumerate(self.placement) if self.is_born(rank)]
+        return tuple(dict.fromkeys(slot.node_id for slot in born))
+
+    @property
+    def worker_ids(self) -> tuple[str, ...]:
+        """Ids by rank."""
+        return tuple(self.worker_id(rank) for rank in range(len(self.placement)))
+
+    def is_born(self, rank: int) -> bool:
+        """Whether this member was started for this generation; otherwise it goes on from one before."""
+        return not self.ids or self.ids[rank].startswith(f"g{self.generation:06d}-")
+
+    def folder_of(self, rank: int) -> SupervisorFolder:
+        """The folder of the supervisor that started a member."""
+        born = int(self.worker_id(rank)[1:7])
+        return SupervisorFolder.of(Path(self.incarnation_dir), born, self.placement[rank].node_id)
+
+    @property
+    def folders(self) -> dict[str, SupervisorFolder]:
+        """The folders of all supervisors of its members, by node, and by generation where it is another."""
+        found = {node_id: self.folder(node_id) for node_id in self.nodes}
+        for rank, slot in enumerate(self.placement):
+            if not self.is_born(rank):
+                found[f"{slot.node_id}, since {self.ids[rank][:7]}"] = self.folder_of(rank)
+        return found
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The gang as the membership plan names it."""
+        return tuple(
+            Member(worker_id=self.worker_id(rank), rank=rank, node_id=slot.node_id, slot_index=slot.index)
+            for rank, slot in enumerate(self.placement)
+        )
+
+    def worker_id(self, rank: int) -> str:
+        """Id of a worker; also the name of its log."""
+        return self.ids[rank] if self.ids else f"g{self.generation:06d}-r{rank:03d}"
+
+    def folder(self, node_id: str) -> SupervisorFolder:
+        """The folder of its supervisor on one of its nodes."""
+        return SupervisorFolder.of(Path(self.incarnation_dir), self.generation, node_id)
+
+    def order(self, order: StopOrder) -> None:
+        """Tell all its supervisors."""
+        for node_id in self.nodes:
+            self.folder(node_id).write_order(order)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> GangRecord:
+        """Inverse of ``asdict``."""
+        slots = tuple(Slot(*slot) for slot in raw["placement"])
+        # Records of a version that knew no changes in place have no ids.
+        return cls(**{**raw, "placement": slots, "ids": tuple(raw.get("ids", ())), "lost": tuple(raw.get("lost", ()))})
+
+
+@dataclass(slots=True, kw_only=True)
+class JobRecord:
+    """One job: its gangs that are not forgotten, and what must outlast them."""
+
+    job_id: str
+    latest: int = 0
+    """Highest generation ever applied: lower ones are ignored for ever."""
+    incarnation_dirs: dict[int, str] = field(default_factory=dict)
+    """For reading logs of forgotten gangs."""
+    gangs: dict[int, GangRecord] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> JobRecord | None:
+        """Read a record; None when there is none. Raises ValueError when it is damaged."""
+        raw = read_json(path)
+        if raw is None:
+            return None
+        return cls(
+            job_id=raw["job_id"],
+            latest=raw["latest"],
+            incarnation_dirs={int(k): v for k, v in raw["incarnation_dirs"].items()},
+            gangs={gang["generation"]: GangRecord.from_json(gang) for gang in raw["gangs"]},
+        )
+
+    def save(self, path: Path) -> None:
+        """Replace the record atomically."""
+        write_json_atomic(
+            path,
+            {
+                "job_id": self.job_id,
+                "latest": self.latest,
+                "incarnation_dirs": self.incarnation_dirs,
+                "gangs": [asdict(gang) for _, gang in sorted(self.gangs.items())],
+            },
+        )

@@ -1,0 +1,1 @@
+"""This machine: its nodes and slots, GPUs, processes and interpreters."""

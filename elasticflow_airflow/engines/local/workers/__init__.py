@@ -1,0 +1,1 @@
+"""Supervisors and the workers that they run; they outlive the service."""

@@ -1,0 +1,224 @@
+"""One worker as its supervisor sees it: the torchrun agent it spawned, the trainer below it, their output.
+
+Standard library only: part of the supervisor process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+
+from elasticflow_airflow.engines.local.files.generation_folder import (
+    SupervisorFolder,
+    SupervisorSpec,
+    WorkerSpec,
+    WorkerStatus,
+)
+from elasticflow_airflow.engines.local.files.worker_logs import LogWriter
+from elasticflow_airflow.engines.local.machine.processes import ProcessId, group_led_by, unread_exit_code
+from elasticflow_airflow.engines.local.workers.forking import ForkServer
+from elasticflow_airflow.runtime import protocol
+from elasticflow_airflow.runtime.protocol import (
+    GENERATION_ENV,
+    SESSION_ENV,
+    WORKER_ENV,
+    ReportKind,
+    read_json,
+    read_some_reports,
+    report_path,
+    session_path,
+)
+
+
+def bootstrap_path() -> str:
+    """The file of runtime/bootstrap.py, found without importing it."""
+    return str(Path(protocol.__file__).with_name("bootstrap.py"))
+
+
+logger = logging.getLogger("elasticflow.supervisor")
+
+_PIPE_PIECE = 64 * 1024
+REST_LIMIT_S = 2.0
+"""What a trainer has left behind keeps its agent from seeing that it has ended; so long it may end by itself."""
+AGENT_LIMIT_S = 5.0
+"""An agent that has not ended so long after its trainer has not heard of it and never will."""
+RENDEZVOUS_LIMIT_S = 900
+
+
+class Worker:
+    """A worker that was started. ``status`` is what goes into the supervisor's status file."""
+
+    def __init__(self, spec: SupervisorSpec, worker: WorkerSpec, folder: SupervisorFolder) -> None:
+        self.worker_id = worker.worker_id
+        self.status = WorkerStatus(rank=worker.rank)
+        self._spec, self._worker, self._folder = spec, worker, folder
+        self._server: ForkServer | None = None
+        self._log = LogWriter(
+            Path(spec.incarnation_dir) / "logs", worker.worker_id, spec.log_segment_bytes, spec.log_segments
+        )
+        self.output: int | None = None
+        self._reports = report_path(Path(spec.incarnation_dir), spec.generation, worker.worker_id).parent
+        self._has_session = self._can_change_in_place = False
+        self._trainer_pid: int | None = None
+        self._trainer_gone_s: float | None = None
+        self._rest_killed = False
+
+    def open_output(self) -> int:
+        """Make the pipe for the worker's output; returns the end to write to."""
+        self.output, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(write_end, True)
+        return write_end
+
+    def start(self, server: ForkServer, write_end: int) -> None:
+        """Ask for the agent."""
+        self._server = server
+        server.ask(self.worker_id, self._arguments(), self._environment(), write_end)
+
+    def drain(self) -> bytes:
+        """Move what the worker printed into its log; returns it. Closes the pipe at its end."""
+        if self.output is None:
+            return b""
+        try:
+            data = os.read(self.output, _PIPE_PIECE)
+        except BlockingIOError:
+            return b""
+        if data:
+            self._log.write(data)
+        else:
+            self._close_output()
+        return data
+
+    def look(self) -> bool:
+        """Look how the processes do; True when the status changed."""
+        if self.status.ended or self._server is None:
+            return False
+        changed = False
+        if self.status.agent is None and self.worker_id in self._server.pids:
+            self.status.agent = ProcessId.of(self._server.pids[self.worker_id])
+            changed = self.status.agent is not None
+        if self.status.trainer is None:
+            raw = read_json(self._folder.trainer_file(self.worker_id))
+            if raw is not None:
+                self._trainer_pid = int(raw["pid"])
+                self.status.trainer = ProcessId.of(self._trainer_pid)
+                changed = self.status.trainer is not None
+        agent_code = self._server.exit_codes.get(self.worker_id)
+        if agent_code is None:
+            return self._look_for_silent_end() or changed
+        result = read_json(self._folder.exit_file(self.worker_id))
+        self.status.exit_code = agent_code if result is None else result["exit_code"]
+        self.kill_rest()
+        self.status.ended = True
+        return True
+
+    def _look_for_silent_end(self) -> bool:
+        """Look for a trainer that has ended without its agent noticing; True when that was so, and both are gone.
+
+        A forked trainer that leaves by ``os._exit(0)`` hands nothing over for which torchrun waits, and a process that
+        it has forked holds the pipe whose end tells torchrun that the trainer has ended.
+        """
+        agent, trainer, now_s = self.status.agent, self.status.trainer, time.monotonic()
+        if agent is None or self._trainer_pid is None or (trainer is not None and trainer.is_alive()):
+            return False
+        if self._trainer_gone_s is None:
+            self._trainer_gone_s = now_s
+        if now_s > self._trainer_gone_s + REST_LIMIT_S and not self._rest_killed:
+            self._rest_killed = True
+            self.kill_rest()
+        if now_s <= self._trainer_gone_s + AGENT_LIMIT_S:
+            return False
+        # Of every status but 0 torchrun hears in a moment, and ends itself.
+        self.status.exit_code = unread_exit_code(self._trainer_pid, agent.pid) or 0
+        logger.warning("%s ended with status %d, and its agent never heard", self.worker_id, self.status.exit_code)
+        agent.kill()
+        self.kill_rest()
+        self.status.ended = True
+        return True
+
+    def finish_output(self) -> bytes:
+        """Take what is left in the pipe, even when a grandchild still holds the other end."""
+        data = b"".join(iter(self.drain, b""))
+        self._close_output()
+        self._log.close()
+        return data
+
+    def has_session(self) -> bool:
+        """Whether the script said that it has a session: it then leaves by the plan, without a signal."""
+        if not self._has_session:
+            # A joiner says so in the generation in which it joins, which may be a later one than it was started for.
+            files = sorted(self._reports.glob(f"g*-{self.worker_id}.jsonl"))
+            started = [r for file in files for r, _ in read_some_reports(file)[0] if r.kind is ReportKind.STARTED]
+            self._has_session = bool(started)
+            self._can_change_in_place = any(report.data.get("in_place") for report in started)
+        return self._has_session
+
+    def can_change_in_place(self) -> bool:
+        """Whether its session said that it goes on when another worker dies, or waits for others to join."""
+        return self.has_session() and self._can_change_in_place
+
+    def terminate(self) -> None:
+        """SIGTERM for the trainer: its script may know how to save. Without a trainer, the agent is ended."""
+        if self.status.ended:
+            return
+        if self.status.trainer is not None and self.status.trainer.is_alive():
+            self.status.signalled = True
+            self.status.trainer.kill(signal.SIGTERM)
+        elif self.status.trainer is None:
+            # A starting agent loses signals or dies of them; there is nothing yet that could be saved.
+            self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL for all, the agent first: it has nothing to add."""
+        if self.status.trainer is None or self.status.trainer.is_alive():
+            self.status.signalled = True
+        if self.status.agent is not None:
+            self.status.agent.kill()
+        elif self._server is not None:
+            self._server.kill()  # It is still importing: there is no agent yet.
+        self.kill_rest()
+
+    def kill_rest(self) -> None:
+        """End what the trainer has left behind (data loader workers and the like; they are in its process group)."""
+        if self.status.trainer is not None:
+            for process in group_led_by(self.status.trainer):
+                process.kill()
+
+    def _arguments(self) -> list[str]:
+        spec = self._spec
+        # A trainer forked from its agent needs no imports. CUDA is touched by agents now and then: there, a fresh one.
+        trainer = (
+            ["--start-method=fork", "--run-path", bootstrap_path()]
+            if self._worker.fork_trainer
+            else ["-m", "elasticflow_airflow.runtime.bootstrap"]
+        )
+        return [
+            str(self._folder.exit_file(self.worker_id)),
+            "--nnodes=1:1",
+            "--nproc-per-node=1",
+            "--rdzv-backend=elasticflow",
+            f"--rdzv-endpoint={spec.incarnation_dir}",
+            f"--rdzv-id={spec.job_id}-g{spec.generation:06d}",
+            f"--rdzv-conf=timeout={RENDEZVOUS_LIMIT_S}",
+            "--max-restarts=0",
+            f"--local-addr={spec.address}",
+            f"--log-dir={self._folder.path / 'torchelastic'}",
+            f"--shutdown-timeout={max(1, int(spec.grace_s))}",
+            *trainer,
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            **self._worker.env,
+            SESSION_ENV: str(session_path(Path(self._spec.incarnation_dir))),
+            WORKER_ENV: self.worker_id,
+            GENERATION_ENV: str(self._spec.generation),
+            "ELASTICFLOW_TRAINER_FILE": str(self._folder.trainer_file(self.worker_id)),
+        }
+
+    def _close_output(self) -> None:
+        if self.output is not None:
+            os.close(self.output)
+            self.output = None

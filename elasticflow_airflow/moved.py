@@ -1,0 +1,84 @@
+"""Import paths of earlier releases go on working: each leads to the very module that took its place.
+
+For users' own code, for what has been told of by path, and for ``python -m`` of processes that run still. Importing one
+of those that pages named warns once. Workers of a release without this table find ``runtime/checkpoint.py`` and others
+as files. Imported by the package itself, so it imports next to nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from importlib import import_module
+from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import CodeType, ModuleType
+
+_PACKAGE = __name__.rpartition(".")[0]
+MOVED = {
+    "calendar_feed": "recurring.calendar_feed",
+    "diagnosis": "api.diagnosis",
+    "engines.local.supervisor": "engines.local.workers.supervisor",
+    "insight": "api.insight",
+    "runtime.forkserver": "runtime.process.forkserver",
+    "runtime.writer": "runtime.checkpoints.writer",
+    "runtime.zygote": "runtime.process.zygote",
+    "service.openapi": "service.http.openapi",
+    "training_options": "api.training_options",
+    "wire": "api",
+    "wire.base": "api.base",
+    "wire.card": "api.service_card",
+    "wire.event_kinds": "api.event_kinds",
+    "wire.fields": "api.fields",
+    "wire.forecast": "api.forecast",
+    "wire.owners": "api.owners",
+    "wire.status": "api.status",
+    "wire.submission": "api.submission",
+}
+"""Where a module was, and where it is; both below the package."""
+
+_WARNED = ("calendar_feed", "insight", "wire")
+
+
+class MovedModules(MetaPathFinder):
+    """Finds modules by the paths that they had in earlier releases."""
+
+    def find_spec(self, fullname: str, _path: object = None, _target: ModuleType | None = None) -> ModuleSpec | None:
+        """Say how a module that has moved is loaded; None for all others."""
+        package, _, name = fullname.partition(".")
+        if package != _PACKAGE or name not in MOVED:
+            return None
+        return ModuleSpec(fullname, _Alias(f"{_PACKAGE}.{MOVED[name]}"), is_package=name == "wire")
+
+
+class _Alias(InspectLoader):
+    """Loads a module under its old name: the same object, or its code where it is run by ``python -m``."""
+
+    def __init__(self, now: str) -> None:
+        self._now = now
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put the module of today in the place of the empty one that the import system has made."""
+        old = module.__name__
+        if old.removeprefix(f"{_PACKAGE}.") in _WARNED:
+            warnings.warn(f"{old} is {self._now} now", DeprecationWarning, stacklevel=2)
+        sys.modules[old] = import_module(self._now)
+
+    def get_code(self, _fullname: str) -> CodeType | None:
+        """The code of the module of today."""
+        return self._loader().get_code(self._now)
+
+    def get_source(self, _fullname: str) -> str | None:
+        """The source of the module of today."""
+        return self._loader().get_source(self._now)
+
+    def is_package(self, _fullname: str) -> bool:
+        """Whether it is a package today."""
+        return self._loader().is_package(self._now)
+
+    def _loader(self) -> InspectLoader:
+        spec = find_spec(self._now)
+        if spec is None or not isinstance(spec.loader, InspectLoader):
+            raise ImportError(f"{self._now} is not there", name=self._now)
+        return spec.loader

@@ -1,0 +1,1 @@
+"""Which task instances own the jobs of a service, as Airflow's database has them."""

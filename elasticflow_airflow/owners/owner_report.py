@@ -1,0 +1,111 @@
+"""Says to the service what has become of the task instances that own its jobs, as Airflow's database has them.
+
+Gone is who has ended for good or was deleted, and nobody else: a task that is to be tried again, that waits for its
+next poke or was cleared, finds its job. The claims are read before the database, so that what is said of an attempt
+never ends the job of the next one. Runs where Airflow's metadata database may be read, which is not in a task.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from elasticflow_airflow.api import JobIdentity
+from elasticflow_airflow.api.owners import OwnedJob, OwnedJobs, OwnersAnswer, OwnerSeen, OwnersReport
+
+if TYPE_CHECKING:
+    from sqlalchemy import URL
+    from sqlalchemy.orm import Session
+
+TaskKey = tuple[str, str, str, int]
+"""DAG, run, task and map index."""
+States = Mapping[TaskKey, str | None]
+"""Of the task instances that are there; None: it has no state, as after a clear."""
+
+ENDED = frozenset({"success", "failed", "skipped", "upstream_failed", "removed"})
+"""States that no attempt follows, unless somebody clears the task."""
+_SILENT_S = 30.0
+_KEYS_AT_ONCE = 200
+
+
+class OwnerClient(Protocol):
+    """The part of a client that is used."""
+
+    def owned_jobs(self, namespace: str, after: str = "") -> OwnedJobs:
+        """Return a page of the live jobs."""
+        ...
+
+    def report_owners(self, report: OwnersReport) -> OwnersAnswer:
+        """Say what has become of their owners."""
+        ...
+
+
+def report_owners(
+    client: OwnerClient, namespace: str, airflow: str, find: Callable[[Sequence[TaskKey]], States]
+) -> list[str]:
+    """Ask for the live jobs of a namespace, look their task instances up, and say which are gone.
+
+    Returns the jobs that are cancelled. ``airflow`` names this Airflow; ``find`` looks up what is there.
+    """
+    cancelled: list[str] = []
+    after: str | None = ""
+    while after is not None:
+        page = client.owned_jobs(namespace, after)
+        states = find([task_key(job.identity) for job in page.jobs]) if page.jobs else {}
+        if owners := list(_seen(page, states, airflow)):
+            report = OwnersReport(namespace=namespace, airflow=airflow, owners=owners)
+            cancelled += client.report_owners(report).cancelled
+        after = page.next_after
+    return cancelled
+
+
+def task_key(identity: JobIdentity) -> TaskKey:
+    """Name the task instance that owns a job."""
+    return identity.dag_id, identity.run_id, identity.task_id, identity.map_index
+
+
+def find_states(session: Session, keys: Sequence[TaskKey]) -> dict[TaskKey, str | None]:
+    """Look up the states of the task instances that are there. Reads only."""
+    from airflow.models.taskinstance import TaskInstance
+    from sqlalchemy import select, tuple_
+
+    columns = (TaskInstance.dag_id, TaskInstance.run_id, TaskInstance.task_id, TaskInstance.map_index)
+    found: dict[TaskKey, str | None] = {}
+    for some in _chunks(keys):
+        query = select(*columns, TaskInstance.state).where(tuple_(*columns).in_(some))
+        for dag_id, run_id, task_id, map_index, state in session.execute(query):
+            found[dag_id, run_id, task_id, map_index] = None if state is None else str(getattr(state, "value", state))
+    return found
+
+
+def name_of_airflow(database: URL) -> str:
+    """Name the Airflow of a metadata database, for as long as that stays where it is; tells nothing of it."""
+    host = database.host or ""
+    if host in ("", "localhost", "127.0.0.1", "::1"):
+        host = f"{socket.gethostname()}/{host}"
+    where = [database.get_backend_name(), host, str(database.port or ""), database.database or ""]
+    return hashlib.sha256("\0".join(where).encode()).hexdigest()[:16]
+
+
+def _seen(page: OwnedJobs, states: States, airflow: str) -> Iterator[OwnerSeen]:
+    for job in page.jobs:
+        key = task_key(job.identity)
+        state = states.get(key)
+        if key not in states:
+            if job.known_to == airflow:  # of what was never here, its absence says nothing
+                yield OwnerSeen(job_id=job.job_id, claim=job.claim, owner="deleted")
+        elif state in ENDED:
+            yield OwnerSeen(job_id=job.job_id, claim=job.claim, owner="ended", state=str(state))
+        elif job.known_to != airflow or _is_silent(job, page.at):
+            yield OwnerSeen(job_id=job.job_id, claim=job.claim, owner="there", state=state or "")
+
+
+def _is_silent(job: OwnedJob, now: float) -> bool:
+    """Whether nobody has asked for a job for a while, nor Airflow said that its task is there."""
+    return all(at is None or now - at > _SILENT_S for at in (job.heard_at, job.seen_at))
+
+
+def _chunks(keys: Sequence[TaskKey]) -> Iterable[Sequence[TaskKey]]:
+    return (keys[start : start + _KEYS_AT_ONCE] for start in range(0, len(keys), _KEYS_AT_ONCE))

@@ -1,0 +1,1 @@
+"""What a checkpoint holds, when it is taken, and the process that writes it."""

@@ -1,0 +1,288 @@
+"""What is inside a checkpoint: weights, optimizer, schedule and whatever else a script registers.
+
+``model.tensors`` holds the weights alone, so that another run may start from them; ``training.tensors`` holds the rest.
+Rank 0's writer writes one of each; of a large state that all workers have, each worker writes a part
+(``model-00001-of-00004.tensors``), and all parts are read as one, by any number of workers. Loading never executes
+code: a file is raw bytes and JSON (container.py). Checkpoints of format 1 (``model.pt``, ``training.pt``) are read with
+``weights_only=True``. May import torch and the standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from elasticflow_airflow.runtime.checkpoints.state_copy import DTYPES, Content, Piece, blobs_of, content_of, shard
+from elasticflow_airflow.runtime.checkpoints.state_tree import unflatten
+from elasticflow_airflow.runtime.checkpoints.tensor_bytes import bytes_of
+from elasticflow_airflow.runtime.checkpoints.writer import SUFFIX, FilePlan, Order, write_checkpoint
+from elasticflow_airflow.runtime.storage.file_format import ContainerError, Extent, read_index, read_into, tensor_names
+from elasticflow_airflow.runtime.storage.manifest import (
+    MANIFEST,
+    CandidateInfo,
+    CheckpointError,
+    decode_manifest,
+    unreadable,
+    verify_candidate,
+    verify_patiently,
+)
+from elasticflow_airflow.runtime.storage.open_store import open_store
+from elasticflow_airflow.runtime.storage.store import LocalStore, Part, is_remote
+
+MODEL = "model"
+TRAINING = "training"
+OPTIMIZER = "optimizer"
+_MEND = (
+    "Build what the script built that wrote it, with the same layers and settings; or train from the beginning: clear "
+    "the task in Airflow, or alone, give another checkpoint_dir=."
+)
+_DIFFERENCES_NAMED = 5
+
+
+class Stateful(Protocol):
+    """Anything with a state that a checkpoint can hold: optimizer, schedule, gradient scaler, metrics."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as tensors, numbers, strings and containers of those."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take the state back."""
+        ...
+
+
+@dataclass(slots=True)
+class Registered:
+    """What a script registered: the model, and everything else that has a state, by name."""
+
+    model: nn.Module
+    others: Mapping[str, Stateful] = field(default_factory=dict)
+
+
+def save(
+    registered: Registered,
+    checkpoints: Path,
+    *,
+    incarnation: int,
+    generation: int,
+    step: int,
+    metadata: Mapping[str, Any],
+) -> CandidateInfo:
+    """Write a candidate checkpoint, here and now (checkpointer.py does it in the background).
+
+    Raises CheckpointError when the disk does not take it or the state cannot be saved. The state of random number
+    generators is not in it: seeds are a function of the step.
+    """
+    files, _alive = files_of(contents_of(registered))
+    order = Order(incarnation=incarnation, generation=generation, step=step, metadata=metadata)
+    info = write_checkpoint(LocalStore(checkpoints), files, order)
+    assert info is not None  # it was no part
+    return info
+
+
+def load(
+    registered: Registered,
+    info: CandidateInfo,
+    *,
+    logical_workers: int | None = None,
+    optional: Mapping[str, Stateful] | None = None,
+) -> None:
+    """Restore everything registered from a verified checkpoint, and ``optional`` parts where it has them.
+
+    Raises CheckpointError when the checkpoint does not fit the model, lacks something that is registered now, or was
+    written with another number of logical workers than this (None: not known).
+    """
+    refuse_other_size(info, logical_workers)
+    _load_weights(registered.model, info.path, same_dtypes=True)
+    states = _read(info.path, TRAINING)
+    missing = sorted(set(registered.others) - set(states))
+    if missing:
+        raise CheckpointError(
+            f"checkpoint {info.path} has no state for {', '.join(missing)}: it was written by a script that did not "
+            "register it. Start again without this checkpoint, or register what that script did."
+        )
+    there = {name: part for name, part in (optional or {}).items() if name in states}
+    for name, part in {**registered.others, **there}.items():
+        try:
+            part.load_state_dict(states[name])
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"checkpoint {info.path} does not fit {name}: {error}. {_MEND}") from error
+
+
+def load_weights(model: nn.Module, folder: str | Path) -> CandidateInfo:
+    """Load only the weights of a checkpoint (a folder or URL) into a model, after checking every byte of it.
+
+    Weights of another precision are converted. Raises CheckpointError when it is missing or damaged, or does not fit
+    the model.
+    """
+    where, *name = str(folder).rstrip("/").rsplit("/", 2)
+    if is_remote(folder):
+        with open_store(where).fetch("/".join(name)) as info:
+            _load_weights(model, info.path, same_dtypes=False)
+        return info
+    info = verify_patiently(Path(folder))
+    _load_weights(model, info.path, same_dtypes=False)
+    return info
+
+
+def read_weights(folder: Path) -> dict[str, Any]:
+    """Read the weights of a checkpoint folder as a state dict, on the CPU. Raises CheckpointError."""
+    verify_candidate(folder)
+    return _read(folder, MODEL)
+
+
+def contents_of(registered: Registered) -> list[Content]:
+    """Take the state of all that is registered apart. Raises CheckpointError, naming where, for what has no place."""
+    weights = registered.model.state_dict()
+    # Versions of modules: what their load_state_dict() goes by when it reads older checkpoints.
+    versions = getattr(weights, "_metadata", None)
+    try:
+        return [
+            content_of(MODEL, {"state": weights, "versions": versions}),
+            content_of(TRAINING, {name: part.state_dict() for name, part in registered.others.items()}),
+        ]
+    except TypeError as error:
+        raise CheckpointError(f"the state cannot be saved: {error}") from error
+
+
+def part_of(contents: Sequence[Content], part: Part) -> list[Content]:
+    """Return what one of several workers writes: its part of weights and optimizer; all else is rank 0's alone.
+
+    Weights and optimizers are the same on all workers. What else a script has registered may be each worker's own.
+    """
+    common = {
+        content.name: {n for n, where in tensor_names(content.state).items() if where.startswith(f"{OPTIMIZER}/")}
+        for content in contents
+        if content.name == TRAINING
+    }
+
+    def is_common(content: Content, piece: Piece) -> bool:
+        return content.name not in common or common[content.name].issuperset(piece.numbers)
+
+    return shard(contents, part.rank, part.size, is_common)
+
+
+def files_of(contents: Sequence[Content]) -> tuple[list[FilePlan], list[Tensor]]:
+    """Return files to be written at once, and the tensors that must live until then."""
+    files, alive = [], []
+    for content in contents:
+        blobs, tensors = blobs_of(content)
+        files.append(FilePlan(content.name, content.state, blobs))
+        alive += tensors
+    return files, alive
+
+
+def _load_weights(model: nn.Module, folder: Path, *, same_dtypes: bool) -> None:
+    weights = _read(folder, MODEL)
+    if same_dtypes:
+        _refuse_other_dtypes(model, weights, folder)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CheckpointError(f"checkpoint {folder} does not fit the model: {error}. {_MEND}") from error
+
+
+def _refuse_other_dtypes(model: nn.Module, weights: Mapping[str, Any], folder: Path) -> None:
+    """Names and shapes torch checks itself; another precision it would convert, and train another model."""
+    other = [
+        f"{name} is {tensor.dtype} here and {weights[name].dtype} there"
+        for name, tensor in model.state_dict().items()
+        if isinstance(tensor, Tensor)
+        and isinstance(weights.get(name), Tensor)
+        and tensor.dtype != weights[name].dtype
+        and tensor.shape == weights[name].shape
+    ]
+    if other:
+        more = f" and {len(other) - _DIFFERENCES_NAMED} more" if len(other) > _DIFFERENCES_NAMED else ""
+        raise CheckpointError(
+            f"checkpoint {folder} does not fit the model: {', '.join(other[:_DIFFERENCES_NAMED])}{more}. Build the "
+            "model in the same precision, or start a new training from its weights (init_from=)."
+        )
+
+
+def refuse_other_size(info: CandidateInfo, logical_workers: int | None) -> None:
+    """Raise CheckpointError where a checkpoint was written with another number of logical workers (None: not known)."""
+    there = info.metadata.get("logical_workers")
+    if logical_workers is not None and there is not None and there != logical_workers:
+        raise CheckpointError(
+            f"checkpoint {info.path} was written with logical_workers={there}, this training has {logical_workers}: "
+            f"it would go on as another training. Give logical_workers={there}, or start a new training from its "
+            "weights (init_from=)."
+        )
+
+
+def _read(folder: Path, what: str) -> dict[str, Any]:
+    if (folder / f"{what}.pt").exists():
+        return _read_format_1(folder / f"{what}.pt")
+    try:
+        _, files = decode_manifest((folder / MANIFEST).read_bytes(), folder)
+        names = sorted(n for n in files if n == what + SUFFIX or (n.startswith(f"{what}-") and n.endswith(SUFFIX)))
+        if not names:
+            raise CheckpointError(f"checkpoint {folder} has no {what}{SUFFIX}: nothing of ours wrote it")
+        description, tensors = None, dict[int, Tensor]()
+        for name in names:
+            found, more = _read_container(folder / name)
+            description = found if found is not None else description
+            tensors |= more
+        state = unflatten(description, tensors)
+    except OSError as error:
+        raise unreadable(f"checkpoint {folder}", error) from error
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"checkpoint {folder}: {what}{SUFFIX} holds no state ({error})") from error
+    if not isinstance(state, dict) or (what == MODEL and not isinstance(state.get("state"), dict)):
+        raise CheckpointError(f"checkpoint {folder}: {what}{SUFFIX} does not hold a state dictionary")
+    if what != MODEL:
+        return state
+    weights = OrderedDict(state["state"])
+    if state.get("versions") is not None:
+        weights._metadata = state["versions"]  # type: ignore[attr-defined]  # where torch looks for it
+    return weights
+
+
+def _read_container(file: Path) -> tuple[Any, dict[int, Tensor]]:
+    """Read description and tensors, by number, checking each tensor's digest once more while it is read."""
+    try:
+        with file.open("rb", buffering=0) as stream:
+            index = read_index(stream)
+            tensors: dict[int, Tensor] = {}
+            for extent in index.extents:
+                raw = torch.empty(extent.nbytes, dtype=torch.uint8)
+                read_into(stream, extent, bytes_of(raw))
+                tensor = _shaped(raw, extent)
+                tensors |= dict.fromkeys(extent.numbers, tensor)
+    except ContainerError as error:
+        raise CheckpointError(f"checkpoint {file.parent}: {file.name} {error}") from error
+    return index.state, tensors
+
+
+def _shaped(raw: Tensor, extent: Extent) -> Tensor:
+    dtype = DTYPES.get(extent.dtype)
+    if dtype is None:
+        raise ContainerError(f"holds tensors of dtype {extent.dtype!r}, which this version of torch does not know")
+    if math.prod(extent.shape) * dtype.itemsize != extent.nbytes:
+        raise ContainerError(f"is wrong about tensor {extent.numbers}: shape and dtype do not fit its bytes")
+    return raw.view(dtype).view(extent.shape)
+
+
+def _read_format_1(file: Path) -> dict[str, Any]:
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"checkpoint file {file} cannot be read: {_first_line(error)}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"checkpoint file {file} does not hold a state dictionary")
+    return state
+
+
+def _first_line(error: Exception) -> str:
+    """Shorten torch's advice to load without ``weights_only``, which nobody should follow here."""
+    return str(error).strip().split("\n")[0] or type(error).__name__

@@ -1,0 +1,412 @@
+"""Saves while training goes on: a copy into shared memory, which a process of low priority writes to disk.
+
+Training waits for the copy only. Use from one thread. Policy when a save comes while all copies are still being
+written: a periodic one is skipped, as the next one is never far. One that must be on disk (``wait=True``) waits for
+what is under way and is then written by the trainer itself, at its own priority. May import torch and the standard
+library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered, contents_of, files_of, part_of
+from elasticflow_airflow.runtime.checkpoints.state_copy import Content, SharedBuffer, available_bytes, size_of
+from elasticflow_airflow.runtime.checkpoints.writer import Order, encode_work, write_checkpoint
+from elasticflow_airflow.runtime.checkpoints.writer_process import WriterDiedError, WriterProcess
+from elasticflow_airflow.runtime.protocol import candidate_name
+from elasticflow_airflow.runtime.storage.manifest import CandidateInfo, CheckpointError
+from elasticflow_airflow.runtime.storage.open_store import open_store
+from elasticflow_airflow.runtime.storage.store import Part, Store, is_in_process
+
+NICE = 19
+_ROOM_FOR_DESCRIPTION = 1.25
+"""The description of the state lies behind the tensors, in as much room as it took when measured, and some more."""
+_SPARE_BYTES = 1 << 16
+_OF_FREE_MEMORY = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A checkpoint, or this worker's part of one, that is on disk. ``name`` is relative to the checkpoint folder."""
+
+    generation: int
+    step: int
+    name: str
+    digest: str | None
+    """None of a part: whoever has rank 0 knows it."""
+    size_bytes: int
+    stall_s: float
+    """How long training stood still for the copy (and for the write, where it had to wait for it)."""
+    write_s: float
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    generation: int
+    step: int
+    buffer: SharedBuffer
+    stall_s: float
+
+
+class Checkpointer:
+    """Saves one training's checkpoints to a folder or an fsspec URL.
+
+    ``promotes``: make each one count once it is written, and keep the newest ``keep`` (alone; under the service the
+    service does both). ``buffers``: copies that may be in flight, 1 or 2; by default 2 where memory is plentiful.
+    ``in_background`` False, ``memory://`` and too little memory for a copy make every save write before it returns.
+    """
+
+    def __init__(
+        self,
+        where: str | Path,
+        *,
+        incarnation: int,
+        promotes: bool = False,
+        keep: int = 2,
+        buffers: int | None = None,
+        nice: int = NICE,
+        in_background: bool = True,
+    ) -> None:
+        if buffers not in (None, 1, 2):
+            raise ValueError(f"buffers={buffers}: one or two copies can be in flight")
+        self._where, self._store = where, open_store(where)
+        self._incarnation, self._promotes, self._keep = incarnation, promotes, keep
+        self._most_buffers, self._nice = buffers, nice
+        self._pid = os.getpid()
+        self._writer: WriterProcess | None = None
+        self._abandoned: list[WriterProcess] = []
+        self._buffers: list[SharedBuffer] = []
+        self._known_to_writer: set[int] = set()
+        self._replaced: dict[int, int] = {}
+        self._under_way: dict[int, _UnderWay] = {}
+        self._saved: list[Saved] = []
+        self._count = 0
+        self._preparing: threading.Thread | None = None
+        self._description_bytes = 0
+        self.in_background = in_background and not is_in_process(where) and hasattr(os, "memfd_create")
+        """Whether saves are written beside the training. It turns False where there is no memory for a copy."""
+        self.skipped = 0
+        """Saves that were skipped because earlier ones were still being written."""
+
+    @property
+    def store(self) -> Store:
+        """Where they are kept."""
+        return self._store
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is being written."""
+        return bool(self._under_way)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being written, and memory for a copy is not just being got."""
+        return not self._under_way and (self._preparing is None or not self._preparing.is_alive())
+
+    @property
+    def writer_pid(self) -> int | None:
+        """Process id of the writer, once there is one."""
+        return None if self._writer is None else self._writer.pid
+
+    def prepare(self, registered: Registered, *, part: Part | None = None) -> None:
+        """Get writer and memory ready in the background: call it after the first optimizer step.
+
+        Later saves then stand still for a copy only; without it the first one pays. Raises CheckpointError for a state
+        that no checkpoint can hold.
+        """
+        if not self.in_background or self._preparing is not None or self._buffers:
+            return
+        contents = _split(contents_of(registered), part)
+        self._start_writer()
+        sizes = self._room_for(contents)
+        self._preparing = threading.Thread(
+            target=self._allocate, args=(sizes, _gpu_of(contents)), name="elasticflow-prepare", daemon=True
+        )
+        self._preparing.start()
+
+    def save(
+        self,
+        registered: Registered,
+        *,
+        generation: int,
+        step: int,
+        metadata: Mapping[str, Any],
+        wait: bool = False,
+        part: Part | None = None,
+    ) -> Saved | None:
+        """Save the state as it is now; training may go on when this returns.
+
+        Returns what was written when it had to wait for it (``wait``, or no background), else None: ``poll`` tells.
+        ``part``: all workers call this, each writes its part, rank 0 the manifest. Parts are never skipped: the others
+        would wait for them. Raises CheckpointError, also for an earlier save that has failed since.
+        """
+        began_s = time.perf_counter()
+        if not wait:
+            self._take_answers(limit_s=0.0)
+        contents = _split(contents_of(registered), part)
+        try:
+            json.dumps(metadata, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} has metadata that JSON cannot hold: {error}"
+            ) from error
+        order = Order(
+            incarnation=self._incarnation,
+            generation=generation,
+            step=step,
+            metadata=metadata,
+            part=part,
+            promotes=self._promotes,
+            keep=self._keep,
+        )
+        if wait:
+            return self._write_now(contents, order, began_s)
+        buffer = self._free_buffer(contents, must=part is not None)
+        if not self.in_background:
+            return self._write_now(contents, order, began_s)
+        if buffer is None:
+            self.skipped += 1
+            return None
+        work, buffer = self._hand_over(contents, order, buffer)
+        self._under_way[work] = _UnderWay(generation, step, buffer, time.perf_counter() - began_s)
+        return None
+
+    def poll(self) -> list[Saved]:
+        """Return what has come to disk since the last call. Raises CheckpointError when a write has failed."""
+        self._take_answers(limit_s=0.0)
+        return self._take_saved()
+
+    def flush(self, limit_s: float | None = None) -> list[Saved]:
+        """Wait until everything is on disk, at most ``limit_s``. Raises CheckpointError when a write has failed."""
+        self._finish_under_way(limit_s)
+        return self._take_saved()
+
+    def drop(self) -> None:
+        """Give up what is being written: nobody would look at it any more."""
+        if self._under_way and self._writer is not None:
+            self._writer.abandon()
+            # Those before have ended by now: over many changes neither processes nor descriptors add up.
+            self._abandoned = [writer for writer in self._abandoned if not writer.has_gone()] + [self._writer]
+            self._writer = None
+            self._forget_writer()
+
+    def close(self) -> None:
+        """Let the writer and the memory go; what is not written yet is dropped (see ``flush``)."""
+        if os.getpid() != self._pid:
+            return  # A fork of the trainer: the writer is not its own.
+        if self._preparing is not None:
+            self._preparing.join()
+        self._let_go_of_writer()
+        for buffer in self._buffers:
+            buffer.close()
+        self._buffers = []
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _write_now(self, contents: Sequence[Content], order: Order, began_s: float) -> Saved:
+        # What fails of the earlier ones matters no more once this newer one is on disk.
+        with contextlib.suppress(CheckpointError):
+            self._finish_under_way(None)
+        files, _alive = files_of(contents)
+        write_began_s = time.perf_counter()
+        info = write_checkpoint(self._store, files, order)
+        write_s = time.perf_counter() - write_began_s
+        return _saved(order.generation, order.step, info, time.perf_counter() - began_s, write_s)
+
+    def _hand_over(self, contents: Sequence[Content], order: Order, buffer: SharedBuffer) -> tuple[int, SharedBuffer]:
+        offsets = buffer.take(contents)
+        end = size_of(contents)
+        files = [
+            {
+                "name": content.name,
+                "state": content.state,
+                "tensors": [
+                    [piece.numbers, piece.dtype, tuple(piece.tensor.shape), offset, piece.nbytes]
+                    for piece, offset in zip(content.pieces, places, strict=True)
+                ],
+            }
+            for content, places in zip(contents, offsets, strict=True)
+        ]
+        work = encode_work(str(self._where), order, files)
+        if end + len(work) > buffer.size_bytes:
+            self._description_bytes = len(work)
+            buffer = self._replace(buffer, self._room_for(contents)[0], _gpu_of(contents))
+            return self._hand_over(contents, order, buffer)
+        buffer.put(work, end)
+        self._count += 1
+        message = {"work": self._count, "buffer": buffer.number, "offset": end, "length": len(work)}
+        self._start_writer()
+        assert self._writer is not None
+        known = buffer.number in self._known_to_writer
+        try:
+            self._writer.send(
+                message | {"instead_of": self._replaced.get(buffer.number, -1)},
+                descriptor=None if known else buffer.descriptor,
+            )
+        except WriterDiedError as error:
+            raise self._writer_died(error) from error
+        self._known_to_writer.add(buffer.number)
+        return self._count, buffer
+
+    def _free_buffer(self, contents: Sequence[Content], *, must: bool) -> SharedBuffer | None:
+        """Find memory that nobody reads; waits for it if ``must``."""
+        if not self.in_background:
+            return None
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+        sizes = self._room_for(contents)
+        if not self._buffers and self.in_background:
+            self._allocate(sizes[:1], _gpu_of(contents))
+        if not self.in_background:
+            return None
+        while True:
+            busy = {id(one.buffer) for one in self._under_way.values()}
+            free = next((buffer for buffer in self._buffers if id(buffer) not in busy), None)
+            if free is not None or not must:
+                break
+            self._take_answers(limit_s=None)
+        if free is not None and free.size_bytes < sizes[0]:
+            free = self._replace(free, sizes[0], _gpu_of(contents))
+        return free
+
+    def _room_for(self, contents: Sequence[Content]) -> list[int]:
+        """Sizes of the buffers to have."""
+        if not self._description_bytes:
+            self._description_bytes = sum(len(json.dumps(content.state)) for content in contents) + 100 * sum(
+                len(content.pieces) for content in contents
+            )
+        size = size_of(contents) + int(self._description_bytes * _ROOM_FOR_DESCRIPTION) + _SPARE_BYTES
+        most = self._most_buffers or (2 if 4 * size < available_bytes() else 1)
+        return [size] * most
+
+    def _allocate(self, sizes: Sequence[int], gpu: torch.device | None) -> None:
+        for size in sizes:
+            if size > _OF_FREE_MEMORY * available_bytes():
+                break
+            try:
+                buffer = SharedBuffer(self._next_number(), size)
+            except (OSError, MemoryError):
+                break
+            try:
+                buffer.touch(pin_for=gpu)
+            except (OSError, MemoryError):
+                buffer.close()
+                break
+            self._buffers.append(buffer)
+        self.in_background = bool(self._buffers)
+
+    def _replace(self, old: SharedBuffer, size_bytes: int, gpu: torch.device | None) -> SharedBuffer:
+        """The state has grown."""
+        new = SharedBuffer(self._next_number(), size_bytes)
+        new.touch(pin_for=gpu)
+        self._replaced[new.number] = old.number
+        self._buffers[self._buffers.index(old)] = new
+        self._known_to_writer.discard(old.number)
+        old.close()
+        return new
+
+    def _next_number(self) -> int:
+        self._count += 1
+        return self._count
+
+    def _start_writer(self) -> None:
+        if self._writer is None:
+            try:
+                self._writer = WriterProcess(self._nice)
+            except OSError as error:
+                raise CheckpointError(f"the process that writes checkpoints could not be started: {error}") from error
+
+    def _finish_under_way(self, limit_s: float | None) -> None:
+        until_s = None if limit_s is None else time.monotonic() + limit_s
+        while self._under_way:
+            left_s = None if until_s is None else until_s - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                break
+            self._take_answers(limit_s=left_s)
+
+    def _take_answers(self, limit_s: float | None) -> None:
+        """Hear what the writer says: wait for the first answer as long as given, for none of the others."""
+        problems: list[str] = []
+        while self._under_way and self._writer is not None:
+            try:
+                answer = self._writer.receive(limit_s)
+            except WriterDiedError as error:
+                raise self._writer_died(error) from error
+            if answer is None:
+                break
+            limit_s = 0.0
+            one = self._under_way.pop(answer["work"])
+            if "error" in answer:
+                problems.append(f"the checkpoint of step {one.step} is not there: {answer['error']}")
+                continue
+            info = answer["info"]
+            name, digest, size_bytes = info or [candidate_name(one.generation, one.step), None, 0]
+            self._saved.append(
+                Saved(
+                    generation=one.generation,
+                    step=one.step,
+                    name=name,
+                    digest=digest,
+                    size_bytes=size_bytes,
+                    stall_s=one.stall_s,
+                    write_s=answer["write_s"],
+                )
+            )
+        if problems:
+            raise CheckpointError("; ".join(problems))
+
+    def _take_saved(self) -> list[Saved]:
+        saved, self._saved = self._saved, []
+        return saved
+
+    def _writer_died(self, error: WriterDiedError) -> CheckpointError:
+        """The next save starts another one."""
+        steps = ", ".join(str(one.step) for one in self._under_way.values())
+        self._let_go_of_writer()
+        return CheckpointError(f"{error}: the checkpoint of step {steps} is not there; those before stay valid")
+
+    def _let_go_of_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        for writer in self._abandoned:
+            writer.close()
+        self._abandoned.clear()
+        self._forget_writer()
+
+    def _forget_writer(self) -> None:
+        self._known_to_writer.clear()
+        self._under_way.clear()
+
+
+def _split(contents: Sequence[Content], part: Part | None) -> list[Content]:
+    return list(contents) if part is None else part_of(contents, part)
+
+
+def _gpu_of(contents: Sequence[Content]) -> torch.device | None:
+    devices = (piece.tensor.device for content in contents for piece in content.pieces)
+    return next((device for device in devices if device.type == "cuda"), None)
+
+
+def _saved(generation: int, step: int, info: CandidateInfo | None, stall_s: float, write_s: float) -> Saved:
+    return Saved(
+        generation=generation,
+        step=step,
+        name=candidate_name(generation, step) if info is None else info.name,
+        digest=None if info is None else info.digest,
+        size_bytes=0 if info is None else info.size_bytes,
+        stall_s=stall_s,
+        write_s=write_s,
+    )

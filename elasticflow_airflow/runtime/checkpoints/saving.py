@@ -1,0 +1,209 @@
+"""When a session saves, and that it need not wait for it. May import torch and the standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered, contents_of
+from elasticflow_airflow.runtime.checkpoints.checkpointer import Checkpointer, Saved
+from elasticflow_airflow.runtime.checkpoints.interval import SaveInterval
+from elasticflow_airflow.runtime.checkpoints.state_copy import size_of
+from elasticflow_airflow.runtime.protocol import candidate_name
+from elasticflow_airflow.runtime.storage.manifest import MANIFEST, CheckpointError
+from elasticflow_airflow.runtime.storage.store import Part
+
+PARTS_LIMIT_S = 10.0
+"""How long a save that must be on disk at once waits for parts of an earlier one: a worker may be gone with its own."""
+END_LIMIT_S = 30.0
+"""How long a process that ends waits for what it was writing."""
+TURN_LIMIT_S = 60.0
+"""A survivor waits so long for another one that is saving, and may be stopped itself."""
+_TURN_POLL_S = 0.05
+_PREPARED_AT = 0.5
+"""Fraction of the first interval after which memory and writer are made ready; shorter runs need neither."""
+
+
+class Saver:
+    """One session's saves: every ``interval`` seconds, or as often as pays off. Zero: at every step, and at once.
+
+    ``promotes`` and ``keep``: see Checkpointer. Nothing is started before it is needed: only one worker saves, unless
+    each writes a part (``Part``), which rank 0 decides, for all.
+    """
+
+    def __init__(
+        self, where: str | Path, *, incarnation: int, promotes: bool, keep: int, interval: float | SaveInterval
+    ) -> None:
+        self._where, self._incarnation, self._promotes, self._keep = where, incarnation, promotes, keep
+        self._interval = interval
+        self._checkpointer: Checkpointer | None = None
+        self._parts = 0
+        self._began_s = self._saved_at_s = time.monotonic()
+
+    @property
+    def trained_s(self) -> float:
+        """How long this job has trained, in this process and in those before it that it carries on."""
+        return time.monotonic() - self._began_s
+
+    def carry_on(self, trained_s: float) -> None:
+        """Count on from what others have trained: failures are counted from the job's beginning, too."""
+        self._began_s = time.monotonic() - trained_s
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds from one save to the next."""
+        return self._interval.seconds if isinstance(self._interval, SaveInterval) else self._interval
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the time for the next save has come."""
+        return time.monotonic() - self._saved_at_s >= self.interval_s
+
+    def restart_clock(self) -> None:
+        """Count from now: somebody has saved, or the state has just come from somewhere."""
+        self._saved_at_s = time.monotonic()
+
+    def expect(self, registered: Registered) -> None:
+        """Take in how large a save will be, once the optimizer has a state."""
+        if isinstance(self._interval, SaveInterval):
+            with contextlib.suppress(CheckpointError):  # Whoever saves it says so.
+                self._interval.expect(size_of(contents_of(registered)))
+
+    def step_done(self, registered: Registered) -> None:
+        """Get memory and writer ready in good time, in the background; the optimizer has a state by now."""
+        if self._checkpointer is not None or self.interval_s == 0:
+            return
+        if self._is_time_to_prepare:
+            self._open().prepare(registered)
+
+    @property
+    def can_write_parts(self) -> bool:
+        """Whether saves are written beside the training, as far as is known: nothing may wait for another's part."""
+        return self.interval_s != 0 and (self._checkpointer is None or self._checkpointer.in_background)
+
+    def must_prepare_parts(self, count: int) -> bool:
+        """Whether it is time to get memory and writer of this many workers ready for a part each."""
+        return self._parts != count and self._is_time_to_prepare
+
+    def prepare_part(self, registered: Registered, part: Part) -> None:
+        """Get memory and writer for this worker's part ready, in the background."""
+        self._parts = part.size
+        self._open().prepare(registered, part=part)
+
+    @property
+    def is_due_in_parts(self) -> bool:
+        """Whether the time for the next save has come, and this worker's writer can begin at once.
+
+        A worker that waited for its writer might wait for a part of somebody who is gone.
+        """
+        return self.is_due and self._parts > 0 and self._checkpointer is not None and self._checkpointer.is_idle
+
+    def end_parts(self, limit_s: float) -> list[Saved]:
+        """Wait a while for a save in parts, before one that must be on disk at once; then give it up."""
+        if not self._parts or self._checkpointer is None or not self._checkpointer.is_busy:
+            return []
+        saved = []
+        with contextlib.suppress(CheckpointError):  # It matters no more once the newer one is on disk.
+            saved = self._checkpointer.flush(limit_s)
+        if self._checkpointer.is_busy:
+            self._checkpointer.drop()
+            self.close()
+        return saved
+
+    @property
+    def _is_time_to_prepare(self) -> bool:
+        return time.monotonic() - self._saved_at_s >= _PREPARED_AT * self.interval_s
+
+    def save(
+        self,
+        registered: Registered,
+        *,
+        generation: int,
+        step: int,
+        metadata: Mapping[str, Any],
+        wait: bool,
+        part: Part | None = None,
+    ) -> Saved | None:
+        """Save now; with ``wait`` it is on disk when this returns. See Checkpointer. Raises CheckpointError."""
+        self.restart_clock()
+        saved = self._open().save(
+            registered,
+            generation=generation,
+            step=step,
+            metadata=metadata,
+            wait=wait or self.interval_s == 0,
+            part=part,
+        )
+        if saved is not None:
+            self._learn(saved)
+        return saved
+
+    def poll(self) -> list[Saved]:
+        """What has come to disk since. Raises CheckpointError when a write has failed."""
+        saved = [] if self._checkpointer is None else self._checkpointer.poll()
+        for one in saved:
+            self._learn(one)
+        return saved
+
+    def flush(self) -> list[Saved]:
+        """Wait for what is being written, for a while. Raises CheckpointError when a write has failed."""
+        return [] if self._checkpointer is None else self._checkpointer.flush(END_LIMIT_S)
+
+    def drop(self) -> None:
+        """Give up what is being written: the generation that it belongs to has ended."""
+        if self._checkpointer is not None:
+            if self._checkpointer.is_busy:
+                self._saved_at_s = time.monotonic() - self.interval_s  # the next step saves
+            self._checkpointer.drop()
+            if self._parts:
+                # The parts of other numbers of workers have other sizes. It waits for a writer that may hang on a disk.
+                threading.Thread(target=self._checkpointer.close, name="elasticflow-parts-closed").start()
+                self._checkpointer, self._parts = None, 0
+
+    def close(self) -> None:
+        """Let writer and memory go."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+            self._checkpointer = None
+            self._parts = 0
+
+    def _open(self) -> Checkpointer:
+        if self._checkpointer is None:
+            self._checkpointer = Checkpointer(
+                self._where, incarnation=self._incarnation, promotes=self._promotes, keep=self._keep
+            )
+        return self._checkpointer
+
+    def _learn(self, saved: Saved) -> None:
+        if isinstance(self._interval, SaveInterval):
+            self._interval.trained_s = self.trained_s
+            self._interval.saved(stall_s=saved.stall_s, write_s=saved.write_s)
+
+
+@contextmanager
+def turn_of_survivors(checkpoints: Path, generation: int, step: int) -> Iterator[bool]:
+    """One survivor after the other: whether it is still needed that this one saves its ``step``.
+
+    They cannot ask each other, and each save removes what others have not finished. A lock goes with its holder.
+    """
+    folder = (checkpoints / candidate_name(generation, step)).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    end_s = time.monotonic() + TURN_LIMIT_S
+    with (checkpoints / "survivors.lock").open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end_s:
+                    yield False
+                    return
+                time.sleep(_TURN_POLL_S)
+        done = [manifest.parent.name for manifest in folder.glob(f"step-*/{MANIFEST}")]
+        yield all(name < Path(candidate_name(generation, step)).name for name in done)

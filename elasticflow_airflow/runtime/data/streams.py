@@ -1,0 +1,382 @@
+"""Training sets that are read from front to back, say where they stand, and go on from there: resumable iterables.
+
+Every worker walks the same stream in the same order and keeps the samples of its logical workers; ``transform``, and
+what puts a batch together, is done to those only. So what is multiplied by the number of workers is reading, and where
+the stream stands is the same everywhere. Its state at each step's boundary is kept: a step that is shared anew, a
+checkpoint and a worker that joins go on from there without reading what was before.
+
+It is read in the training process, or ahead of time in one process of its own; never in a thread, whose random numbers
+would be the training's. May import torch and the standard library only.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import worker as loader_worker
+
+from elasticflow_airflow.runtime.data.fetching import Collate
+from elasticflow_airflow.runtime.data.sample_order import BatchPlan, Ticket, mix_seed, seeded
+
+PART = "elasticflow_stream"
+"""Under this name a stream's position is in a checkpoint, beside what the script registered."""
+_STATES_KEPT = 6
+_END = object()
+
+
+class Stream(Protocol):
+    """What a stream must have. ``set_epoch(epoch)`` is called where there is one, before each epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Read on from the state that was loaded last."""
+        ...
+
+    def state_dict(self) -> Any:
+        """Where the newest iterator stands: after the sample that it yielded last."""
+        ...
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Let the next iterator begin there."""
+        ...
+
+
+class StreamEndError(ValueError):
+    """A stream has fewer samples in an epoch than was declared, or more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where to begin to read: ``offset`` samples into the epoch, in this state of the stream; None: its beginning.
+
+    ``stands_in``: read from the epoch's beginning, and take that for what is at the offset. For rehearsals.
+    """
+
+    offset: int
+    state: Any
+    stands_in: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One step to be read: samples ``first`` to ``last`` of the epoch, for the tickets of this worker."""
+
+    epoch: int
+    first: int
+    last: int
+    tickets: tuple[Ticket, ...]
+    seed: int
+    start: Start | None
+    """None: where the order before ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamReader:
+    """What is read of a stream, and how. ``samples``: of one epoch. ``initial``: the state each epoch begins in."""
+
+    stream: Stream
+    samples: int
+    initial: Any
+    collate: Collate
+    transform: Callable[[Any], Any] | None
+
+    def open(self, epoch: int, state: Any) -> Iterator[Any]:
+        """Begin to read in a state; None: at the beginning of the epoch."""
+        set_epoch = getattr(self.stream, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        self.stream.load_state_dict(copy.deepcopy(self.initial if state is None else state))
+        return iter(self.stream)
+
+    def collated(self, ticket: Ticket, samples: list[Any]) -> Any:
+        """Make of a ticket's raw samples what a step gets, under the ticket's seed."""
+        with seeded(ticket.seed):
+            return self.collate(samples if self.transform is None else [self.transform(one) for one in samples])
+
+
+class Walk:
+    """A reader that goes on where it stands, step after step. Lives where the stream is read."""
+
+    def __init__(self, reader: StreamReader) -> None:
+        self._reader = reader
+        self._coming: Iterator[Any] = iter(())
+        self._at: tuple[int, int] | None = None
+        self._stands_in = False
+
+    def read(self, order: Order) -> tuple[int, int, dict[int, Any], Any]:
+        """Read one step. Returns epoch, ``first``, what is collated for each logical worker, and the state after it.
+
+        Raises StreamEndError when the stream ends before its declared length, or goes on after it.
+        """
+        reader = self._reader
+        if order.start is not None:
+            self._at = None
+            self._stands_in = order.start.stands_in
+            self._coming = self._begin(order.epoch, order.start.state)
+            self._at = order.epoch, order.start.offset
+        at, self._at = self._at, None
+        if at is None or at[0] != order.epoch or at[1] > order.first:
+            raise RuntimeError(f"the stream stands at {at}, not before sample {order.first} of epoch {order.epoch}")
+        kept: dict[int, list[Any]] = {ticket.logical: [] for ticket in order.tickets}
+        owner = {index: kept[ticket.logical] for ticket in order.tickets for index in ticket.indices}
+        with seeded(order.seed):
+            for number in range(at[1], order.last):
+                sample = next(self._coming, _END)
+                if sample is _END:
+                    self._ended(order.epoch, number)
+                if number in owner:
+                    owner[number].append(sample)
+            if order.last == reader.samples and not self._stands_in and next(self._coming, _END) is not _END:
+                raise StreamEndError(
+                    f"the stream goes on after the samples={reader.samples} that an epoch was said to have: say how "
+                    "many it has, or let it end there (Hugging Face datasets: .take(n))"
+                )
+        contents = {ticket.logical: reader.collated(ticket, kept[ticket.logical]) for ticket in order.tickets}
+        # A copy: the stream may go on to change what it returned.
+        state = None if order.last == reader.samples else copy.deepcopy(reader.stream.state_dict())
+        self._at = order.epoch, order.last
+        return order.epoch, order.first, contents, state
+
+    def _begin(self, epoch: int, state: Any) -> Iterator[Any]:
+        """Say what it means when a stream does not take a state back; many only look at it when they are read."""
+        try:
+            coming = self._reader.open(epoch, state)
+            first = next(coming, _END)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            if state is None:
+                raise
+            raise RuntimeError(
+                f"the stream cannot be read from the state that it had ({type(error).__name__}: {error}): it was built "
+                "otherwise when that was saved. Build it as it was, or start without this checkpoint"
+            ) from error
+        if first is not _END:
+            yield first
+            yield from coming
+
+    def _ended(self, epoch: int, number: int) -> None:
+        raise StreamEndError(
+            f"the stream ended after {number} samples of epoch {epoch}, samples={self._reader.samples} were said to be "
+            "in each: say how many there are, or find out why some are missing"
+        )
+
+
+class StreamBook:
+    """The states of the stream at the last boundaries, by epoch and samples read: what a checkpoint needs of it.
+
+    It is registered beside model and optimizer, and so goes with them into checkpoints and to workers that join.
+    ``where`` tells epoch and step of the training's next step; ``step_samples`` the samples of a step.
+    """
+
+    def __init__(self, where: Callable[[], tuple[int, int]]) -> None:
+        self._where = where
+        self.step_samples = 1
+        self._states: OrderedDict[tuple[int, int], Any] = OrderedDict()
+
+    def record(self, epoch: int, offset: int, state: Any) -> None:
+        """Keep a state, and of older ones the newest few: a step may be shared anew, never many."""
+        self._states[epoch, offset] = state
+        self._states.move_to_end((epoch, offset))
+        while len(self._states) > _STATES_KEPT:
+            self._states.popitem(last=False)
+
+    def nearest(self, epoch: int, offset: int) -> Start:
+        """The place closest before ``offset`` at which the stream can be entered; the epoch's beginning at worst."""
+        known = [at for in_epoch, at in self._states if in_epoch == epoch and at <= offset]
+        return Start(max(known), self._states[epoch, max(known)]) if known else Start(0, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands at the boundary that the training is at. Called from other threads, too."""
+        epoch, step = self._where()
+        offset = step * self.step_samples
+        return {"epoch": epoch, "offset": offset, "state": copy.deepcopy(self._states.get((epoch, offset)))}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from there. Raises KeyError for the state of something else."""
+        epoch, offset, state = int(state_dict["epoch"]), int(state_dict["offset"]), state_dict["state"]
+        self._states.clear()
+        if state is not None:
+            self.record(epoch, offset, copy.deepcopy(state))
+
+
+class StreamFetcher:
+    """Gets what tickets stand for out of a stream: one step after the other, in the order in which they are expected.
+
+    ``rehearses`` tells whether this worker only warms up, to join others: then any samples do, and no state counts.
+    """
+
+    def __init__(
+        self,
+        reader: StreamReader,
+        plan: BatchPlan,
+        book: StreamBook,
+        options: Mapping[str, Any],
+        *,
+        rehearses: Callable[[], bool] = lambda: False,
+        warn: Callable[[str], None] = warnings.warn,
+    ) -> None:
+        self._plan, self._book, self._rehearses, self._warn = plan, book, rehearses, warn
+        book.step_samples = plan.global_batch_size
+        self._orders: Iterator[Order] = iter(())
+        self._read: tuple[int, int, dict[int, Any], Any] | None = None
+        self._source: _Source = _Ahead(reader, options) if options.get("num_workers") else _Here(reader)
+
+    def expect(self, tickets: Iterable[Ticket]) -> None:
+        """Begin to read for these: at the state of the boundary before the first of them."""
+        self._read = None
+        self._source.expect(self._steps(tickets))
+
+    def get(self, tickets: Sequence[Ticket]) -> list[Any]:
+        """Take them from the step that is read, or read on; a ticket that nobody expected is read for itself."""
+        return [self._get(ticket) for ticket in tickets]
+
+    def _get(self, ticket: Ticket) -> Any:
+        if not self._has(ticket):
+            self._next()
+        if not self._has(ticket):
+            self.expect([ticket])
+            self._next()
+        assert self._read is not None  # it was just read
+        return self._read[2].pop(ticket.logical)
+
+    def close(self) -> None:
+        """End the process that reads, if there is one."""
+        self._read = None
+        self._source.close()
+
+    def _has(self, ticket: Ticket) -> bool:
+        at = ticket.epoch, ticket.step_in_epoch * self._plan.global_batch_size
+        return self._read is not None and self._read[:2] == at and ticket.logical in self._read[2]
+
+    def _next(self) -> None:
+        self._read = self._source.next()
+        if self._read is None:
+            return
+        epoch, first, _contents, state = self._read
+        if state is not None and not self._rehearses():
+            self._book.record(epoch, min(first + self._plan.global_batch_size, self._plan.samples), state)
+
+    def _steps(self, tickets: Iterable[Ticket]) -> Iterator[Order]:
+        size = self._plan.global_batch_size
+        begins = True
+        for (epoch, step), group in itertools.groupby(tickets, key=lambda one: (one.epoch, one.step_in_epoch)):
+            first = step * size
+            start = self._start(epoch, first) if begins else None
+            begins = False
+            yield Order(
+                epoch=epoch,
+                first=first,
+                last=min(first + size, self._plan.samples),
+                tickets=tuple(group),
+                seed=mix_seed(self._plan.seed, 0x57EA, epoch, step),
+                start=start,
+            )
+
+    def _start(self, epoch: int, first: int) -> Start:
+        if self._rehearses():
+            return Start(first, None, stands_in=True)
+        start = self._book.nearest(epoch, first)
+        if start.offset < first:
+            self._warn(
+                f"the stream's state after {first} samples of epoch {epoch} is not known: reading through "
+                f"{first - start.offset} samples to get there"
+            )
+        return start
+
+
+class _Source(Protocol):
+    """Where orders are read."""
+
+    def expect(self, orders: Iterator[Order]) -> None:
+        """Read these from now on."""
+        ...
+
+    def next(self) -> tuple[int, int, dict[int, Any], Any] | None:
+        """The next step; None when there is none."""
+        ...
+
+    def close(self) -> None:
+        """Let go."""
+        ...
+
+
+class _Here:
+    """Reads in this process, when asked."""
+
+    def __init__(self, reader: StreamReader) -> None:
+        self._walk = Walk(reader)
+        self._orders: Iterator[Order] = iter(())
+
+    def expect(self, orders: Iterator[Order]) -> None:
+        self._orders = orders
+
+    def next(self) -> tuple[int, int, dict[int, Any], Any] | None:
+        order = next(self._orders, None)
+        return None if order is None else self._walk.read(order)
+
+    def close(self) -> None:
+        self._orders = iter(())
+
+
+class _Ahead:
+    """Reads ahead in one process that persists. ``options`` are those of DataLoader."""
+
+    def __init__(self, reader: StreamReader, options: Mapping[str, Any]) -> None:
+        self._orders = _Queue()
+        self._loader: DataLoader[Any] | None = DataLoader(
+            _Steps(reader),
+            batch_sampler=self._orders,
+            collate_fn=_the_only,
+            # It draws a seed for its process, which nothing here uses: not from the training's generator.
+            generator=torch.Generator(),
+            **{"persistent_workers": True, **options},
+        )
+        self._coming: Iterator[Any] | None = None
+
+    def expect(self, orders: Iterator[Order]) -> None:
+        self._orders.upcoming = orders
+        self._coming = None
+
+    def next(self) -> tuple[int, int, dict[int, Any], Any] | None:
+        if self._loader is None:
+            raise RuntimeError("the loader is closed: the training has come to its end")
+        if self._coming is None:
+            self._coming = iter(self._loader)
+        found: tuple[int, int, dict[int, Any], Any] | None = next(self._coming, None)
+        return found
+
+    def close(self) -> None:
+        self._coming, self._loader = None, None
+
+
+class _Queue:
+    """Batch sampler of the process: one step after the other, as they are expected now."""
+
+    def __init__(self) -> None:
+        self.upcoming: Iterator[Order] = iter(())
+
+    def __iter__(self) -> Iterator[list[Order]]:
+        for order in self.upcoming:
+            yield [order]
+
+
+class _Steps(Dataset[Any]):
+    """The stream as the process sees it: items are steps, asked for in order."""
+
+    def __init__(self, reader: StreamReader) -> None:
+        self._walk = Walk(reader)
+
+    def __getitem__(self, order: Order) -> Any:
+        # Streams of PyTorch and Hugging Face take a worker for one of several that share the stream out.
+        loader_worker._worker_info = None
+        return self._walk.read(order)
+
+
+def _the_only(items: list[Any]) -> Any:
+    return items[0]

@@ -1,0 +1,1 @@
+"""The workers of a job as one group: how they meet, who joins or leaves, and what a joiner is handed."""

@@ -1,0 +1,478 @@
+"""This worker's place among the workers: joins a group, changes to the next one in place, recovers when one dies.
+
+The plan names who trains; the old group trains on until all of the new one are ready, and all agree at a step boundary
+to switch (EDL, arXiv:1909.11985). Who has the state of training hands it to who joins. May import torch and the
+standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
+from elasticflow_airflow.runtime.group.handover import ADDRESS_ENV, JOINER_SILENCE_LIMIT_S, EpochAim, Handover
+from elasticflow_airflow.runtime.group.process_group import GroupBroken, WorkerGroup
+from elasticflow_airflow.runtime.group.transfer import StateServer, TransferError, receive
+from elasticflow_airflow.runtime.group.watching import PlanWatcher
+from elasticflow_airflow.runtime.protocol import Membership, RescaleMode
+
+FIRST_MEETING_LIMIT_S = 600.0
+RECOVERY_LIMIT_S = 60.0
+"""Survivors wait so long for a plan without the dead, counted from the last news."""
+ABANDONED_STATUS = 75
+"""Exit status of a survivor for whom no plan came (EX_TEMPFAIL)."""
+_WAIT_S = 0.05
+_POLL_S = 0.005
+_LAST_LOOK_LIMIT_S = 0.5
+_END_LIMIT_S = 3.0
+
+
+class JoinerSilent(GroupBroken):
+    """Workers that were to join do not answer: the change is given up, and those that train go on as before."""
+
+    def __init__(self, workers: list[str]) -> None:
+        names, verb = ", ".join(workers), "has" if len(workers) == 1 else "have"
+        super().__init__(f"{names} {verb} not answered for {JOINER_SILENCE_LIMIT_S:.0f} s")
+        self.workers = workers
+
+
+class Dismissed(Exception):  # noqa: N818  (no error: it is news)
+    """The plan goes on without this worker, or tells all to stop: there is nothing more to do here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adoption:
+    """What a change of the group brought. ``facts`` are the sender's when this worker took its state over."""
+
+    from_generation: int
+    generation: int
+    pause_s: float
+    state_bytes: int
+    recovered: bool
+    top_step: int
+    """The step that all are at now; -1: nobody brought a state."""
+    took_over: Mapping[str, Any] | None
+    committed: Mapping[str, Any] | None
+    """What a member that is a step ahead knows of the step that this one is in."""
+
+
+class GroupMember:
+    """The group of the moment, and how it changes. ``joined`` is False while a joiner still warms up."""
+
+    def __init__(self, folder: Path, worker_id: str, device: torch.device, plan: Membership) -> None:
+        self._folder, self._worker_id, self._device = folder, worker_id, device
+        self._lock = threading.Lock()
+        self.plan = plan
+        self.group = WorkerGroup(generation=0)
+        self.members: tuple[str, ...] = ()
+        self.joined = False
+        self.told_to_stop = False
+        """Save and leave: stop, a change by restart, or a plan without this worker."""
+        self.everybody_stops = False
+        """It is not that the others go on without this worker."""
+        self._handover: Handover | None = None
+        self._agreed: Handover | None = None
+        self._news = threading.Event()
+        self._announced: int | None = None
+        self._arrival: tuple[Handover, Future[Any]] | None = None
+        self._aim = EpochAim()
+        self.watcher = PlanWatcher(folder, worker_id, self._on_plan)
+        self._ending: list[WorkerGroup | Handover] = []
+        """What was left and has threads still: an interpreter that ends with one of them aborts."""
+        self._first = plan.mode is RescaleMode.RESTART
+
+    # -- the plan (in the watcher's thread) -------------------------------------------------------------------------
+
+    def _on_plan(self, plan: Membership) -> None:
+        with self._lock:
+            known = self._handover.generation if self._handover is not None else self.group.generation
+            in_it = plan.rank_of(self._worker_id) is not None
+            stays = in_it and plan.generation <= known
+            if plan.mode is RescaleMode.RESTART or not plan.members:
+                if not stays:
+                    self.told_to_stop = self.everybody_stops = True
+                    self._end_handover("everybody stops")
+                    if not self.joined:
+                        self.group.give_up("everybody stops")
+            elif plan.generation > known:
+                self._end_handover(f"generation {plan.generation} has taken its place")
+                if self.joined or in_it:
+                    joins = not self.joined
+                    self._handover = Handover(self._folder, plan, self._worker_id, self._device, joins=joins)
+                    if joins and self._announced is not None:
+                        self._handover.announce(self._announced)
+                else:
+                    self.told_to_stop = True
+                gone = set(plan.lost) & set(self.members)
+                if gone:
+                    self.group.give_up(f"worker {', '.join(sorted(gone))} is lost")
+            self.plan = plan
+        self._news.set()
+
+    def _end_handover(self, why: str) -> None:
+        if self._handover is not None:
+            self._handover.stop(why)
+            self._ending.append(self._handover)
+            if self._handover.group is not None:
+                self._handover.group.close()
+                self._ending.append(self._handover.group)
+            self._handover = None
+
+    # -- beginning --------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Form the first group of a generation that starts together; a joiner only begins to watch.
+
+        Raises RuntimeError when the others do not come, Dismissed when the plan has moved on.
+        """
+        if self._first:
+            handover = Handover(self._folder, self.plan, self._worker_id, self._device, joins=True)
+            self._handover = handover
+            handover.announce(0)
+            self.watcher.start()
+            end_s = time.monotonic() + FIRST_MEETING_LIMIT_S
+            while not handover.ready:
+                if self.told_to_stop or handover.stopped:
+                    raise Dismissed
+                if handover.failure is not None or time.monotonic() > end_s:
+                    raise RuntimeError(
+                        f"the workers of generation {handover.generation} could not meet:"
+                        f" {handover.failure or 'timeout'}"
+                    )
+                handover.wait(_WAIT_S)
+            try:
+                self._take_place(handover)
+            except GroupBroken:
+                raise Dismissed from None  # another plan came in this very moment
+        else:
+            self.watcher.start()
+
+    @property
+    def rank(self) -> int:
+        """Rank now; of a joiner that still warms up, the one that it will have."""
+        return self.group.rank if self.joined else (self.plan.rank_of(self._worker_id) or 0)
+
+    @property
+    def size(self) -> int:
+        """Number of workers now; for a joiner that still warms up, as planned."""
+        return self.group.size if self.joined else max(1, len(self.plan.members))
+
+    # -- agreeing ---------------------------------------------------------------------------------------------------
+
+    def ready_for(self, next_epoch: int) -> int:
+        """The generation that this worker is ready to switch to when the next step is in ``next_epoch``; 0: none."""
+        handover = self._handover
+        if handover is None or not self.joined:
+            return 0
+        handover.now_in_epoch(next_epoch)
+        if not handover.ready or any(epoch != next_epoch for epoch in handover.joiner_epochs):
+            return 0
+        return handover.generation
+
+    def agree(self, generations: list[int]) -> None:
+        """Take in what all workers are ready for: when it is the same, the next boundary switches."""
+        handover = self._handover
+        if handover is not None and generations and set(generations) == {handover.generation}:
+            self._agreed = handover
+
+    @property
+    def switch_is_due(self) -> bool:
+        """Whether all have agreed to switch at the next boundary."""
+        return self._agreed is not None
+
+    # -- switching --------------------------------------------------------------------------------------------------
+
+    def switch(self, registered: Registered, facts: Mapping[str, Any]) -> Adoption:
+        """Change to the agreed group. Raises Dismissed when this worker is not in it.
+
+        Raises GroupBroken when the change does not come about, because a later plan has overtaken it or somebody died.
+        Nothing has changed then, and the group of before is still there: it trains on, if all of it live.
+        """
+        handover, self._agreed = self._agreed, None
+        assert handover is not None  # switch_is_due
+        return self._enter(handover, registered, facts, time.perf_counter())
+
+    def recover(
+        self,
+        registered: Registered,
+        facts: Mapping[str, Any],
+        pending: int | None,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> Adoption:
+        """Wait for a plan without the dead and form its group from the survivors' states in memory.
+
+        ``pending`` is the step whose sums this worker holds and whose commit failed. Raises Dismissed when the plan
+        goes on without this worker, or ``is_over`` says that nobody needs it any more, and SystemExit when no plan
+        comes.
+        """
+        began_s = time.perf_counter()
+        self._agreed = None
+        self.group.give_up("its operations fail")
+        # Whoever of it waits for this worker is freed.
+        self.group.close()
+        end_s = time.monotonic() + RECOVERY_LIMIT_S
+        while time.monotonic() < end_s:
+            if self.told_to_stop or is_over():
+                raise Dismissed
+            handover = self._handover
+            if handover is None or not (handover.ready or handover.failure):
+                self._news.wait(_WAIT_S)
+                self._news.clear()
+                continue
+            end_s = time.monotonic() + RECOVERY_LIMIT_S
+            if handover.failure is not None:
+                sys.stderr.write(f"elasticflow: generation {handover.generation} did not form: {handover.failure}\n")
+                self._leave_handover(handover, handover.failure)
+                continue
+            try:
+                return self._enter(handover, registered, facts, began_s, pending=pending, recovered=True)
+            except GroupBroken as error:
+                sys.stderr.write(f"elasticflow: generation {handover.generation} broke while it formed: {error}\n")
+        sys.stderr.write(f"elasticflow: no plan without the lost workers came in {RECOVERY_LIMIT_S:.0f} s: leaving\n")
+        raise SystemExit(ABANDONED_STATUS)
+
+    def join(self, registered: Registered, epoch: int) -> Adoption | None:
+        """A joiner's way in, once it is warm and its loops are in ``epoch``; None: the others will not come by there.
+
+        Raises Dismissed when the plan goes on without it.
+        """
+        self._announced = epoch
+        with self._lock:
+            if self._handover is not None:
+                self._handover.announce(epoch)
+        while True:
+            if self.told_to_stop:
+                raise Dismissed
+            handover = self._handover
+            if handover is None or handover.stopped or not handover.ready:
+                self._news.wait(_WAIT_S) if handover is None else handover.wait(_WAIT_S)
+                self._news.clear()
+                continue
+            if self._aim.misses(epoch, handover.epoch_of_holders, handover.joiner_epochs):
+                return None
+            assert handover.group is not None  # it is ready, and this worker is in it
+            if self._arrival is None or self._arrival[0] is not handover:
+                self._arrival = (handover, handover.group.begin_exchange_values({"step": -1}))
+            arrived = self._arrival[1]
+            if not arrived.done():
+                time.sleep(0.002)
+                continue
+            if isinstance(arrived.exception(), RuntimeError):
+                time.sleep(_WAIT_S)  # a later plan follows, or everybody is dead
+                continue
+            rows = arrived.result()
+            if all(row["step"] < 0 for row in rows) and not handover.store.check(["leavers"]):
+                time.sleep(_WAIT_S)  # all of the group are here to join: those who leave have yet to agree
+                continue
+            try:
+                return self._settle(handover, registered, rows, None, time.perf_counter())
+            except GroupBroken as error:
+                self._leave_handover(handover, str(error))  # a later plan follows
+
+    def next_epoch_to_join(self, otherwise: int) -> int:
+        """The epoch in which a joiner that has missed those who train should wait for them next."""
+        handover = self._handover
+        if handover is None or handover.epoch_of_holders is None:
+            return otherwise
+        return self._aim.choose(handover.epoch_of_holders, handover.joiner_epochs)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _enter(
+        self,
+        handover: Handover,
+        registered: Registered,
+        facts: Mapping[str, Any],
+        began_s: float,
+        *,
+        pending: int | None = None,
+        recovered: bool = False,
+    ) -> Adoption:
+        known = set(self.members)
+        joiners = [m for m in handover.plan.members if m.worker_id not in known]
+        stayers = len(handover.plan.members) - len(joiners)
+        # After a break one of those who are known may be a joiner that turned round before it took its place.
+        serves = bool(joiners) or recovered
+        server = StateServer(registered, facts, os.environ.get(ADDRESS_ENV, "127.0.0.1")) if serves else None
+        try:
+            if handover.group is None:
+                if stayers == 0 and server is not None:
+                    self._serve_as_leaver(handover, server, len(joiners))
+                else:
+                    _wait_as_leaver(handover)
+                raise Dismissed
+            row: dict[str, Any] = {"step": facts["step"], "pending": pending, "facts": facts}
+            if server is not None:
+                row["contact"] = server.contact
+            rows = handover.group.exchange_values(row, lambda: _look_at_joiners(handover))
+            return self._settle(handover, registered, rows, server, began_s, recovered=recovered)
+        except GroupBroken as error:
+            handover.give_up(str(error))
+            self._leave_handover(handover, str(error))
+            raise
+        finally:
+            if server is not None:
+                server.close()
+
+    def _serve_as_leaver(self, handover: Handover, server: StateServer, joiners: int) -> None:
+        """Everybody leaves and others come: the leavers hand the state over before they go, or all stay."""
+        mine = sum(1 for i in range(joiners) if i % self.group.size == self.group.rank)
+        handover.tell(f"leaver/{self.group.rank}", json.dumps(server.contact))
+        handover.tell("leavers", str(self.group.size))
+
+        def gone() -> bool:
+            # The store is lost with who hosts it: the first of those who come.
+            return handover.stopped or handover.failure is not None or bool(handover.silent_joiners())
+
+        done = server.wait(mine, gone)
+        if not self.group.broken:
+            done = bool(self.group.exchange(torch.tensor([float(done)])).all())
+        if not done:
+            _look_at_joiners(handover)
+            raise GroupBroken("a worker that joins did not take the state")
+
+    def _leave_handover(self, handover: Handover, why: str) -> None:
+        """It has come to nothing for this worker: whoever waits for it there is freed."""
+        with self._lock:
+            if self._handover is handover:
+                self._end_handover(why)
+
+    def _settle(
+        self,
+        handover: Handover,
+        registered: Registered,
+        rows: list[dict[str, Any]],
+        server: StateServer | None,
+        began_s: float,
+        *,
+        recovered: bool = False,
+    ) -> Adoption:
+        """Bring everybody of the new group to the same step."""
+        assert handover.group is not None
+        assert handover.rank is not None
+        rank, own = handover.rank, rows[handover.rank]
+        top = max(int(row["step"]) for row in rows)
+        holders = [r for r, row in enumerate(rows) if row["step"] == top]
+        catches_up = own["step"] == top - 1 and own.get("pending") == top
+        needy = [
+            r
+            for r, row in enumerate(rows)
+            if row["step"] < top and not (row["step"] == top - 1 and row.get("pending") == top)
+        ]
+        took_over: Mapping[str, Any] | None = None
+        nbytes = 0
+        if rank in needy and self.joined:
+            _die(f"the others went on to step {top} without this worker, which is at {own['step']}")
+        if top < 0:
+            contact = self._contact_of_leaver(handover)
+            received = self._receive(handover, contact, registered)
+            took_over, nbytes, top = received.facts, received.nbytes, int(received.facts["step"])
+        elif rank in needy:
+            source = rows[holders[needy.index(rank) % len(holders)]]
+            received = self._receive(handover, source["contact"], registered)
+            took_over, nbytes = received.facts, received.nbytes
+        elif server is not None and rank in holders:
+            mine = sum(1 for i in range(len(needy)) if holders[i % len(holders)] == rank)
+            group = handover.group
+            if not server.wait(mine, lambda: handover.stopped or group.broken or bool(handover.silent_joiners())):
+                _look_at_joiners(handover)
+                raise GroupBroken("a worker that joins did not take the state")
+            nbytes = server.nbytes
+        # The group of before is left together or not at all: until all have the state, nothing has changed.
+        handover.group.exchange(torch.zeros(1), lambda: _look_at_joiners(handover))
+        before = self.group.generation
+        self._take_place(handover)
+        return Adoption(
+            from_generation=before,
+            generation=handover.generation,
+            pause_s=time.perf_counter() - began_s,
+            state_bytes=nbytes,
+            recovered=recovered,
+            top_step=top,
+            took_over=took_over,
+            committed=rows[holders[0]]["facts"] if catches_up else None,
+        )
+
+    def _contact_of_leaver(self, handover: Handover) -> Any:
+        assert handover.rank is not None  # a joiner is in the plan
+        return json.loads(handover.store.get(f"leaver/{handover.rank % int(handover.store.get('leavers'))}"))
+
+    def _receive(self, handover: Handover, contact: Any, registered: Registered) -> Any:
+        try:
+            return receive(contact, registered)
+        except TransferError as error:
+            self.watcher.look()
+            if handover.stopped:
+                # Who served has heard of a later plan before us.
+                raise GroupBroken(str(error)) from error
+            _die(f"the state of training could not be taken over: {error}")
+
+    def _take_place(self, handover: Handover) -> None:
+        assert handover.group is not None  # this worker is in it
+        old = self.group
+        with self._lock:
+            if handover.stopped:
+                raise GroupBroken(f"generation {handover.generation} was overtaken by a later plan")
+            self.group = handover.group
+            self.members = tuple(m.worker_id for m in handover.plan.members)
+            self.joined = True
+            if self._handover is handover:
+                self._handover = None
+            gone = set(self.plan.lost) & set(self.members)
+        old.close()
+        handover.end()
+        self._ending = [part for part in self._ending if not part.join(0.0)] + [old, handover]
+        if gone:
+            self.group.give_up(f"worker {', '.join(sorted(gone))} is lost")
+
+    def close(self) -> bool:
+        """Leave. False when a thread stays behind, blocked in an operation with somebody who is gone."""
+        self.watcher.stop()
+        with self._lock:
+            self._end_handover("this worker leaves")
+        self.group.close()
+        ended = [part.join(_END_LIMIT_S) for part in [*self._ending, self.group]]
+        return all(ended)
+
+
+def _wait_as_leaver(handover: Handover) -> None:
+    """Others stay: return once they can do without this worker. Raises GroupBroken when it is to go on with them."""
+    while not handover.settled:
+        why = handover.given_up or handover.failure
+        if why is None and handover.stopped:
+            handover.join(_LAST_LOOK_LIMIT_S)
+            if handover.settled:
+                return
+            why = f"generation {handover.generation} was overtaken by a later plan"
+        if why is not None:
+            raise GroupBroken(why)
+        _look_at_joiners(handover)
+        time.sleep(_POLL_S)
+
+
+def _look_at_joiners(handover: Handover) -> None:
+    """Raise JoinerSilent when one does not answer any more. They themselves wait for the plan."""
+    silent = handover.silent_joiners()
+    if silent:
+        raise JoinerSilent(silent)
+
+
+def _die(why: str) -> NoReturn:
+    """End as a worker that died, not as a script that failed: the others go on without it."""
+    sys.stderr.write(f"elasticflow: {why}\n")
+    sys.stderr.flush()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise SystemExit(ABANDONED_STATUS)  # not reached: the signal is delivered to this very process

@@ -1,0 +1,1 @@
+"""One optimizer step of logical workers: gradients, sums, statistics and what it all costs."""

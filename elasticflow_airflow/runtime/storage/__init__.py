@@ -1,0 +1,1 @@
+"""Where checkpoints lie, and how they are published whole or not at all."""

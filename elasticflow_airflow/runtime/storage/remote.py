@@ -1,0 +1,324 @@
+"""Checkpoints in an object store, or whatever else fsspec can reach by a URL: nothing counts without its manifest.
+
+Interrupted uploads leave objects without a manifest (or, of multipart uploads, nothing that can be seen); they are
+removed once a newer checkpoint is promoted. May import the standard library and fsspec only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, cast
+
+from elasticflow_airflow.runtime.protocol import Promotion, candidate_name
+from elasticflow_airflow.runtime.storage import manifest
+from elasticflow_airflow.runtime.storage.manifest import (
+    MANIFEST,
+    CandidateInfo,
+    CheckpointError,
+    CheckpointUnreachable,
+    FileEntry,
+    unreachable,
+)
+from elasticflow_airflow.runtime.storage.retrying import retried
+from elasticflow_airflow.runtime.storage.store import (
+    Draft,
+    Part,
+    UploadBrokeOff,
+    broke_off,
+    collect_parts,
+    encode_part,
+    not_written,
+    part_name,
+)
+
+_PROMOTED = "promoted.json"
+_LASTING = (FileNotFoundError, NotImplementedError, PermissionError)
+_LASTING_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+T = TypeVar("T")
+
+
+class RemoteStore:
+    """Checkpoints behind an fsspec URL. Options (endpoints, keys) come from fsspec's and the vendors' own settings."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # it ships no types
+        except ImportError as error:
+            raise CheckpointError(f"checkpoints at {url} need fsspec: pip install fsspec") from error
+        try:
+            self._fs, self._root = url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise CheckpointError(
+                f"checkpoints cannot be kept at {url}: {error}. s3:// needs s3fs, gs:// needs gcsfs: install it in the "
+                "interpreter that trains"
+            ) from error
+        self._root = self._root.rstrip("/")
+        self.where = url.rstrip("/")
+
+    def try_writing(self) -> None:
+        """See Store."""
+        name = f".probe-{uuid.uuid4().hex}"
+
+        def probe() -> Exception | None:
+            try:
+                self.replace(name, b"May be deleted.")
+                self._fs.rm_file(f"{self._root}/{name}")
+            except Exception as error:
+                if _is_lasting(error):
+                    return error
+                raise
+            return None
+
+        error = retried(probe, Exception)
+        if error is not None:
+            raise error
+
+    @contextmanager
+    def writing(self, generation: int, step: int, part: Part | None) -> Iterator[Draft]:
+        """See Store. Leftovers of a save that was killed have no manifest; they are replaced or removed later."""
+        name = candidate_name(generation, step)
+        if part is None or part.rank == 0:
+            # What is written anew must not count meanwhile.
+            with _telling(self.where, step):
+                self.delete_file(f"{name}/{MANIFEST}")
+        draft = _RemoteDraft(self, generation, step, part)
+        try:
+            yield draft
+        except BaseException:
+            with contextlib.suppress(
+                Exception
+            ):  # The place may be what failed; without manifest it counts for nothing.
+                for file in draft.created:
+                    self.delete_file(f"{name}/{file}")
+            raise
+
+    def candidates(self) -> list[str]:
+        """See Store. Not by ``glob``: it takes a folder that cannot be listed for an empty one."""
+        self._fs.invalidate_cache()
+        names = [
+            f"{generation}/{step}"
+            for generation in self._listed("")
+            if re.fullmatch(r"g\d+", generation)
+            for step in self._listed(f"/{generation}")
+            if step.startswith("step-")
+        ]
+        return sorted(name for name in names if MANIFEST in self._listed(f"/{name}"))
+
+    def _listed(self, folder: str) -> list[str]:
+        try:
+            paths = self._reading(f"{self.where}{folder}", lambda: self._fs.ls(f"{self._root}{folder}", detail=False))
+        except FileNotFoundError:
+            return []
+        return [str(path).rstrip("/").rsplit("/", 1)[-1] for path in paths]
+
+    @contextmanager
+    def promoted(self, warn: Callable[[str], None], known: Promotion | None = None) -> Iterator[CandidateInfo | None]:
+        """See Store."""
+        with contextlib.ExitStack() as stack:
+
+            def fetched(name: str) -> CandidateInfo:
+                with contextlib.ExitStack() as own:
+                    info = own.enter_context(self.fetch(name))
+                    stack.push(own.pop_all())
+                return info
+
+            yield manifest.choose(self.candidates(), self._promotion, fetched, self.where, warn, known)
+
+    @contextmanager
+    def fetch(self, name: str) -> Iterator[CandidateInfo]:
+        """See Store. It is downloaded to the temporary folder of this machine (``TMPDIR``)."""
+        where = f"{self.where}/{name}"
+        raw = self.read(f"{name}/{MANIFEST}")
+        if raw is None:
+            raise CheckpointError(f"checkpoint {where}: {MANIFEST} is missing")
+        _, files = manifest.decode_manifest(raw, Path(where))
+        new = tempfile.TemporaryDirectory
+        with self._reading(where, lambda: _made(lambda: new(prefix="elasticflow-checkpoint-"))) as temporary:
+            folder = Path(temporary) / name
+            self._reading(where, lambda: _made(lambda: _lay(folder, raw)))
+            for file, entry in files.items():
+                self._download(f"{name}/{file}", folder / file, entry.size_bytes)
+            yield manifest.verify_candidate(folder)
+
+    def _download(self, name: str, target: Path, size_bytes: int) -> None:
+        """Bring an object here. It is damaged where it is itself too short, not where the copy is."""
+
+        def download() -> None:
+            try:
+                self._fs.get_file(f"{self._root}/{name}", str(target))
+                got = target.stat().st_size
+                if got != size_bytes and got != self._fs.info(f"{self._root}/{name}")["size"]:
+                    raise ConnectionError(f"the download of {name} broke off after {got} bytes")
+            except FileNotFoundError as error:
+                self._fs.invalidate_cache()
+                self._fs.info(f"{self._root}/{name}")  # Raises the same where it is the object that is not there.
+                raise unreachable(f"{self.where}/{name}", OSError(*error.args)) from error
+
+        try:
+            self._reading(f"{self.where}/{name}", download)
+        except FileNotFoundError as error:
+            folder, _, file = name.rpartition("/")
+            raise CheckpointError(f"checkpoint {self.where}/{folder}: {file} is missing") from error
+
+    def newest_generation(self) -> int | None:
+        """See Store. What has no manifest does not count here either: it may be written over."""
+        return max((int(name[1:].split("/")[0]) for name in self.candidates()), default=None)
+
+    def promote(self, info: CandidateInfo) -> None:
+        """See Store."""
+        promotion = Promotion(path=info.name, generation=info.generation, step=info.step, digest=info.digest)
+
+        def replace() -> None:
+            try:
+                self.replace(_PROMOTED, json.dumps(asdict(promotion)).encode())
+            except Exception as error:
+                kind = CheckpointError if _is_lasting(error) else UploadBrokeOff
+                raise kind(
+                    f"the checkpoint of step {info.step} is whole, but {self.where}/{_PROMOTED}, by which it counts, "
+                    f"could not be written: {error!r}. Look at the store; what counted before still does."
+                ) from error
+
+        retried(replace, UploadBrokeOff)
+
+    def remove_old(self, keep: int) -> list[str]:
+        """See Store. Uploads that broke off, older than the promoted one, are removed too."""
+        try:
+            promotion = self._promotion()
+        except (ValueError, TypeError):
+            return []  # Not known which one counts: remove none.
+        names = self.candidates()
+        removed = [name for name in names[: -keep or None] if promotion is None or name != promotion.path]
+        with _telling(self.where):
+            for name in removed:
+                # The manifest first: half a checkpoint must not count.
+                self.delete_file(f"{name}/{MANIFEST}")
+                self._fs.rm(f"{self._root}/{name}", recursive=True)
+            if promotion is not None:
+                for path in self._fs.glob(f"{self._root}/g*/step-*"):
+                    name = "/".join(str(path).rstrip("/").split("/")[-2:])
+                    if name < promotion.path and name not in names:
+                        self._fs.rm(f"{self._root}/{name}", recursive=True)
+        return removed
+
+    def open_for_writing(self, name: str) -> Any:
+        """Open an object; what was there stays until the new one is complete, where the store can do so."""
+        try:
+            return self._fs.open(f"{self._root}/{name}", "wb")
+        except FileNotFoundError:
+            # A file system, with folders. Not done beforehand: it would make buckets of misspelt names.
+            self._fs.makedirs(os.path.dirname(f"{self._root}/{name}"), exist_ok=True)
+            return self._fs.open(f"{self._root}/{name}", "wb")
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a small object whole."""
+        with self.open_for_writing(name) as stream:
+            stream.write(data)
+
+    def read(self, name: str) -> bytes | None:
+        """Read a small object; None where there is none. Raises CheckpointUnreachable."""
+        try:
+            raw = self._reading(f"{self.where}/{name}", lambda: self._fs.cat_file(f"{self._root}/{name}"))
+        except FileNotFoundError:
+            return None
+        return cast(bytes, raw)
+
+    def _reading(self, what: str, read: Callable[[], T]) -> T:
+        """Read, again where it fails. Raises CheckpointUnreachable, and FileNotFoundError for what is not there."""
+
+        def once() -> T:
+            try:
+                return read()
+            except (CheckpointError, FileNotFoundError):
+                raise
+            except Exception as error:  # Each store has errors of its own.
+                raise unreachable(what, error) from error
+
+        return retried(once, CheckpointUnreachable)
+
+    def _promotion(self) -> Promotion | None:
+        raw = self.read(_PROMOTED)
+        return None if raw is None else Promotion(**json.loads(raw))
+
+    def delete_file(self, name: str) -> None:
+        """Remove an object, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(f"{self._root}/{name}")
+
+
+class _RemoteDraft:
+    def __init__(self, store: RemoteStore, generation: int, step: int, part: Part | None) -> None:
+        self._store, self._part = store, part
+        self._generation, self._step = generation, step
+        self._name = candidate_name(generation, step)
+        self.created: list[str] = []
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[BinaryIO]:
+        with _telling(self._store.where, self._step):
+            self.created.append(name)
+            with self._store.open_for_writing(f"{self._name}/{name}") as stream:
+                yield stream
+
+    def publish(
+        self, entries: Mapping[str, FileEntry], *, incarnation: int, metadata: Mapping[str, Any], limit_s: float
+    ) -> CandidateInfo | None:
+        with _telling(self._store.where, self._step):
+            if self._part is not None:
+                handed_in = part_name(self._part, self._part.rank)
+                self._store.replace(f"{self._name}/{handed_in}", json.dumps(encode_part(entries)).encode())
+                if self._part.rank != 0:
+                    return None
+                entries = collect_parts(self._part, lambda name: self._store.read(f"{self._name}/{name}"), limit_s)
+            raw = manifest.encode_manifest(entries, incarnation, self._generation, self._step, metadata)
+            self._store.replace(f"{self._name}/{MANIFEST}", raw)
+            for rank in range(self._part.size if self._part else 0):
+                # It is whole already; what stays behind is removed with it, and to begin anew would lack these.
+                with contextlib.suppress(Exception):
+                    self._store.delete_file(f"{self._name}/{part_name(cast(Part, self._part), rank)}")
+        info, _ = manifest.decode_manifest(raw, Path(self._name))
+        return info
+
+
+def _is_lasting(error: Exception) -> bool:
+    """Whether trying again would not help."""
+    return isinstance(error, _LASTING) or (isinstance(error, OSError) and error.errno in _LASTING_ERRNOS)
+
+
+def _made(make: Callable[[], T]) -> T:
+    """Make something in the temporary folder of this machine: there FileNotFoundError says nothing of a checkpoint."""
+    try:
+        return make()
+    except FileNotFoundError as error:
+        raise unreachable("the temporary folder", OSError(*error.args)) from error
+
+
+def _lay(folder: Path, raw: bytes) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).write_bytes(raw)
+
+
+@contextmanager
+def _telling(where: str, writing: int | None = None) -> Iterator[None]:
+    """Say what fails as one kind of error, whatever the store: ``writing`` a step's checkpoint, or else what counts.
+
+    Raises UploadBrokeOff where another try may help.
+    """
+    try:
+        yield
+    except (CheckpointError, GeneratorExit):
+        raise
+    except Exception as error:
+        if writing is not None:
+            say = not_written if _is_lasting(error) else broke_off
+            raise say(writing, where, error) from error
+        raise CheckpointError(f"checkpoints at {where} cannot be reached: {error!r}") from error

@@ -1,0 +1,382 @@
+"""The daemon's life: one service per state directory, where it listens, and when it leaves.
+
+Puts the parts together; holds no rule of theirs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import structlog
+import uvicorn
+from sqlalchemy import Connection
+
+from elasticflow_airflow import __version__
+from elasticflow_airflow.api import ServiceCard
+from elasticflow_airflow.api.service_card import LOCK_FILE
+from elasticflow_airflow.engines.port import Engine
+from elasticflow_airflow.service.decisions.session_settings import trained_with
+from elasticflow_airflow.service.http.app import build_app
+from elasticflow_airflow.service.http.connections import HEAD_LIMIT_BYTES, BoundedConnection
+from elasticflow_airflow.service.http.parts import InsightServices, ServiceParts, Traffic
+from elasticflow_airflow.service.job_files.candidates import CandidateService, verify_by_manifest
+from elasticflow_airflow.service.job_files.snapshots import Snapshots
+from elasticflow_airflow.service.loop.reconcile import Reconciler
+from elasticflow_airflow.service.notify import Notifier
+from elasticflow_airflow.service.requests.capacity_service import CapacityService
+from elasticflow_airflow.service.requests.forecasting import ForecastService
+from elasticflow_airflow.service.requests.insight_service import InsightService
+from elasticflow_airflow.service.requests.job_service import JobService
+from elasticflow_airflow.service.requests.timetable_intake import CalendarService
+from elasticflow_airflow.service.requests.whatif import WhatIfService
+from elasticflow_airflow.service.secrets import SecretBox
+from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.store.open_store import CANNOT_OPEN, refuse_emptied, why_not
+from elasticflow_airflow.service.store.service_lock import own
+from elasticflow_airflow.service.store.store import Store
+from elasticflow_airflow.service.telemetry.event_log_follower import EventLogFollower, write_to_log
+from elasticflow_airflow.service.telemetry.traces import traces_from_environment
+
+SOCKET_PATH_LIMIT = 107
+_IDLE_LOOK_S = 0.5
+_SWITCH_S = 0.001
+"""The loop computes for seconds when many submit: whoever answers others comes in between five times as often."""
+_COLLECT = (50_000, 20, 50)
+"""Plans are made of many small objects that form no cycles: looking for cycles less often, nobody waits for that."""
+_FAKE_NODES = (1, 4)
+
+log = structlog.get_logger()
+
+
+class CannotServeError(Exception):
+    """The service cannot start; the message says what to do."""
+
+
+@contextmanager
+def lock_state_dir(state_dir: Path) -> Iterator[bool]:
+    """Hold the state directory's lock for life; yields False when another service holds it.
+
+    Raises CannotServeError when the directory cannot be used.
+    """
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(state_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise CannotServeError(
+            f"the state directory {state_dir} cannot be used: {error}. Choose another with ELASTICFLOW_STATE_DIR."
+        ) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+    finally:
+        os.close(descriptor)
+
+
+def serve(settings: ServiceSettings, *, embedded: bool) -> None:
+    """Run the service until it is told to leave, or (embedded) until it has been idle for long enough.
+
+    The caller holds the lock. Raises CannotServeError, with what to do.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # also before there is a server that hears of it
+    sys.setswitchinterval(_SWITCH_S)
+    gc.set_threshold(*_COLLECT)
+    gc.freeze()
+    if "throughput_error" in settings.model_fields_set:
+        log.warning(
+            "ELASTICFLOW_THROUGHPUT_ERROR is set: it is only what is assumed of tasks without past runs, no longer a"
+            " margin on every speed; how surely promises are kept is ELASTICFLOW_CONFIDENCE",
+            throughput_error=settings.throughput_error,
+            confidence=settings.confidence,
+        )
+    token, metrics_token = _token_for(settings, embedded), _metrics_token(settings)
+    listener, where = _listen(settings, embedded)
+    owning, started_at, idle = ExitStack(), time.time(), threading.Event()
+    try:
+        notifier = Notifier()
+        card = _write_card(settings.state_dir, where, started_at, embedded=embedded)
+        with _explained(settings):
+            refuse_emptied(settings.store_url(), settings.state_dir)
+            ownership = owning.enter_context(own(settings.store_url(), card.owner))
+        engine = open_engine(settings)
+        with _explained(settings):
+            parts, reconciler, candidates = assemble(settings, engine, notifier, check=ownership.check)
+            traces = traces_from_environment()
+            follower = EventLogFollower(parts.store, notifier, [write_to_log, *([] if traces is None else [traces])])
+        store, traffic = parts.store, parts.traffic
+        parts.snapshots.remove_leftovers()
+        server = _OrderlyServer(
+            uvicorn.Config(
+                build_app(parts, token, metrics_token),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                http=BoundedConnection,
+                h11_max_incomplete_event_size=HEAD_LIMIT_BYTES,
+                ws="none",
+                ssl_certfile=settings.tls_cert if not embedded else None,
+                ssl_keyfile=settings.tls_key if not embedded else None,
+                timeout_graceful_shutdown=3,
+            )
+        )
+        lost: list[str] = []
+
+        def leave(reason: str) -> None:
+            lost.append(reason)
+            server.should_exit = True
+
+        ownership.watch(reconciler.begin_anew, leave)
+        log.info("service started", version=__version__, endpoint=where, engine=engine.name, pid=os.getpid())
+        follower.start()
+        loop = threading.Thread(target=reconciler.run, name="reconcile", daemon=True)
+        loop.start()
+        if embedded:
+            threading.Thread(
+                target=_leave_when_idle,
+                args=(server, store, traffic, settings.idle_exit_s, idle),
+                name="idle",
+                daemon=True,
+            ).start()
+        server.run(sockets=[listener])
+        reconciler.stop()
+        loop.join(settings.grace_s)
+        candidates.close()
+        follower.close()
+        if traces is not None:
+            traces.close()
+        engine.close()
+        store.close()
+        log.info("service stopped; workers go on")
+        if lost:
+            raise CannotServeError(lost[0])
+    finally:
+        _note_end(settings.state_dir, started_at, idle=idle.is_set())
+        owning.close()
+        listener.close()
+        if settings.host is None or embedded:
+            (settings.state_dir / "service.sock").unlink(missing_ok=True)
+
+
+def assemble(
+    settings: ServiceSettings,
+    engine: Engine,
+    notifier: Notifier,
+    *,
+    clock: Callable[[], float] = time.time,
+    monotonic: Callable[[], float] = time.monotonic,
+    check: Callable[[Connection], None] = lambda _: None,
+) -> tuple[ServiceParts, Reconciler, CandidateService]:
+    """Put the service together around an engine, for the daemon and for whoever has a clock of his own.
+
+    ``check`` says at each write whether this service owns the database (see ``service_lock.py``). The caller runs the
+    loop, and closes the candidate service, the engine and the store.
+    """
+    store = Store(settings.store_url(), clock=clock, check=check)
+    snapshots = Snapshots(
+        settings.state_dir / "snapshots",
+        max_bytes=settings.snapshot_max_bytes,
+        max_files=settings.snapshot_max_files,
+    )
+    secrets = SecretBox(settings.state_dir / "secret.key")
+    candidates = CandidateService(verify_by_manifest, notifier.wake)
+    reconciler = Reconciler(
+        store, engine, settings, notifier, snapshots, secrets, candidates, clock=clock, monotonic=monotonic
+    )
+    forecasts = ForecastService(store, settings, reconciler.copy_scheduler, lambda: reconciler.device_type, clock=clock)
+    parts = ServiceParts(
+        store=store,
+        notifier=notifier,
+        snapshots=snapshots,
+        engine=engine,
+        job_service=JobService(
+            store,
+            notifier,
+            snapshots,
+            secrets,
+            settings,
+            slots=lambda: sum(node.slots for node in reconciler.nodes),
+            clock=clock,
+            renewals=reconciler.renewals,
+        ),
+        settings=settings,
+        nodes=lambda: reconciler.nodes,
+        problems=lambda: reconciler.problems,
+        traffic=Traffic(),
+        started_at=clock(),
+        forecasts=forecasts,
+        insight=InsightServices(
+            InsightService(
+                store,
+                reconciler.foresee,
+                lambda: reconciler.nodes,
+                partial(trained_with, settings=settings, snapshots=snapshots),
+                clock=clock,
+            ),
+            WhatIfService(forecasts),
+            CalendarService(store, settings, reconciler.hear_of_runs, clock=clock),
+        ),
+        capacity=CapacityService(forecasts),
+    )
+    return parts, reconciler, candidates
+
+
+class _OrderlyServer(uvicorn.Server):
+    """Stops at SIGTERM or SIGINT and returns: uvicorn's own raises the signal again, before anything is put away."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Ask the server to exit at the first signal, at once at the second SIGINT."""
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def open_engine(settings: ServiceSettings) -> Engine:
+    """The engine that the settings name. Raises CannotServeError."""
+    if settings.engine == "fake":
+        from elasticflow_airflow.engines.fake.engine import FakeEngine, fake_nodes
+
+        nodes, slots = settings.node_shape() or (_FAKE_NODES[0], settings.slots or _FAKE_NODES[1])
+        return FakeEngine(fake_nodes(nodes, slots), state_file=settings.state_dir / "fake-engine.json")
+    from elasticflow_airflow.engines.local import LocalEngine, detect_nodes
+    from elasticflow_airflow.engines.port import EngineError
+
+    try:
+        layout = detect_nodes(slots=settings.slots, virtual_nodes=settings.virtual_nodes)
+        warm = settings.warm_modules()
+        return LocalEngine(settings.state_dir, layout, settings.slot_lock_dir, warm_imports=warm)
+    except (ValueError, EngineError) as error:
+        raise CannotServeError(str(error)) from error
+    except OSError as error:
+        raise CannotServeError(f"the engine cannot use {settings.state_dir}: {error}. Free space there.") from error
+
+
+def _token_for(settings: ServiceSettings, embedded: bool) -> str | None:
+    if embedded or settings.host is None:
+        return None
+    try:
+        token = settings.read_token()
+    except ValueError as error:
+        raise CannotServeError(str(error)) from error
+    if token is None:
+        raise CannotServeError(
+            "serving on TCP needs a token: set ELASTICFLOW_TOKEN, or ELASTICFLOW_TOKEN_FILE to a file that holds one."
+            " Make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+        )
+    return token
+
+
+def _metrics_token(settings: ServiceSettings) -> str | None:
+    try:
+        return settings.read_metrics_token()
+    except ValueError as error:
+        raise CannotServeError(str(error)) from error
+
+
+def _listen(settings: ServiceSettings, embedded: bool) -> tuple[socket.socket, str]:
+    if settings.host is not None and not embedded:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((settings.host, settings.port))
+        except OSError as error:
+            raise CannotServeError(
+                f"cannot listen on {settings.host}:{settings.port}: {error.strerror}. Choose another --host or --port."
+            ) from error
+        scheme = "https" if settings.tls_cert else "http"
+        return listener, f"{scheme}://{settings.host}:{listener.getsockname()[1]}"
+    path = settings.state_dir / "service.sock"
+    length = len(os.fsencode(path))
+    if length > SOCKET_PATH_LIMIT:
+        raise CannotServeError(
+            f"the socket path {path} has {length} bytes, and a Unix socket takes at most {SOCKET_PATH_LIMIT}: choose a "
+            "shorter state directory ([elasticflow] state_dir in airflow.cfg, or ELASTICFLOW_STATE_DIR)"
+        )
+    path.unlink(missing_ok=True)  # Ours: we hold the lock, so whoever made it is gone.
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    except OSError as error:
+        raise CannotServeError(f"cannot listen on {path}: {error.strerror}") from error
+    finally:
+        os.umask(before)
+    return listener, f"unix://{path}"
+
+
+@contextmanager
+def _explained(settings: ServiceSettings) -> Iterator[None]:
+    """Turn what keeps the database from being used into one sentence."""
+    try:
+        yield
+    except CANNOT_OPEN as error:
+        raise CannotServeError(why_not(error, settings.store_url())) from error
+
+
+def _write_card(state_dir: Path, where: str, started_at: float, *, embedded: bool) -> ServiceCard:
+    """Say who serves this directory."""
+    card = ServiceCard(
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        started_at=started_at,
+        version=__version__,
+        endpoint=where,
+        embedded=embedded,
+    )
+    try:
+        card.write(state_dir)
+    except OSError as error:
+        raise CannotServeError(
+            f"the state directory {state_dir} cannot be written: {error.strerror}. Free space there, or choose another"
+            " with ELASTICFLOW_STATE_DIR."
+        ) from error
+    return card
+
+
+def _note_end(state_dir: Path, started_at: float, *, idle: bool) -> None:
+    """Say that the service has ended by itself: nobody waits for it to be started again."""
+    card = ServiceCard.read(state_dir)
+    if card is None or card.started_at != started_at:
+        return
+    try:
+        card.model_copy(update={"ended_at": time.time(), "idle": idle}).write(state_dir)
+    except OSError as error:
+        log.warning("that the service has ended could not be noted", problem=str(error))
+
+
+def _leave_when_idle(
+    server: uvicorn.Server, store: Store, traffic: Traffic, idle_exit_s: float, idle: threading.Event
+) -> None:
+    busy_at = time.monotonic()
+    while not server.should_exit:
+        time.sleep(_IDLE_LOOK_S)
+        now = time.monotonic()
+        if traffic.under_way:
+            busy_at = now
+        elif now - max(busy_at, traffic.last_monotonic_s) > idle_exit_s:
+            with store.read() as reader:
+                live = reader.live_count()
+            if live:
+                busy_at = now
+            else:
+                log.info("idle: the service leaves; the next task that needs it starts it again")
+                idle.set()
+                server.should_exit = True

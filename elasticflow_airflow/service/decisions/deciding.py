@@ -1,0 +1,333 @@
+"""Asks the scheduler and writes down what it decides: verdicts, generations, reasons. Calls no engine."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from elasticflow_airflow.api import EventKind, State
+from elasticflow_airflow.api.status import AdmissionDecision
+from elasticflow_airflow.bounds import utc
+from elasticflow_airflow.engines.port import GangState
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.decisions import (
+    Admit,
+    Amended,
+    AmendRejected,
+    AtRisk,
+    Decision,
+    JobDecision,
+    OnTrack,
+    Purpose,
+    Reject,
+    Resize,
+    Suspend,
+    Terms,
+    Wait,
+    WakeMeAt,
+)
+from elasticflow_airflow.scheduler_core.model.events import CalendarEvent, Event
+from elasticflow_airflow.scheduler_core.model.values import Job
+from elasticflow_airflow.service.decisions import task_history
+from elasticflow_airflow.service.decisions.faults import SchedulerFaultError
+from elasticflow_airflow.service.decisions.next_generation import can_continue, order, unbegun_restart_of
+from elasticflow_airflow.service.decisions.pass_context import PassContext
+from elasticflow_airflow.service.store.documents.job_documents import StoredVerdict
+from elasticflow_airflow.service.store.documents.scheduler_values import plan_to_json, slots_to_json
+from elasticflow_airflow.service.store.store import DATABASE_AWAY
+from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.store.transitions import move
+from elasticflow_airflow.service.telemetry import instruments
+
+_DECISIONS: Mapping[Terms, AdmissionDecision] = {
+    Terms.DEADLINE: "admitted",
+    Terms.BEST_EFFORT: "best_effort",
+    Terms.RENEGOTIATED: "renegotiated",
+}
+
+
+def feed(context: PassContext, event: Event | CalendarEvent) -> None:
+    """Tell the scheduler what happened and write down everything that it decides. Raises SchedulerFaultError."""
+    context.fed.append(event)
+    _write_down(context, event, lambda: context.scheduler.handle(event, context.now))
+
+
+def feed_reports(context: PassContext, reports: Sequence[ev.JobProgressed | ev.GangStarted]) -> None:
+    """Tell the scheduler what several jobs report, so that it plans once for all of them. Raises as :func:`feed`."""
+    if context.singly:
+        for report in reports:
+            feed(context, report)
+    elif reports:
+        context.fed += reports
+        _write_down(context, reports[0], lambda: context.scheduler.reported(reports, context.now))
+
+
+def feed_submitted(context: PassContext, jobs: Iterable[Job]) -> None:
+    """Ask the scheduler about jobs, one by one in order, so that it plans once for all. Raises as :func:`feed`.
+
+    ``jobs`` may take its time, and end when that is over: the next is asked for when the one before is decided on.
+    """
+    if context.singly:
+        for job in jobs:
+            feed(context, ev.JobSubmitted(job))
+        return
+    noted = _noted(context, jobs)
+    first = next(noted, None)
+    if first is not None:
+        coming = itertools.chain([first], noted)
+        _write_down(context, ev.JobSubmitted(first), lambda: context.scheduler.submitted(coming, context.now))
+
+
+def _noted(context: PassContext, jobs: Iterable[Job]) -> Iterator[Job]:
+    for job in jobs:
+        context.fed.append(ev.JobSubmitted(job))
+        yield job
+
+
+def _write_down(context: PassContext, first: Event | CalendarEvent, decide: Callable[[], Sequence[Decision]]) -> None:
+    """Have the scheduler decide on events that it hears together, of which ``first`` stands for all."""
+    context.decided = True
+    try:
+        with instruments.deciding(first):
+            decisions = decide()
+    except DATABASE_AWAY:
+        raise
+    except Exception as error:
+        raise SchedulerFaultError(first) from error
+    context.wake_at = None  # The scheduler asks anew after each event.
+    record_all(context, decisions)
+
+
+def record_all(context: PassContext, decisions: Sequence[Decision]) -> None:
+    """Write down decisions that were made together: of each job only where it ends up.
+
+    A job that gives its slots up and gets others (or the same) in one breath never stands without any. One that gets
+    the very slots that its gang trains on goes on there, and the scheduler hears that nothing has to start.
+    """
+    changes = [(decision.job_id, i) for i, decision in enumerate(decisions) if isinstance(decision, Resize | Suspend)]
+    last = dict(changes)
+    goes_on = []
+    for i, decision in enumerate(decisions):
+        if isinstance(decision, Resize | Suspend) and i != last[decision.job_id]:
+            continue
+        later = last.get(decision.job_id, i) if isinstance(decision, Wait) else i
+        if later > i and isinstance(decisions[later], Resize):
+            continue  # It had waited for no time at all.
+        if isinstance(decision, WakeMeAt):
+            context.wake_at = decision.at_s
+            continue
+        with context.on_behalf_of(decision.job_id, "writing down what was decided"):
+            record(context, decision)
+            if isinstance(decision, Resize) and _trains_there(context, decision.job_id):
+                goes_on.append(ev.GangStarted(decision.job_id, decision.placement))
+    feed_reports(context, goes_on)
+
+
+def _trains_there(context: PassContext, job_id: str) -> bool:
+    row = context.live(job_id)
+    generation = None if row is None else context.desired(row)
+    return generation is not None and generation.state == GangState.RUNNING and generation.running_at is not None
+
+
+def record(context: PassContext, decision: JobDecision) -> None:
+    """Write down one decision."""
+    row = context.live(decision.job_id)
+    if row is None or row.ending:
+        return  # It is on its way out, whatever the scheduler would have liked.
+    if isinstance(decision, Admit):
+        _admit(context, row, decision)
+    elif isinstance(decision, Reject):
+        _reject(context, row, decision)
+    elif isinstance(decision, Wait):
+        _wait(context, row, decision)
+    elif isinstance(decision, Resize):
+        _resize(context, row, decision)
+    elif isinstance(decision, Suspend):
+        _suspend(context, row, decision)
+    elif isinstance(decision, Amended):
+        _amended(context, row, decision)
+    elif isinstance(decision, AmendRejected):
+        _amend_rejected(context, row, decision)
+    elif isinstance(decision, AtRisk):
+        row.at_risk = True
+        row.projected_finish_at = decision.projected_s
+        context.event(
+            EventKind.AT_RISK,
+            decision.reason,
+            row,
+            deadline_at=decision.deadline_s,
+            projected_at=_finite(decision.projected_s),
+        )
+    elif isinstance(decision, OnTrack):
+        row.at_risk = False
+        row.projected_finish_at = decision.projected_s
+        reason = f"fits its deadline again: projected end {when(decision.projected_s)}"
+        context.event(
+            EventKind.ON_TRACK, reason, row, deadline_at=decision.deadline_s, projected_at=decision.projected_s
+        )
+
+
+def _admit(context: PassContext, row: IncarnationRow, decision: Admit) -> None:
+    asked = row.deadline_at
+    if decision.terms is Terms.BEST_EFFORT:
+        row.best_effort, row.deadline_at = True, None
+    elif decision.deadline_s is not None:
+        row.deadline_at = decision.deadline_s
+    reason = decision.reason + _limit_of(row)
+    verdict = StoredVerdict(
+        decision=_DECISIONS[decision.terms],
+        reason=reason,
+        deadline_at=row.deadline_at,
+        plan=plan_to_json(decision.plan),
+    )
+    context.give_verdict(
+        row,
+        EventKind.ADMITTED,
+        verdict,
+        terms=decision.terms.value,
+        deadline_at=row.deadline_at,
+        asked_deadline_at=asked,
+    )
+    _take_on(context, row, decision.reason)
+    if context.knows_curve(row):
+        task_history.remember(context.tx, context.jobs[row.job_id], row, context.now, complete=True)
+        context.learned = True
+
+
+def _limit_of(row: IncarnationRow) -> str:
+    """What limits its workers beside the cluster, as it was found when it was introduced; until it is decided on."""
+    return row.verdict.limit
+
+
+def _take_on(context: PassContext, row: IncarnationRow, reason: str) -> None:
+    """It has been decided on, and trains from now on, whatever it did before."""
+    generation = context.desired(row)
+    if generation is not None and generation.purpose == Purpose.PROFILE:
+        generation.purpose = Purpose.TRAIN.value  # Unless a Resize follows, it simply goes on.
+    running = generation is not None and generation.state == GangState.RUNNING
+    move(row, State.RUNNING if running else State.ADMITTED, reason)
+
+
+def _reject(context: PassContext, row: IncarnationRow, decision: Reject) -> None:
+    earliest, reason = decision.earliest_deadline_s, decision.reason + _limit_of(row)
+    verdict = StoredVerdict(
+        decision="rejected", reason=reason, deadline_at=row.deadline_at, earliest_deadline_at=earliest
+    )
+    context.give_verdict(row, EventKind.REJECTED, verdict, deadline_at=row.deadline_at, earliest_deadline_at=earliest)
+    context.end(row, State.REJECTED, reason)
+
+
+def _wait(context: PassContext, row: IncarnationRow, decision: Wait) -> None:
+    if row.state == State.WAITING and row.state_reason == decision.reason:
+        return
+    if row.verdict.decision == "undecided":
+        verdict = StoredVerdict(reason=decision.reason, limit=_limit_of(row))
+        context.give_verdict(row, EventKind.WAITING, verdict, until=decision.until_s)
+    else:
+        context.event(EventKind.WAITING, decision.reason, row, until=decision.until_s)
+    if context.desired(row) is None:
+        move(row, State.WAITING, decision.reason)
+    else:
+        row.state_reason = decision.reason
+
+
+def _resize(context: PassContext, row: IncarnationRow, decision: Resize) -> None:
+    slots = slots_to_json(decision.placement.slots)
+    profile = decision.purpose is Purpose.PROFILE
+    current = context.desired(row)
+    if current is not None and current.placement == slots and current.desired == "run" and not _over(current):
+        current.purpose = decision.purpose.value
+        workers = "worker" if len(slots) == 1 else "workers"
+        reason = f"goes on with {len(slots)} {workers} on the slots that it has"
+        context.event(EventKind.KEPT, reason, row, generation=current.generation, workers=len(slots))
+        return
+    there = None if current is None else unbegun_restart_of(context, row, current)
+    if there is not None and there.placement == slots:
+        row.desired_generation, there.purpose = there.generation, decision.purpose.value
+        workers = "worker" if len(slots) == 1 else "workers"
+        reason = f"goes on with {len(slots)} {workers} where it is: the change that was ordered had not begun"
+        context.event(EventKind.KEPT, reason, row, generation=there.generation, workers=len(slots))
+        row.state_reason = decision.reason
+        return
+    training = context.training(row) or current
+    generation = order(
+        context,
+        row,
+        slots=slots,
+        purpose=decision.purpose.value,
+        reason=decision.reason,
+        continues=can_continue(context, row),
+    )
+    context.event(
+        EventKind.RESIZED,
+        decision.reason,
+        row,
+        generation=generation.generation,
+        workers=len(slots),
+        workers_before=training.workers if training is not None else 0,
+        slots=slots,
+        purpose=decision.purpose.value,
+        mode=generation.mode,
+    )
+    if profile:
+        move(row, State.PROFILING, decision.reason)
+    elif row.state in (State.SUBMITTED, State.WAITING, State.PROFILING):
+        move(row, State.ADMITTED, decision.reason)
+    else:
+        row.state_reason = decision.reason
+
+
+def _suspend(context: PassContext, row: IncarnationRow, decision: Suspend) -> None:
+    row.desired_generation = None
+    context.event(EventKind.SUSPENDED, decision.reason, row)
+    move(row, State.SUSPENDED, decision.reason)
+
+
+def _amended(context: PassContext, row: IncarnationRow, decision: Amended) -> None:
+    row.deadline_at, row.value = decision.deadline_s, decision.value
+    row.best_effort = decision.deadline_s is None
+    row.deadline_passed = False
+    until = "best effort" if decision.deadline_s is None else f"deadline {when(decision.deadline_s)}"
+    reason = f"amended: {until}, value {decision.value:g}"
+    told = {"deadline_at": decision.deadline_s, "value": decision.value}
+    undecided = row.verdict.decision == "undecided"
+    if undecided and decision.deadline_s is None and not row.parked:
+        _take_on(context, row, reason)
+    if not undecided or decision.deadline_s is None:
+        verdict = replace(
+            row.verdict,
+            decision="best_effort" if decision.deadline_s is None else "admitted",
+            reason=reason,
+            deadline_at=decision.deadline_s,
+            plan=plan_to_json(decision.plan),
+        )
+        context.give_verdict(row, EventKind.AMENDED, verdict, **told)
+    else:
+        context.event(EventKind.AMENDED, reason, row, **told)
+    if context.amendment is not None and context.amendment.job_id == row.job_id:
+        context.amendment.answer = {"accepted": True, "reason": reason, "earliest_deadline_at": None}
+
+
+def _amend_rejected(context: PassContext, row: IncarnationRow, decision: AmendRejected) -> None:
+    earliest = decision.earliest_deadline_s
+    context.event(EventKind.AMEND_REJECTED, decision.reason, row, earliest_deadline_at=earliest)
+    if context.amendment is not None and context.amendment.job_id == row.job_id:
+        answer = {"accepted": False, "reason": decision.reason, "earliest_deadline_at": earliest}
+        context.amendment.answer = answer
+
+
+def when(at_s: float) -> str:
+    """A time for a sentence, in UTC."""
+    if not math.isfinite(at_s):
+        return "never"
+    return utc(at_s).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _over(generation: GenerationRow) -> bool:
+    return generation.state in (GangState.ENDED, GangState.LEAVING)

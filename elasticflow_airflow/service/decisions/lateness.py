@@ -1,0 +1,95 @@
+"""What becomes of a job that comes after its deadline, or comes again when its deadline cannot be kept any more.
+
+Rows in, rows out; asks nobody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elasticflow_airflow.api import EventKind, State
+from elasticflow_airflow.scheduler_core.model.values import Job, OnReject
+from elasticflow_airflow.service.decisions.deciding import when
+from elasticflow_airflow.service.decisions.pass_context import PassContext
+from elasticflow_airflow.service.store.documents.job_documents import StoredVerdict
+from elasticflow_airflow.service.store.tables import IncarnationRow
+
+_TAKEN_ON = ("admitted", "renegotiated", "best_effort")
+
+
+def settle(context: PassContext, row: IncarnationRow, job: Job) -> Job | None:
+    """The job as the scheduler is to be asked about it; None: it is over, and nobody need be asked.
+
+    A deadline that has passed becomes none where the submitter wants that, and where an incarnation before had been
+    taken on, so that ``on_miss`` says what a miss means. Every other is refused.
+    """
+    deadline_s, last_s = job.deadline_s, job.last_deadline_s
+    if deadline_s is None or last_s is None:
+        return job
+    earlier, on_miss = _taken_on(context, row), row.submission["on_miss"]
+    if earlier and on_miss == "finish" and job.on_reject is OnReject.FAIL and context.now < last_s:
+        # A retry may end late where the training might have; to refuse it would throw away what was trained.
+        return replace(job, on_reject=OnReject.BEST_EFFORT)
+    why = f"its deadline {when(deadline_s)} has passed already"
+    policy = row.submission.get("on_past_deadline", "on_miss")
+    if context.now >= last_s and policy == "on_miss" and earlier:
+        if not any(one.deadline_passed for one in earlier):
+            why = f"missed its deadline {when(deadline_s)} while it did not train, at step {row.step}"
+            context.event(EventKind.DEADLINE_MISSED, f'{why}; on_miss="{on_miss}"', row)
+        row.deadline_passed = True
+        if on_miss == "fail":
+            context.end(row, State.FAILED, why, failure=why)
+            return None
+        if on_miss == "use_last_checkpoint":
+            context.end(row, State.SUCCEEDED, f"{why}; its last checkpoint is used", use_checkpoint=True)
+            return None
+        policy = "best_effort"
+    asked = as_asked(job, policy, context.now)
+    if asked is None:
+        _reject_at_once(context, row, passed_already(deadline_s))
+    elif asked.deadline_s is None:
+        _give_in(context, row, why)
+    return asked
+
+
+def as_asked(job: Job, policy: str, now: float) -> Job | None:
+    """A job that goes on from nothing, as the scheduler is asked about it; None: it is refused without being asked.
+
+    ``policy``: ``on_past_deadline`` of the submission.
+    """
+    last_s = job.last_deadline_s
+    if job.deadline_s is None or last_s is None or max(job.deadline_s, last_s) > now:
+        return job
+    if policy == "best_effort":
+        return replace(job, deadline_s=None, on_reject=OnReject.FAIL, latest_deadline_s=None)
+    can_offer = job.curve is not None and job.total_steps is not None
+    return replace(job, on_reject=OnReject.FAIL) if can_offer else None
+
+
+def passed_already(deadline_at: float) -> str:
+    """Why a deadline before now is refused."""
+    return f"its deadline {when(deadline_at)} has passed already: choose a later one, or best_effort=True"
+
+
+def _give_in(context: PassContext, row: IncarnationRow, why: str) -> None:
+    row.deadline_at, row.best_effort = None, True
+    context.tx.rely_on(row, "submission")
+    given_up = {"deadline_at": None, "best_effort": True, "on_reject": "fail", "latest_deadline_at": None}
+    row.submission = {**row.submission, **given_up}
+    context.event(EventKind.BEST_EFFORT, f"{why}: trains as best effort", row)
+
+
+def _taken_on(context: PassContext, row: IncarnationRow) -> list[IncarnationRow]:
+    """The incarnations that it goes on from; none where all of them were refused."""
+    found: list[IncarnationRow] = []
+    before = row.resume_from
+    while before is not None and (earlier := context.tx.incarnation(row.job_id, before)) is not None:
+        found.append(earlier)
+        before = earlier.resume_from
+    return found if any(one.verdict.decision in _TAKEN_ON for one in found) else []
+
+
+def _reject_at_once(context: PassContext, row: IncarnationRow, reason: str) -> None:
+    verdict = StoredVerdict(decision="rejected", reason=reason, deadline_at=row.deadline_at)
+    context.give_verdict(row, EventKind.REJECTED, verdict, deadline_at=row.deadline_at)
+    context.end(row, State.REJECTED, reason)

@@ -1,0 +1,157 @@
+"""A loss to train to, as the service sees it: when a job is expected to reach it, and what the scheduler hears of that.
+
+The upper bound (``steps=``, ``epochs=``) is what promises are made on; the prediction goes to the scheduler beside it.
+Rows in, rows and events out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from elasticflow_airflow.api import EventKind
+from elasticflow_airflow.runtime.protocol import Report
+from elasticflow_airflow.scheduler_core.convergence import LossCurve, Prediction, predict
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.service.decisions.deciding import feed
+from elasticflow_airflow.service.decisions.pass_context import PassContext
+from elasticflow_airflow.service.store.documents.job_documents import LossTarget
+from elasticflow_airflow.service.store.tables import IncarnationRow
+
+_MATERIAL = 0.25
+"""Of what is left: a prediction that moves by more is worth a line in the event log ..."""
+_MATERIAL_OF_ALL = 0.05
+"""... if it is also more than this part of the upper bound: near the end everything is a large part of what is left."""
+
+
+def begin(context: PassContext, row: IncarnationRow, earlier: Mapping[str, Any] | None) -> None:
+    """A job with a target is introduced; ``earlier`` is the loss curve of this task's last run, if there is one.
+
+    Until it has a curve of its own, it is expected to take as long (Optimus, EuroSys 2018, section 3.1).
+    """
+    loss = row.submission.get("target_loss")
+    if loss is None:
+        return
+    target = LossTarget(loss=float(loss), earlier=_curve(earlier))
+    _take(context, row, target, predict(LossCurve(1.0, ()), target.loss, earlier=target.earlier))
+
+
+def fold(context: PassContext, row: IncarnationRow, report: Report) -> None:
+    """Take in what a progress report says of the target."""
+    data, target = report.data, row.target
+    if target is None or "target_loss" not in data:
+        return
+    smoothed = _number(data.get("smoothed_loss"))
+    if smoothed is not None:
+        row.target = target = replace(target, smoothed=smoothed)
+    curve = _curve(data.get("loss_curve"))
+    if curve is None:
+        return  # No new prediction: the last one holds.
+    target = replace(target, curve=curve)
+    made = predict(curve, target.loss, earlier=target.earlier) if target.earlier else _reported(report)
+    _take(context, row, target, made)
+
+
+def finished(context: PassContext, row: IncarnationRow, report: Report) -> None:
+    """The session has ended: say whether the target was reached, and forget that more was expected."""
+    data, target = report.data, row.target
+    if target is None or "target_reached" not in data:
+        return
+    smoothed = _number(data.get("smoothed_loss"))
+    reached, loss = bool(data["target_reached"]), target.loss
+    curve = _curve(data.get("loss_curve")) or target.curve
+    row.target = replace(target.unpredicted(), reached=reached, smoothed=smoothed, curve=curve)
+    seen = "" if smoothed is None else f"smoothed loss {smoothed:.4g}"
+    if reached:
+        most = "" if row.total_steps is None else f" of at most {row.total_steps}"
+        reason = f"target loss {loss:g} reached at step {report.step}{most} ({seen})"
+        context.event(EventKind.TARGET_REACHED, reason, row, step=report.step, target_loss=loss, smoothed_loss=smoothed)
+    else:
+        reason = f"target loss {loss:g} was not reached in {report.step} steps ({seen})"
+        context.event(EventKind.TARGET_MISSED, reason, row, step=report.step, target_loss=loss, smoothed_loss=smoothed)
+
+
+def reached(row: IncarnationRow) -> bool:
+    """Whether the job ended, or is ending, because its loss was low enough."""
+    return row.target is not None and bool(row.target.reached)
+
+
+def tell(context: PassContext, row: IncarnationRow, *, step: int | None = None, total: bool = False) -> None:
+    """Tell the scheduler how much is left, once the length is known. ``step``: not the row's; ``total``: both."""
+    report = progress(row, step=step, total=total)
+    if report is not None:
+        feed(context, report)
+
+
+def progress(
+    row: IncarnationRow, *, step: int | None = None, speed: float | None = None, total: bool = False
+) -> ev.JobProgressed | None:
+    """What there is to tell of how much is left; None while the length is not known."""
+    if row.total_steps is None:
+        return None
+    done = row.step if step is None else step
+    left = 0.0 if reached(row) else float(max(0, row.total_steps - done))
+    at_most = None if row.target is None else row.target.at_most
+    return ev.JobProgressed(
+        row.job_id,
+        remaining_steps=left,
+        steps_per_s=speed,
+        total_steps=float(row.total_steps) if total else None,
+        expected_steps=None if at_most is None else min(left, max(0.0, float(at_most) - done)),
+    )
+
+
+def _reported(report: Report) -> Prediction | None:
+    """What the session predicts. Without an error it is no prediction to plan with."""
+    left, error = (_number(report.data.get(name)) for name in ("steps_left", "steps_left_error"))
+    if left is None or error is None or left + error <= 0.0:
+        return None
+    steps = report.step + left
+    if steps <= 0.0:
+        return None
+    return Prediction(steps=steps, error=math.log1p(max(0.0, error) / steps), source="fit")
+
+
+def _take(context: PassContext, row: IncarnationRow, target: LossTarget, made: Prediction | None) -> None:
+    """Keep a target with a prediction, or that there is none; say so when it is news."""
+    if made is None or not math.isfinite(made.at_most()):
+        row.target = replace(target.unpredicted(), told=None)
+        if target.told is not None:
+            reason = f"when target loss {target.loss:g} is reached cannot be foretold any more"
+            context.event(EventKind.TARGET_LENGTH, f"{reason}: at {_bound(row)}", row, step=row.step)
+        return
+    bound = math.inf if row.total_steps is None else float(row.total_steps)
+    step, at_most = min(made.steps, bound), min(made.at_most(), bound)
+    expected, latest = round(step), math.ceil(at_most - 1e-6)
+    row.target = replace(target, step=expected, at_most=latest)
+    if _is_news(at_most, bound if target.told is None else float(target.told), bound, row.step):
+        row.target = replace(row.target, told=latest)
+        since = "" if made.source == "fit" else ", as in the last run of this task"
+        reason = (
+            f"target loss {target.loss:g} is expected at step {expected}, at {latest} with the error of"
+            f" the prediction{since}; at {_bound(row)}"
+        )
+        context.event(EventKind.TARGET_LENGTH, reason, row, step=row.step, expected_step=expected, at_most_step=latest)
+
+
+def _is_news(at_most: float, before: float, bound: float, step: int) -> bool:
+    if math.isinf(before):
+        return True
+    floor = 0.0 if math.isinf(bound) else _MATERIAL_OF_ALL * bound
+    return abs(at_most - before) > max(_MATERIAL * (max(at_most, before) - step), floor)
+
+
+def _bound(row: IncarnationRow) -> str:
+    return "most as long as the script says" if row.total_steps is None else f"most {row.total_steps} steps"
+
+
+def _curve(raw: Mapping[str, Any] | None) -> LossCurve | None:
+    if not raw or not raw.get("losses"):
+        return None
+    return LossCurve(float(raw["width"]), tuple(float(loss) for loss in raw["losses"]))
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

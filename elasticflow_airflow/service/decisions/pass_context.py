@@ -1,0 +1,291 @@
+"""What one pass of the loop works on: the rows of every job that still matters, in one unit of work.
+
+Holds no rules; the modules around it do. Rows are changed in place and are stored when the unit of work is committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from elasticflow_airflow.api import EventKind, State
+from elasticflow_airflow.engines.port import STANDING, GangState, WorkerObservation
+from elasticflow_airflow.runtime.protocol import RescaleMode, checkpoint_dir
+from elasticflow_airflow.scheduler_core import Scheduler
+from elasticflow_airflow.scheduler_core.model.events import CalendarEvent, Event, GangStarted, JobProgressed
+from elasticflow_airflow.scheduler_core.model.values import JobState, RescaleCosts, Slot
+from elasticflow_airflow.service.decisions.faults import Faults, SchedulerFaultError
+from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.store.documents.job_documents import (
+    Ending,
+    InPlaceRecord,
+    MeasuredCosts,
+    StoredVerdict,
+)
+from elasticflow_airflow.service.store.documents.speed_measurement import Enough
+from elasticflow_airflow.service.store.store import DATABASE_AWAY
+from elasticflow_airflow.service.store.tables import AmendmentRow, GenerationRow, IncarnationRow, JobRow
+from elasticflow_airflow.service.store.unit_of_work import UnitOfWork
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Somebody holds a slot, who is not known to the service: nothing is planned on it before ``until_s`` (UTC)."""
+
+    holder: str
+    until_s: float
+
+
+@dataclass(slots=True)
+class PassContext:
+    """Rows of one pass, the scheduler, and the time of the pass (UTC seconds)."""
+
+    tx: UnitOfWork
+    now: float
+    settings: ServiceSettings
+    scheduler: Scheduler
+    faults: Faults
+    """What went wrong with single jobs in this pass."""
+    jobs: dict[str, JobRow] = field(default_factory=dict)
+    rows: list[IncarnationRow] = field(default_factory=list)
+    """Incarnations in order of submission, without those that are set aside."""
+    aside: list[IncarnationRow] = field(default_factory=list)
+    """Incarnations that are set aside (see ``setting_aside.py``): only they may be touched there."""
+    generations: dict[tuple[str, int], GenerationRow] = field(default_factory=dict)
+    """Generations of ``rows`` whose end is not handled."""
+    workers: dict[tuple[str, int], tuple[WorkerObservation, ...]] = field(default_factory=dict)
+    """The members of each generation, as this pass observed them."""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """Columns of the samples of this pass that are not stored yet."""
+    held: Mapping[Slot, Held] = field(default_factory=dict)
+    """Slots that somebody holds whom the service does not know (see ``unknown_gangs.py``)."""
+    amendment: AmendmentRow | None = None
+    """The one that the scheduler is asked about right now."""
+    wake_at: float | None = None
+    learned: bool = False
+    """Something is known better of recurring tasks than the scheduler was told."""
+    fed: list[Event | CalendarEvent] = field(default_factory=list)
+    """What the scheduler heard in this pass."""
+    started: dict[str, tuple[int, GangStarted]] = field(default_factory=dict)
+    """Whose gangs make steps now, and of which generation, until the scheduler hears of it."""
+    progressed: dict[str, JobProgressed] = field(default_factory=dict)
+    """What jobs report of their progress, until the scheduler hears of it."""
+    singly: bool = False
+    """The scheduler hears one event after the other: heard together, it failed on them, and on none alone."""
+    decided: bool = False
+    """The scheduler heard something, or was restored."""
+    more: bool = False
+    """Some have to wait for the next pass to be decided on."""
+    _of_job: dict[str, list[IncarnationRow]] = field(default_factory=dict)
+    _gangs: dict[tuple[str, int], list[GenerationRow]] = field(default_factory=dict)
+
+    @classmethod
+    def open(
+        cls,
+        tx: UnitOfWork,
+        now: float,
+        settings: ServiceSettings,
+        scheduler: Scheduler,
+        wake_at: float | None,
+        faults: Faults | None = None,
+    ) -> PassContext:
+        """Take the rows that the unit of work has read."""
+        context = cls(tx, now, settings, scheduler, Faults() if faults is None else faults, wake_at=wake_at)
+        for job, row in tx.current_rows:
+            context.jobs[job.job_id] = job
+            context._of_job.setdefault(job.job_id, []).append(row)
+            (context.aside if job.job_id in context.faults else context.rows).append(row)
+        for generation in tx.current_generations:
+            context._gangs.setdefault((generation.job_id, generation.incarnation), []).append(generation)
+            if generation.job_id not in context.faults:
+                context.generations[generation.job_id, generation.generation] = generation
+        return context
+
+    @contextmanager
+    def on_behalf_of(self, job_id: str, doing: str) -> Iterator[None]:
+        """Whatever goes wrong in the block is the trouble of this job alone.
+
+        The job is left out of the rest of the pass; nothing of the pass is written, and the next begins without it.
+        What is wrong with the database or with the scheduler as a whole is nobody's trouble, and passes through. Of a
+        job that is set aside already it is logged: there is nothing to begin again without.
+        """
+        try:
+            yield
+        except (*DATABASE_AWAY, SchedulerFaultError):
+            raise
+        except Exception as error:  # noqa: BLE001  (whatever it is: it must not reach the other jobs)
+            if job_id in self.faults.aside:
+                log.warning(
+                    "what is done for a job that is set aside failed", job_id=job_id, doing=doing, error=repr(error)
+                )
+                return
+            self.faults.note(job_id, doing, error)
+            self.rows = [row for row in self.rows if row.job_id != job_id]
+            self.generations = {key: one for key, one in self.generations.items() if key[0] != job_id}
+
+    def add_generation(self, generation: GenerationRow) -> None:
+        """A new generation, whose end is not handled."""
+        self.tx.add(generation)
+        self.generations[generation.job_id, generation.generation] = generation
+        self._gangs.setdefault((generation.job_id, generation.incarnation), []).append(generation)
+
+    def live(self, job_id: str) -> IncarnationRow | None:
+        """The incarnation of a job that the scheduler may know."""
+        if job_id in self.faults:
+            return None
+        return next((r for r in self._of_job.get(job_id, ()) if r.introduced and not r.terminal), None)
+
+    def not_introduced(self) -> frozenset[tuple[str, int]]:
+        """Incarnations that the scheduler was not asked about yet."""
+        return frozenset((r.job_id, r.incarnation) for r in (*self.rows, *self.aside) if not r.introduced)
+
+    def incarnations_of(self, job_id: str) -> Sequence[IncarnationRow]:
+        """All incarnations of a job that still matter, in order of submission."""
+        return self._of_job.get(job_id, ())
+
+    def checkpoints_of(self, job_id: str, incarnation: int) -> Path:
+        """Folder of the checkpoints of one incarnation."""
+        return checkpoint_dir(incarnation_dir(self.settings.state_dir, job_id, incarnation))
+
+    def row(self, job_id: str, incarnation: int) -> IncarnationRow | None:
+        """One incarnation that still matters, and is not set aside."""
+        if job_id in self.faults:
+            return None
+        return next((r for r in self._of_job.get(job_id, ()) if r.incarnation == incarnation), None)
+
+    def open_of(self, row: IncarnationRow) -> list[GenerationRow]:
+        """Generations of an incarnation whose end is not handled, oldest first."""
+        mine = self._gangs.get((row.job_id, row.incarnation), ())
+        return sorted((g for g in mine if not g.handled), key=lambda g: g.generation)
+
+    def desired(self, row: IncarnationRow) -> GenerationRow | None:
+        """The generation that should run, while its end is not handled."""
+        if row.desired_generation is None:
+            return None
+        generation = self.generations.get((row.job_id, row.desired_generation))
+        return generation if generation is not None and not generation.handled else None
+
+    def training(self, row: IncarnationRow) -> GenerationRow | None:
+        """The generation whose workers make steps: the desired one, or the one that it continues until it switches."""
+        desired = self.desired(row)
+        if desired is None or desired.state == GangState.RUNNING:
+            return desired
+        if desired.mode != RescaleMode.IN_PLACE:
+            return None
+        running = [g for g in self.open_of(row) if g.state == GangState.RUNNING and g.running_at is not None]
+        return running[-1] if running and running[-1].generation < desired.generation else None
+
+    def due(self, row: IncarnationRow) -> GenerationRow | None:
+        """The generation that the engine should bring about now.
+
+        The desired one; but first one without lost workers, as those that live wait for it, and can wait for nothing
+        that has to start first.
+        """
+        desired, training = self.desired(row), self.training(row)
+        if desired is None or training is None or desired.desired != "run":
+            return desired
+        for generation in self.open_of(row):
+            between = training.generation < generation.generation < desired.generation
+            wanted = generation.state != GangState.ENDED and not generation.notes.dropped
+            if between and wanted and generation.lost:
+                return generation
+        return desired
+
+    def lost_since(self, row: IncarnationRow, training: GenerationRow) -> set[str]:
+        """Workers of ``training``, or of changes of it that have not come about, that newer plans know to be lost."""
+        return {
+            worker_id
+            for generation in self.open_of(row)
+            if generation.generation > training.generation
+            for worker_id in generation.lost
+        }
+
+    def state_of(self, job_id: str) -> JobState | None:
+        """What the scheduler remembers of a job; None when it does not know it."""
+        return self.scheduler.state(job_id)
+
+    def knows(self, job_id: str) -> bool:
+        """Whether the scheduler has this job."""
+        return self.scheduler.state(job_id) is not None
+
+    def knows_curve(self, row: IncarnationRow) -> bool:
+        """Whether the speed of a job was measured wherever that is worth it; else only a part of its curve is known."""
+        if not row.speeds or row.submission["scaling_curve"]:
+            return False
+        return self.scheduler.knows_curve(row.job_id)
+
+    def event(self, kind: EventKind, reason: str, row: IncarnationRow, **data: Any) -> None:
+        """Write an event of an incarnation."""
+        self.tx.add_event(kind, reason, row, data)
+
+    def give_verdict(self, row: IncarnationRow, kind: EventKind, verdict: StoredVerdict, **data: Any) -> None:
+        """Write down what was decided of a job, and the event that tells of it, with the verdict's reason."""
+        row.verdict = verdict
+        self.tx.add_event(kind, verdict.reason, row, data, is_verdict=True)
+
+    def end(
+        self,
+        row: IncarnationRow,
+        state: State,
+        reason: str,
+        *,
+        failure: str | None = None,
+        use_checkpoint: bool = False,
+    ) -> None:
+        """Decide how a job ends; it is over when its last worker has left. The first decision counts."""
+        if row.terminal or row.ending:
+            return
+        row.ending = Ending(state, reason, failure, use_checkpoint)
+        row.desired_generation = None
+        row.state_reason = reason
+
+    def costs_of(self, row: IncarnationRow) -> RescaleCosts:
+        """What was measured of start-up, pause and tail; the settings' defaults for the rest."""
+        return costs_from(self.settings, row.costs, row.in_place)
+
+    def lived_s(self, row: IncarnationRow) -> float:
+        """How long an incarnation is there by the service's clock: nothing that its workers tell of took longer."""
+        return max(0.0, self.now - row.submitted_at)
+
+    @property
+    def enough(self) -> Enough:
+        """When a speed counts as measured."""
+        s = self.settings
+        return Enough(skip_steps=s.profile_skip_steps, steps=s.profile_steps, seconds=s.profile_s)
+
+
+def costs_from(s: ServiceSettings, measured: MeasuredCosts, in_place: InPlaceRecord) -> RescaleCosts:
+    """Costs to plan with: what was measured, else the settings' defaults. ``in_place``: how such changes went."""
+    known = measured.known()
+    startup_s = known.get("startup_s", s.default_startup_s)
+    least_s = known.get("startup_s", 0.0)  # of a restart, which ends with a start
+    pause_s, join_s = known.get("pause_s", max(s.default_pause_s, least_s)), 0.0
+    able = measured.in_place_pause_s is not None if in_place.able is None else in_place.able
+    if able and in_place.failures < s.in_place_attempts:
+        join_s = known.get("join_s", s.default_join_s)
+        pause_s = known.get("in_place_pause_s", s.default_in_place_pause_s)
+    return RescaleCosts(
+        startup_s=startup_s, pause_s=pause_s, tail_s=known.get("tail_s", s.default_tail_s), join_s=join_s
+    )
+
+
+def incarnation_dir(state_dir: Path, job_id: str, incarnation: int) -> Path:
+    """Folder of one incarnation."""
+    return state_dir / "jobs" / job_id / f"i{incarnation:06d}"
+
+
+def alive(generation: GenerationRow) -> bool:
+    """Whether it may have processes."""
+    return generation.state in STANDING
+
+
+def can_be_stopped(generation: GenerationRow) -> bool:
+    """Whether the engine has something to stop: processes, or what it was told and has not begun."""
+    return alive(generation) or generation.state == GangState.PENDING

@@ -1,0 +1,108 @@
+"""Lets an incarnation go on from the last valid checkpoint of the one before, which did not succeed.
+
+The checkpoint is copied by the candidate service's thread, so nothing waits for it but the job itself; rows in, rows
+out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elasticflow_airflow.api import EventKind
+from elasticflow_airflow.runtime.protocol import Promotion, candidate_name
+from elasticflow_airflow.runtime.storage.manifest import CandidateInfo
+from elasticflow_airflow.service.decisions.pass_context import PassContext
+from elasticflow_airflow.service.job_files.candidates import Adopted, CandidateService, Looked
+from elasticflow_airflow.service.store.stored_bounds import promotion_of
+from elasticflow_airflow.service.store.tables import CandidateRow, IncarnationRow
+
+
+def is_ready(context: PassContext, row: IncarnationRow, candidate_service: CandidateService) -> bool:
+    """Whether it has what it goes on from, or there is nothing; else the candidate_service is asked for the copy.
+
+    A copy that cannot be made now is waited for: to begin anew instead would throw away what was trained.
+    """
+    before = _origin(context, row)
+    if before is None or before.promoted is None:
+        return True
+    if row.promoted is None:
+        if any(copy.generation == 0 for copy in context.tx.candidates(row.job_id, row.incarnation)):
+            return True  # It was damaged.
+        promotion = promotion_of(before)
+        if promotion is None:
+            _begin_anew(context, row, f"which checkpoint incarnation {before.incarnation} has left cannot be read")
+            return True
+        source = context.checkpoints_of(row.job_id, before.incarnation) / promotion.path
+        candidate_service.ask_adopt(
+            row.job_id, row.incarnation, source, context.checkpoints_of(row.job_id, row.incarnation)
+        )
+        return False
+    if row.logical_workers is not None and before.logical_workers is not None:
+        row.logical_workers = before.logical_workers  # What the checkpoint was made with.
+    row.seed = before.seed  # Theirs is the same: with another it would be another training.
+    return True
+
+
+def record(context: PassContext, looked: Sequence[Looked], candidate_service: CandidateService) -> None:
+    """Take in what became of the copies; one that nobody needs any more is deleted."""
+    for one in looked:
+        if one.adopted is None:
+            continue
+        if one.job_id not in context.faults:
+            with context.on_behalf_of(one.job_id, "taking in the checkpoint that it goes on from"):
+                _take_in(context, one, one.adopted, candidate_service)
+
+
+def _take_in(context: PassContext, one: Looked, adopted: Adopted, candidate_service: CandidateService) -> None:
+    row, info = context.row(one.job_id, one.incarnation), adopted.info
+    if row is None or row.introduced or row.terminal or row.ending or row.cancel_reason is not None:
+        if info is not None and (row is None or row.promoted is None):
+            checkpoints = context.checkpoints_of(one.job_id, one.incarnation)
+            candidate_service.ask_delete(one.job_id, one.incarnation, checkpoints, info.name)
+    elif info is not None:
+        _go_on(context, row, info)
+    elif adopted.again:
+        reason = f"waits for its checkpoint, and tries again: {adopted.problem}"
+        if row.state_reason != reason:
+            context.event(EventKind.WARNING, reason, row)
+            row.state_reason = reason
+    else:
+        _begin_anew(context, row, adopted.problem)
+
+
+def _begin_anew(context: PassContext, row: IncarnationRow, problem: str) -> None:
+    context.event(EventKind.WARNING, f"starts from the beginning: {problem}", row)
+    _add_copy(context, row, candidate_name(0, 0), step=0, digest="", status="invalid")
+
+
+def _origin(context: PassContext, row: IncarnationRow) -> IncarnationRow | None:
+    """The incarnation whose checkpoint it goes on from; None where it begins anew."""
+    before = None if row.resume_from is None else context.tx.incarnation(row.job_id, row.resume_from)
+    while before is not None and before.promoted is None and before.resume_from is not None:
+        before = context.tx.incarnation(row.job_id, before.resume_from)  # It ended before it had any of its own.
+    return before
+
+
+def _go_on(context: PassContext, row: IncarnationRow, info: CandidateInfo) -> None:
+    before = _origin(context, row)
+    if before is None:
+        raise LookupError(f"{row.job_id} has a copy of a checkpoint, and no incarnation {row.resume_from} it is of")
+    row.promoted = Promotion(path=info.name, generation=info.generation, step=info.step, digest=info.digest)
+    row.step = row.restart_step = info.step
+    _add_copy(context, row, info.name, step=info.step, digest=info.digest, status="valid")
+    reason = f"goes on from step {info.step}, the last valid checkpoint of incarnation {before.incarnation}"
+    context.event(EventKind.RESUMED, reason, row, step=info.step)
+
+
+def _add_copy(context: PassContext, row: IncarnationRow, path: str, *, step: int, digest: str, status: str) -> None:
+    context.tx.add(
+        CandidateRow(
+            job_id=row.job_id,
+            incarnation=row.incarnation,
+            path=path,
+            generation=0,
+            step=step,
+            digest=digest,
+            status=status,
+        )
+    )

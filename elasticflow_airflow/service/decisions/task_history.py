@@ -1,0 +1,214 @@
+"""What past runs of a recurring task tell the next one: its scaling curve, costs and length. Rows in, rows out.
+
+Kept under the task (namespace, DAG, task, map index) and a *signature* of what makes runs comparable: device type,
+global batch size, the shares that it is cut into, and the code's entry. Arguments change from day to day and are not
+part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from elasticflow_airflow import bounds
+from elasticflow_airflow.api import Length
+from elasticflow_airflow.scheduler_core.jobs.learned_speed import believed, sigma_of_errors
+from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.values import ScalingCurve
+from elasticflow_airflow.service.decisions.reported_bounds import loss_curve
+from elasticflow_airflow.service.store.documents.job_documents import MeasuredCosts
+from elasticflow_airflow.service.store.tables import HistoryRow, IncarnationRow, JobRow
+from elasticflow_airflow.service.store.unit_of_work import UnitOfWork
+
+_KEPT_ERRORS = 20
+_COSTS = [cost.name for cost in fields(MeasuredCosts)]
+_MOST_ERROR = 50.0
+_LONGEST_ENTRY_BYTES = 500
+"""A longer path stands there as its digest: the signature is indexed, together with the task."""
+
+
+def signature_of(submission: dict[str, Any], device_type: str, logical_workers: int | None) -> str:
+    """What makes two runs of a task comparable."""
+    command = submission["command"]
+    entry = command["script"] or command["module"]
+    if len(json.dumps(entry)) > _LONGEST_ENTRY_BYTES:
+        entry = hashlib.sha256(entry.encode(errors="surrogatepass")).hexdigest()
+    return json.dumps([device_type, submission["global_batch_size"], entry, logical_workers])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """What can be believed of what past runs showed; by default nothing."""
+
+    speeds: Mapping[str, float] | None = None
+    """Steps/s by workers (as text), with which a run was planned to its end: a whole curve, or a run has succeeded."""
+    measured: Mapping[str, float] | None = None
+    """All speeds that any run has shown, also one that was refused: perhaps not at all sizes."""
+    errors: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """By workers (as text), how wrong the speeds were with which the last runs were decided on, as it is stored."""
+    costs: MeasuredCosts = field(default_factory=MeasuredCosts)
+    total_steps: int | None = None
+    epochs: int | None = None
+    loss_curve: Mapping[str, Any] | None = None
+
+
+def past_of(row: HistoryRow | None) -> Past:
+    """Read what is stored of past runs. What is out of bounds, of an older version, is as if it were not there."""
+    if row is None:
+        return Past()
+    speeds = _speeds(row.speeds)
+    enough = bool(speeds) and (row.complete or bool(row.runs)) and len(speeds) == len(row.speeds)
+    steps, epochs = (n if _is_number(n, 1, bounds.MOST_COUNT) else None for n in (row.total_steps, row.epochs))
+    curve, _ = loss_curve(row.loss_curve)
+    return Past(
+        speeds=speeds if enough else None,
+        measured=speeds or None,
+        errors=_errors(row.errors),
+        costs=_costs(row.costs),
+        total_steps=steps,
+        epochs=epochs,
+        loss_curve=curve,
+    )
+
+
+def _speeds(raw: Any) -> dict[str, float]:
+    return {str(size): float(speed) for size, speed in _items(raw) if _is_speed(size, speed)}
+
+
+def _costs(raw: Any) -> MeasuredCosts:
+    numbers = {name: float(cost) for name, cost in _items(raw) if _is_number(cost, 0.0, bounds.LONGEST_S)}
+    return MeasuredCosts(**{name: numbers[name] for name in _COSTS if name in numbers})
+
+
+def _errors(raw: Any) -> dict[str, tuple[float, ...]]:
+    found: dict[str, tuple[float, ...]] = {}
+    for size, errors in _items(raw):
+        seen = errors if isinstance(errors, list) and _is_size(size) else []
+        numbers = tuple(float(error) for error in seen if _is_number(error, 0.0, _MOST_ERROR))
+        if numbers:
+            found[str(size)] = numbers
+    return found
+
+
+def _items(raw: Any) -> Iterable[tuple[Any, Any]]:
+    return raw.items() if isinstance(raw, Mapping) else ()
+
+
+def _is_number(value: Any, least: float, most: float) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and bounds.number_problem(value, least, most) is None
+
+
+def _is_size(size: Any) -> bool:
+    return str(size).isdecimal() and _is_number(int(size), 1, bounds.MOST_WORKERS)
+
+
+def _is_speed(size: Any, speed: Any) -> bool:
+    return _is_size(size) and _is_number(speed, bounds.SLOWEST_STEPS_PER_S, bounds.FASTEST_STEPS_PER_S)
+
+
+def speeds_to_plan_with(
+    given: Mapping[str, float] | None, measured: Mapping[str, float] | None
+) -> dict[str, float] | None:
+    """What past runs have measured, else the curve that the submitter gave; by workers as text. None: nothing is known.
+
+    Which sizes there are says the submitter. A size that no run has measured follows those that were, in part.
+    """
+    if not given:
+        return {size: float(speed) for size, speed in measured.items()} if measured else None
+    told = ScalingCurve({int(size): float(speed) for size, speed in given.items()})
+    seen = {int(size): float(speed) for size, speed in (measured or {}).items() if int(size) in told.steps_per_s}
+    return {str(size): speed for size, speed in believed(told, seen, SchedulerConfig()).steps_per_s.items()}
+
+
+def sigmas_of(
+    past: Past, given: Mapping[str, float] | None, config: SchedulerConfig
+) -> tuple[float | None, dict[int, float]]:
+    """How wrong the speeds of the next run may be by what past runs have shown: at other sizes, and by size.
+
+    None: nobody knows. Of a curve that was given, sizes that were never measured are held to be as wrong as those that
+    were, if that is more than is assumed of any.
+    """
+    by_size = {int(size): sigma_of_errors(errors, config) for size, errors in past.errors.items()}
+    told, seen = given or {}, past.measured or {}
+    squares = [math.log(seen[str(size)] / speed) ** 2 for size, speed in told.items() if str(size) in seen]
+    spread = math.sqrt(math.fsum(squares) / len(squares)) if squares else 0.0
+    return (spread if spread > config.speed_sigma else None), by_size
+
+
+def errors_of(row: IncarnationRow, known: Mapping[str, Sequence[float]], prior: float) -> dict[str, float]:
+    """By size, how wrong the speeds were that a run was decided on with: log(measured / told), without its sign.
+
+    The first time a size is measured, what was told may have been a guess: it has been replaced then, and what counts
+    against the next run is no more than is assumed of any.
+    """
+    told, measured = _speeds(row.told_speeds), _speeds(row.speeds)
+    errors = {size: abs(math.log(measured[size] / told[size])) for size in told.keys() & measured.keys()}
+    return {size: error if size in known else min(error, prior) for size, error in errors.items()}
+
+
+def length_of(length: Length, global_batch_size: int, past: Past) -> int | None:
+    """How many steps a run makes: as it says, else as many an epoch as the run before; None if nobody knows."""
+    said = length.total_steps(global_batch_size)
+    if said is not None or past.total_steps is None:
+        return said
+    if length.epochs is None and past.epochs is None:
+        return past.total_steps
+    if length.epochs is None or past.epochs is None:
+        return None  # The script's own length, and one that was given: neither says anything of the other.
+    return min(bounds.MOST_COUNT, math.ceil(past.total_steps * length.epochs / past.epochs))
+
+
+def remember(
+    tx: UnitOfWork,
+    job: JobRow,
+    row: IncarnationRow,
+    now: float,
+    *,
+    prior: float = math.inf,
+    complete: bool = False,
+    success: bool = False,
+) -> None:
+    """Keep what this run has shown so far; newer numbers replace older ones of the same size.
+
+    ``complete``: the speeds are known at every size that is worth measuring. ``prior``: how wrong a curve is assumed to
+    be of which nobody knows.
+    How long a script says it is counts once it has succeeded: else one wrong word would keep all its later runs out.
+    """
+    past = tx.history(job.recurring_key, row.signature)
+    if past is None:
+        past = HistoryRow(
+            recurring_key=job.recurring_key,
+            signature=row.signature,
+            speeds={},
+            complete=False,
+            errors=None,
+            costs={},
+            total_steps=None,
+            epochs=None,
+            loss_curve=None,
+            runs=0,
+            updated_at=now,
+        )
+        tx.add(past)
+    past.speeds = {**_speeds(past.speeds), **row.speeds}
+    past.costs = {**_costs(past.costs).known(), **row.costs.known()}
+    past.complete = past.complete or complete
+    length = Length.as_stored(row.submission["length"])
+    if success and row.total_steps is not None and length.steps is None:
+        past.total_steps, past.epochs = row.total_steps, length.epochs
+    if success and row.target and row.target.curve:
+        past.loss_curve = {"width": row.target.curve.width, "losses": list(row.target.curve.losses)}
+    if success:
+        known = _errors(past.errors)
+        new = errors_of(row, known, prior)
+        past.errors = {
+            size: [*known.get(size, ()), *([new[size]] if size in new else [])][-_KEPT_ERRORS:]
+            for size in known.keys() | new.keys()
+        }
+    past.runs = (past.runs or 0) + int(success)
+    past.updated_at = now

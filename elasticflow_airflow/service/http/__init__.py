@@ -1,0 +1,1 @@
+"""The HTTP API: the application, its limits, and its routes."""

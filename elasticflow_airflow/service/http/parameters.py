@@ -1,0 +1,27 @@
+"""What stands in the path and the query of a request: the types of its parameters, each with its limits."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Path, Query
+from pydantic import Field
+
+from elasticflow_airflow import bounds
+from elasticflow_airflow.api.fields import Name
+
+_JOB_ID = r"^[a-z0-9][a-z0-9-]{0,119}$"
+_SOME = Field(min_length=1)
+
+JobId = Annotated[str, Path(pattern=_JOB_ID)]
+OneJob = Annotated[str, Query(pattern=_JOB_ID)]
+Sha256 = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
+NodeId = Annotated[Name, _SOME, Path()]
+LogName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,119}$")]
+EventId = Annotated[int, Query(ge=0, le=bounds.MOST_COUNT)]
+ByteOffset = Annotated[int, Query(ge=0, lt=1 << 62)]
+Incarnation = Annotated[int, Query(ge=1, le=bounds.MOST_COUNT)]
+MapIndex = Annotated[int, Query(ge=-1, le=bounds.MOST_COUNT)]
+Names = Annotated[list[Name] | None, Query(max_length=1000)]
+Hours = Annotated[float, Query(gt=0, le=24 * 14, allow_inf_nan=False)]
+Moment = Annotated[float, Query(ge=bounds.EARLIEST_S, le=bounds.LATEST_S, allow_inf_nan=False)]

@@ -1,0 +1,55 @@
+"""What the routes of the HTTP API work with: the parts of a running service."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from elasticflow_airflow.engines.port import Engine, EngineNode
+from elasticflow_airflow.service.job_files.snapshots import Snapshots
+from elasticflow_airflow.service.notify import Notifier
+from elasticflow_airflow.service.requests.capacity_service import CapacityService
+from elasticflow_airflow.service.requests.forecasting import ForecastService
+from elasticflow_airflow.service.requests.insight_service import InsightService
+from elasticflow_airflow.service.requests.job_service import JobService
+from elasticflow_airflow.service.requests.timetable_intake import CalendarService
+from elasticflow_airflow.service.requests.whatif import WhatIfService
+from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.store.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class InsightServices:
+    """Who answers what the pages ask."""
+
+    insight: InsightService
+    what_if: WhatIfService
+    calendar: CalendarService
+
+
+@dataclass(slots=True)
+class Traffic:
+    """When somebody last asked for anything, and how many requests are under way."""
+
+    last_monotonic_s: float = field(default_factory=time.monotonic)
+    under_way: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceParts:
+    """What the routes work with. ``nodes`` and ``problems`` ask the loop."""
+
+    store: Store
+    notifier: Notifier
+    snapshots: Snapshots
+    engine: Engine
+    job_service: JobService
+    settings: ServiceSettings
+    nodes: Callable[[], tuple[EngineNode, ...]]
+    problems: Callable[[], list[str]]
+    traffic: Traffic
+    started_at: float
+    forecasts: ForecastService | None = None
+    insight: InsightServices | None = None
+    capacity: CapacityService | None = None

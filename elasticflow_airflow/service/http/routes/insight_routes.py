@@ -1,0 +1,91 @@
+"""The routes of ``elasticflow_airflow.api.insight``: what the pages ask. All rules are in the services."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+from fastapi import FastAPI, Query
+
+from elasticflow_airflow.api.insight import (
+    CalendarAnswer,
+    CalendarRequest,
+    ClusterHistory,
+    ClusterNow,
+    JobStory,
+    RunOfTask,
+    StackDump,
+    WhatIf,
+    WhatIfRequest,
+)
+from elasticflow_airflow.engines.port import EngineError
+from elasticflow_airflow.service.http.lanes import Lanes
+from elasticflow_airflow.service.http.parameters import Incarnation, JobId, Moment
+from elasticflow_airflow.service.http.parts import InsightServices, ServiceParts
+from elasticflow_airflow.service.refusal import Refusal, declared
+
+
+def add_insight(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
+    """Add the routes."""
+
+    def services() -> InsightServices:
+        if parts.insight is None:
+            raise Refusal(501, "no_insight", "this service tells nothing but the status of jobs", "ask for the job")
+        return parts.insight
+
+    @app.get("/v1/cluster", responses=declared(501))
+    @lanes.pages
+    def cluster() -> ClusterNow:
+        """The cluster now: every slot, and all live jobs, each with why it has its size or waits."""
+        return services().insight.cluster()
+
+    @app.get("/v1/cluster/history", responses=declared(501))
+    @lanes.pages
+    def history(
+        from_at: Moment | None = None,
+        until_at: Moment | None = None,
+        count: Annotated[int, Query(alias="parts", ge=1, le=1000)] = 96,
+    ) -> ClusterHistory:
+        """What was, what is planned, and what was asked for between two moments: at most 31 days."""
+        return services().insight.history(from_at, until_at, count)
+
+    @app.get("/v1/jobs/{job_id}/story", responses=declared(404, 501))
+    @lanes.pages
+    def story(job_id: JobId, incarnation: Incarnation | None = None) -> JobStory:
+        """Everything about one incarnation of a job; by default the current one."""
+        return services().insight.story(job_id, incarnation)
+
+    @app.get("/v1/jobs/{job_id}/runs", responses=declared(404, 501))
+    @lanes.pages
+    def runs(job_id: JobId, limit: Annotated[int, Query(ge=1, le=50)] = 10) -> list[RunOfTask]:
+        """A run and the last others of the same recurring task, newest first."""
+        return services().insight.runs(job_id, limit)
+
+    @app.post("/v1/what-if", responses=declared(404, 409, 501))
+    @lanes.what_if
+    def what_if(request: WhatIfRequest) -> WhatIf:
+        """The outlook with other deadlines, or with more or fewer nodes. Nothing is changed.
+
+        What takes longer than some seconds to work out is refused (422, `too_large`): ask for fewer changes at once.
+        """
+        return services().what_if.ask(request)
+
+    @app.post("/v1/calendar", responses=declared(501))
+    @lanes.pages
+    def feed(request: CalendarRequest) -> CalendarAnswer:
+        """Say when the runs of recurring tasks are due; replaces what was said of the same tasks before.
+
+        With `whole`, the runs to come of tasks of that namespace that are not named are forgotten.
+        """
+        return services().calendar.feed(request)
+
+    @app.post("/v1/jobs/{job_id}/stacks", responses=declared(404))
+    @lanes.looking
+    def stacks(job_id: JobId) -> StackDump:
+        """What each live worker of a job is doing right now. May take some seconds."""
+        parts.job_service.status(job_id)
+        at = time.time()
+        try:
+            return StackDump(job_id=job_id, at=at, stacks=dict(parts.engine.stacks(job_id)))
+        except EngineError as error:
+            raise Refusal(503, "no_stacks", str(error), "ask again in a moment") from error

@@ -1,0 +1,163 @@
+"""The routes about jobs, and what would become of them. All rules are in the services.
+
+Who waits for a verdict, or asks how a job is, holds no thread: all of these are looked up together.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request, Response
+from pydantic import BaseModel, TypeAdapter
+
+from elasticflow_airflow.api import (
+    AmendAnswer,
+    AmendRequest,
+    Attachment,
+    AttachRequest,
+    ClaimRequest,
+    DryRun,
+    ForecastAnswer,
+    ForecastRequest,
+    JobStatus,
+    JobSubmission,
+    State,
+)
+from elasticflow_airflow.api.fields import Name
+from elasticflow_airflow.service.http.batching import Batcher, Watch
+from elasticflow_airflow.service.http.lanes import Lanes
+from elasticflow_airflow.service.http.parameters import JobId, MapIndex, Names
+from elasticflow_airflow.service.http.parts import ServiceParts
+from elasticflow_airflow.service.refusal import Refusal, declared
+from elasticflow_airflow.service.requests.forecasting import ForecastService
+
+_NEW_INCARNATION: dict[int | str, dict[str, Any]] = {201: {"model": Attachment, "description": "A new incarnation"}}
+_LIST: dict[int | str, dict[str, Any]] = {
+    200: {
+        "headers": {
+            "Link": {
+                "description": 'Where there are more: the next page, as rel="next" (RFC 8288)',
+                "schema": {"type": "string"},
+            }
+        }
+    }
+}
+
+_JOBS = TypeAdapter(list[JobStatus])
+_CURSOR = re.compile(r"([0-9]{1,16}(?:\.[0-9]{1,16})?),([A-Za-z0-9_.~-]{1,300})")
+
+
+def add_jobs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
+    """Add the routes."""
+    job_service, wait_s = parts.job_service, parts.settings.verdict_wait_s
+    statuses = Batcher("statuses", job_service.statuses)
+    renewals = Batcher("renewals", job_service.renew_all)
+    verdicts = Watch("verdicts", parts.notifier, job_service.decided)
+    answers = Watch("amendments", parts.notifier, job_service.answered)
+
+    @app.put("/v1/jobs/{job_id}", response_model=Attachment | DryRun, responses=_NEW_INCARNATION | declared(409, 501))
+    async def submit(job_id: JobId, submission: JobSubmission, dry_run: bool = False) -> Response:
+        """Submit a job, or attach to the live one of equal specification. With dry_run: only ask for the verdict."""
+        if dry_run:
+            forecasts = _forecasts(parts)
+            return _json(await lanes.planning.run(partial(forecasts.dry_run, job_id, submission)))
+        submitted = await lanes.changing.run(partial(job_service.submit, job_id, submission))
+        answer = None
+        if submitted.amendment_id is not None:
+            answer = await answers.wait(submitted.amendment_id, wait_s)
+        await verdicts.wait((job_id, submitted.incarnation), wait_s)
+        attachment = submitted.attachment(await statuses.ask(job_id), answer)
+        return _json(attachment, 201 if attachment.created else 200)
+
+    @app.post("/v1/jobs/{job_id}/attach", responses=declared(404))
+    @lanes.changing
+    def attach(job_id: JobId, request: AttachRequest) -> Attachment:
+        """Take a new claim on the current incarnation of a job."""
+        return job_service.attach(job_id, request.lease_s)
+
+    @app.get("/v1/jobs", response_model=list[JobStatus], responses=_LIST)
+    @lanes.reading
+    def list_jobs(
+        request: Request,
+        state: State | None = None,
+        dag_id: Names = None,
+        live: bool | None = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+        namespace: Name | None = None,
+        run_id: Name | None = None,
+        task_id: Name | None = None,
+        map_index: MapIndex | None = None,
+        cursor: Annotated[str | None, Query(max_length=400)] = None,
+    ) -> Response:
+        """List jobs, newest first: the newest of those that all of this is true of.
+
+        dag_id may be given several times: for jobs of any of these DAGs. A page has at most 1,000 jobs, by default 100,
+        which is the size to ask for where somebody waits: the time goes with it. With as many jobs as the limit, the
+        answer's header Link names the next page.
+        """
+        given = {"namespace": namespace, "run_id": run_id, "task_id": task_id, "map_index": map_index}
+        shared = {part: value for part, value in given.items() if value is not None}
+        after = None if cursor is None else _read_cursor(cursor)
+        found = job_service.list_jobs(None if state is None else state.value, dag_id, live, limit, shared, after)
+        response = Response(_JOBS.dump_json(found), media_type="application/json")
+        if len(found) == limit:
+            page = request.url.include_query_params(cursor=found[-1].cursor)
+            response.headers["Link"] = f'<{page.path}?{page.query}>; rel="next"'
+        return response
+
+    @app.get("/v1/jobs/{job_id}", response_model=JobStatus, responses=declared(404))
+    async def status(job_id: JobId) -> Response:
+        """Everything about one job."""
+        return _json(await statuses.ask(job_id))
+
+    @app.patch("/v1/jobs/{job_id}", response_model=AmendAnswer, responses=declared(404, 409))
+    async def amend(job_id: JobId, request: AmendRequest) -> Response:
+        """Change a job's deadline or value, if that can be promised. Needs its claim."""
+        amendment_id = await lanes.changing.run(partial(job_service.amend, job_id, request))
+        answer = await answers.wait(amendment_id, wait_s)
+        if answer is None:
+            raise Refusal(503, "no_answer_yet", "the scheduler has not answered yet", "ask again in a moment")
+        return _json(AmendAnswer(**answer, job=await statuses.ask(job_id)))
+
+    @app.post("/v1/jobs/{job_id}/cancel", responses=declared(404, 409))
+    @lanes.changing
+    def cancel(job_id: JobId, request: ClaimRequest) -> JobStatus:
+        """Cancel a job, once its workers have saved and left. Needs its claim."""
+        return job_service.cancel(job_id, request.claim, request.reason)
+
+    @app.post("/v1/jobs/{job_id}/acknowledge", responses=declared(404, 409))
+    @lanes.changing
+    def acknowledge(job_id: JobId, request: ClaimRequest) -> JobStatus:
+        """Say that a success was recorded: the next submit trains anew. Needs its claim."""
+        return job_service.acknowledge(job_id, request.claim)
+
+    @app.post("/v1/jobs/{job_id}/lease", response_model=JobStatus, responses=declared(404, 409))
+    async def lease(job_id: JobId, request: ClaimRequest) -> Response:
+        """Renew a job's lease, and look at it. Needs its claim."""
+        return _json(await renewals.ask((job_id, request.claim)))
+
+    @app.post("/v1/forecast", responses=declared(501))
+    @lanes.planning
+    def forecast(request: ForecastRequest) -> ForecastAnswer:
+        """What will become of everything that is due in the next hours, planned runs included."""
+        return _forecasts(parts).forecast(request.hours, request.planned)
+
+
+def _forecasts(parts: ServiceParts) -> ForecastService:
+    if parts.forecasts is None:
+        raise Refusal(501, "no_forecasts", "this service answers no questions about what would be", "submit the job")
+    return parts.forecasts
+
+
+def _json(answer: BaseModel, status_code: int = 200) -> Response:
+    return Response(answer.model_dump_json(), status_code, media_type="application/json")
+
+
+def _read_cursor(cursor: str) -> tuple[float, str]:
+    """Where a page ends (``JobStatus.cursor``): the order is by when a job was submitted, then by its id."""
+    found = _CURSOR.fullmatch(cursor)
+    if found is None:
+        raise Refusal(422, "invalid", "cursor: it is none of this service", "take it from the Link of a page, as it is")
+    return float(found[1]), found[2]

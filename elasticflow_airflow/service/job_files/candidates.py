@@ -1,0 +1,251 @@
+"""Looks at candidate checkpoints on disk: verifies, lists, copies and deletes them, in threads of its own.
+
+Each reads every byte, which may take seconds: the loop asks, goes on, and finds the answer in a later pass. Knows files
+only; what counts is decided by ``promotion.py`` and ``resuming.py``. Never changes anything outside an incarnation's
+folder.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from elasticflow_airflow.bounds import count_problem
+from elasticflow_airflow.runtime.storage.manifest import (
+    CandidateInfo,
+    CheckpointError,
+    CheckpointUnreachable,
+    adopt,
+    verify_candidate,
+)
+
+log = structlog.get_logger()
+
+_TRIES = 9
+_LONGEST_REST_S = 60.0
+
+CANDIDATE_PATH = re.compile(r"^g(\d{6})/step-(\d{12})$")
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What a look at one candidate showed. ``problem`` None: it is whole."""
+
+    path: str
+    generation: int
+    step: int
+    digest: str
+    problem: str | None
+
+
+Verify = Callable[[Path], str]
+"""Returns the digest of a candidate's folder; raises ValueError or OSError when it is damaged, CheckpointUnreachable
+when that cannot be said now."""
+
+
+def verify_by_manifest(folder: Path) -> str:
+    """Verify what the runtime wrote (``manifest.json`` with a digest of every file)."""
+    return verify_candidate(folder).digest
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """What became of a copy: either ``info``, or a ``problem`` that goes away (``again``) or does not."""
+
+    info: CandidateInfo | None
+    problem: str = ""
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """The outcome of one task: of a candidate, of a whole generation, of a copy, or of a deletion."""
+
+    job_id: str
+    incarnation: int
+    generation: int | None
+    """The generation that was looked through as a whole; None for single candidates."""
+    verified: tuple[Verified, ...] = ()
+    deleted: tuple[str, ...] = ()
+    adopted: Adopted | None = None
+
+
+@dataclass(slots=True)
+class _Failures:
+    """How often a task has failed, and when it may be tried again, in this process' monotonic time."""
+
+    count: int = 0
+    again_s: float = 0.0
+
+
+class CandidateService:
+    """Runs one task at a time, and one copy beside it; asking for what is under way changes nothing.
+
+    What cannot be read is tried again, after ever longer rests, for some four minutes; then it counts as unreadable.
+    What cannot be copied is tried again for as long as somebody asks: it is all that was trained.
+    """
+
+    def __init__(self, verify: Verify, when_done: Callable[[], None]) -> None:
+        self._verify = verify
+        self._when_done = when_done
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self._copies = ThreadPoolExecutor(1, thread_name_prefix="checkpoint copies")
+        self._under_way: dict[tuple[object, ...], Future[Looked]] = {}
+        self._failed: dict[tuple[object, ...], _Failures] = {}
+
+    def ask_candidate(self, job_id: str, incarnation: int, checkpoints: Path, path: str) -> None:
+        """Verify one candidate of a running generation."""
+
+        def task(patient: bool) -> Looked:
+            return Looked(job_id, incarnation, None, verified=(look(checkpoints, path, self._verify, patient=patient),))
+
+        self._ask(("candidate", job_id, incarnation, path), task)
+
+    def ask_generation(
+        self, job_id: str, incarnation: int, generation: int, checkpoints: Path, known: frozenset[str]
+    ) -> None:
+        """Verify every candidate of an ended generation that is not ``known``, reported or not."""
+
+        def task(patient: bool) -> Looked:
+            found = [path for path in list_candidates(checkpoints, generation) if path not in known]
+            verified = tuple(look(checkpoints, path, self._verify, patient=patient) for path in found)
+            return Looked(job_id, incarnation, generation, verified=verified)
+
+        self._ask(("generation", job_id, generation), task)
+
+    def ask_adopt(self, job_id: str, incarnation: int, source: Path, checkpoints: Path) -> None:
+        """Copy a checkpoint of an earlier incarnation, as what this one begins with."""
+
+        def task(_patient: bool) -> Looked:
+            return Looked(job_id, incarnation, None, adopted=take_over(source, checkpoints, incarnation))
+
+        self._ask(("adopt", job_id, incarnation), task, self._copies)
+
+    def ask_delete(self, job_id: str, incarnation: int, checkpoints: Path, path: str) -> None:
+        """Delete one candidate."""
+
+        def task(_patient: bool) -> Looked:
+            folder = _inside(checkpoints, path)
+            if folder.exists():
+                shutil.rmtree(folder)
+            return Looked(job_id, incarnation, None, deleted=(path,))
+
+        self._ask(("delete", job_id, incarnation, path), task)
+
+    def collect(self) -> list[Looked]:
+        """Everything that is done. Call :meth:`settled` once it is stored.
+
+        What failed (a folder that cannot be read or removed) is logged, and is asked for again by a later pass.
+        """
+        looked = []
+        for key, future in list(self._under_way.items()):
+            if not future.done():
+                continue
+            error = future.exception()
+            if error is None:
+                one = future.result()
+                looked.append(one)
+                if one.adopted is not None and one.adopted.again:
+                    self._rest(key)
+                else:
+                    self._failed.pop(key, None)
+            else:
+                log.warning("a checkpoint folder could not be looked at", what=key, error=repr(error))
+                del self._under_way[key]
+                self._rest(key)
+        return looked
+
+    def _rest(self, key: tuple[object, ...]) -> None:
+        """Let it be for a while; then the loop is woken, to ask again."""
+        failures = self._failed.setdefault(key, _Failures())
+        rest_s = min(_LONGEST_REST_S, 2.0**failures.count)
+        failures.count += 1
+        failures.again_s = time.monotonic() + rest_s
+        timer = threading.Timer(rest_s, self._when_done)
+        timer.daemon = True
+        timer.start()
+
+    def settled(self, looked: Sequence[Looked]) -> None:
+        """Forget tasks whose outcome is stored."""
+        self._under_way = {
+            key: future
+            for key, future in self._under_way.items()
+            if not (future.done() and any(future.result() is one for one in looked))
+        }
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self._under_way)
+
+    def wait(self) -> bool:
+        """Wait until all that was asked for is done; False when nothing was."""
+        wait(list(self._under_way.values()))
+        return self.busy
+
+    def close(self) -> None:
+        """Finish what is being read; drop the rest (it is asked for again after a restart)."""
+        for pool in (self._pool, self._copies):
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _ask(
+        self, key: tuple[object, ...], task: Callable[[bool], Looked], pool: ThreadPoolExecutor | None = None
+    ) -> None:
+        failures = self._failed.get(key, _Failures())
+        if key in self._under_way or time.monotonic() < failures.again_s:
+            return
+        future = (pool or self._pool).submit(task, failures.count < _TRIES)
+        self._under_way[key] = future
+        future.add_done_callback(lambda _: self._when_done())
+
+
+def look(checkpoints: Path, path: str, verify: Verify, *, patient: bool) -> Verified:
+    """Verify one candidate by its relative path. With ``patient`` it raises CheckpointUnreachable."""
+    match = CANDIDATE_PATH.match(path)
+    if match is None:
+        return Verified(path, 0, 0, "", "its path is not that of a candidate")
+    generation, step = int(match[1]), int(match[2])
+    problem = count_problem(step)
+    if problem is not None:
+        return Verified(path, generation, 0, "", f"its step {problem}")
+    try:
+        return Verified(path, generation, step, verify(_inside(checkpoints, path)), None)
+    except CheckpointUnreachable as error:
+        if patient:
+            raise
+        return Verified(path, generation, step, "", f"it could not be read, again and again: {error.__cause__!r}")
+    except (OSError, ValueError, KeyError) as error:
+        return Verified(path, generation, step, "", f"it is damaged: {error}")
+
+
+def take_over(source: Path, checkpoints: Path, incarnation: int) -> Adopted:
+    """Copy a checkpoint into another incarnation's folder."""
+    try:
+        return Adopted(adopt(source, checkpoints, incarnation=incarnation))
+    except CheckpointUnreachable as error:
+        return Adopted(None, str(error), again=True)
+    except CheckpointError as error:
+        return Adopted(None, str(error))
+
+
+def list_candidates(checkpoints: Path, generation: int) -> list[str]:
+    """Relative paths of a generation's candidates that have their final name, oldest step first."""
+    folder = checkpoints / f"g{generation:06d}"
+    if not folder.is_dir():
+        return []
+    names = sorted(f"g{generation:06d}/{entry.name}" for entry in folder.iterdir())
+    return [name for name in names if CANDIDATE_PATH.match(name)]
+
+
+def _inside(checkpoints: Path, path: str) -> Path:
+    if not CANDIDATE_PATH.match(path):
+        raise ValueError(f"{path!r} is not the path of a candidate checkpoint")
+    return checkpoints / path

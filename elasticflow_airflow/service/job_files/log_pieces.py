@@ -1,0 +1,82 @@
+"""Pieces of workers' logs for people: by byte offsets, in whole characters, without the secrets of their job.
+
+A secret that is cut by the border of two pieces shows in neither: beyond both ends as much is read as a secret is long.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+from elasticflow_airflow.api import LogPiece
+from elasticflow_airflow.api.insight import REDACTED
+from elasticflow_airflow.engines.port import LogChunk
+from elasticflow_airflow.service.secrets import worth_hiding
+
+Read = Callable[[int, int], LogChunk]
+"""From a byte offset, at most so many bytes."""
+
+
+def read_piece(read: Read, offset: int, limit: int, secrets: Iterable[str]) -> LogPiece:
+    """A piece of at most ``limit`` bytes of the log from an offset on. Raises what ``read`` raises."""
+    hidden = [value.encode() for value in worth_hiding(secrets)]
+    beyond = max(map(len, hidden), default=1) - 1
+    before = min(beyond, offset)
+    found = read(offset - before, before + limit + beyond)
+    base = found.start_offset
+    start = min(max(offset, base), base + len(found.data))
+    end = min(start + limit, base + len(found.data))
+    at_end = found.end_of_file and end == base + len(found.data)
+    if not found.end_of_file:
+        end = max(start, min(end, base + _begun(found.data, hidden)))
+    if not at_end:
+        end = start + len(_whole_characters(found.data[start - base : end - base]))
+    shown = _without(found.data, start - base, end - base, hidden)
+    return LogPiece(text=shown.decode(errors="replace"), start_offset=start, next_offset=end, end_of_file=at_end)
+
+
+def _without(data: bytes, start: int, end: int, hidden: list[bytes]) -> bytes:
+    """What stands between two places, without the secrets of which a part stands there."""
+    pieces, at = [], start
+    for first, last in _merged(sorted(_places(data, hidden))):
+        if last <= start or first >= end:
+            continue
+        pieces.append(data[at : max(at, first)])
+        if first >= start:  # else the piece before has shown that something is left out
+            pieces.append(REDACTED.encode())
+        at = min(last, end)
+    return b"".join([*pieces, data[at:end]])
+
+
+def _places(data: bytes, hidden: list[bytes]) -> Iterator[tuple[int, int]]:
+    for value in hidden:
+        for match in re.finditer(b"(?=" + re.escape(value) + b")", data):
+            yield match.start(), match.start() + len(value)
+
+
+def _merged(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for first, last in places:
+        if merged and first < merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return merged
+
+
+def _begun(data: bytes, hidden: list[bytes]) -> int:
+    """Where a secret begins of which the rest is not written yet: it comes with the next piece. Else the end."""
+    ends = [len(data) - length for value in hidden for length in range(1, len(value)) if data.endswith(value[:length])]
+    return max(0, min(ends, default=len(data)))
+
+
+def _whole_characters(data: bytes) -> bytes:
+    """Leave a character for the next piece whose bytes are not all there; what is no UTF-8 at all stays."""
+    for back in range(1, min(4, len(data))):
+        byte = data[-back]
+        if 0xC0 <= byte < 0xF8:  # The first of several bytes.
+            wanted = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return data[:-back] if back < wanted else data
+        if byte & 0xC0 != 0x80:
+            break
+    return data

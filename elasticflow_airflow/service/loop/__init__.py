@@ -1,0 +1,1 @@
+"""The reconcile loop and its stages: from what is to what should be."""

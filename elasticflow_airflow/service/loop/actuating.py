@@ -1,0 +1,293 @@
+"""Drives the engine towards what the rows say: only here are ``apply``, ``stop``, ``renew`` and ``forget`` called.
+
+Works on what was committed; everything here may be repeated. What the engine refuses is remembered, and becomes the
+job's end when it refuses too often.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from elasticflow_airflow.api import EventKind, State
+from elasticflow_airflow.engines.port import Engine, EngineError, GangSpec, GangState, SlotsHeldError
+from elasticflow_airflow.runtime.protocol import Promotion, RescaleMode, checkpoint_dir
+from elasticflow_airflow.service import crashpoints
+from elasticflow_airflow.service.decisions.pass_context import PassContext, alive, can_be_stopped, incarnation_dir
+from elasticflow_airflow.service.decisions.session_settings import python_of, session_of
+from elasticflow_airflow.service.job_files.snapshots import Snapshots
+from elasticflow_airflow.service.loop.rescaling import Holders, fall_back
+from elasticflow_airflow.service.loop.unknown_gangs import Leftovers
+from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.store.documents.columns import readable
+from elasticflow_airflow.service.store.documents.scheduler_values import placement_from_json
+from elasticflow_airflow.service.store.stored_bounds import promotion_of
+from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
+
+_OF_NOBODY = "this service has no such job"
+
+log = structlog.get_logger()
+
+Secrets = Callable[[IncarnationRow], Mapping[str, str]]
+
+
+@dataclass(slots=True)
+class Refusals:
+    """How often in a row the engine refused to start a job's gang, since when, and what it said last."""
+
+    since_monotonic_s: float
+    count: int = 0
+    message: str = ""
+    told: bool = False
+    """An event has said so."""
+    held: bool = False
+    """Somebody else is on its slots: nothing is wrong with the job, however long that takes."""
+
+
+@dataclass(slots=True)
+class Actuator:
+    """Calls the engine. Remembers only what saves calls: a restarted service repeats them, which changes nothing."""
+
+    engine: Engine
+    settings: ServiceSettings
+    snapshots: Snapshots
+    secrets: Secrets
+    monotonic: Callable[[], float]
+    leftovers: Leftovers
+    wanted: Callable[[], list[str]]
+    """Jobs that may have workers, as stored: what is renewed until a pass has succeeded."""
+    refusals: dict[str, Refusals] = field(default_factory=dict)
+    drained: set[tuple[str, int]] = field(default_factory=set)
+    """Terminal incarnations whose gangs the engine has forgotten; the next pass writes it down."""
+    refused_slots: bool = False
+    """Whether the engine has refused slots in the last pass because somebody holds them."""
+    _renewed_at_s: float = -math.inf
+    _applied: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By job: the generation, and the fence with it, that the engine took."""
+    _written: dict[tuple[str, int], Promotion] = field(default_factory=dict)
+    _held: list[str] | None = None
+    """Jobs that had workers at the last pass; None before there was one."""
+
+    def act(self, context: PassContext) -> None:
+        """Make the engine do what the rows say."""
+        renew = self.monotonic() - self._renewed_at_s >= self.settings.renew_interval_s
+        if renew:
+            self._renewed_at_s = self.monotonic()
+        self._held = sorted({row.job_id for row in (*context.rows, *context.aside) if context.open_of(row)})
+        on_slots = Holders(context)
+        self.refused_slots = False
+        for job_id in self.leftovers.to_leave(context):
+            self._try("stop", self.engine.stop, job_id, self.settings.grace_s, _OF_NOBODY)
+        for row in context.rows:
+            with context.on_behalf_of(row.job_id, "starting, changing or stopping its workers"):
+                self._act(context, row, on_slots, renew=renew)
+        for row in context.aside:
+            with context.on_behalf_of(row.job_id, "keeping its workers"):
+                self._keep(context, row, renew=renew)
+
+    def _act(self, context: PassContext, row: IncarnationRow, on_slots: Holders, *, renew: bool) -> None:
+        self._write_promotion(row)
+        generations = context.open_of(row)
+        due = context.due(row)
+        if due is not None and due.desired == "run" and not row.terminal:
+            settled = not renew and self._is_settled(row, due)
+            if due.state != GangState.ENDED and not settled:
+                self._apply_or_wait(context, row, due, on_slots)
+        elif any(map(can_be_stopped, generations)):
+            self._stop(row)
+        if renew and any(alive(g) for g in generations):
+            self._try("renew", self.engine.renew, row.job_id)
+        if row.terminal and not row.drained and not generations:
+            self._forget(context, row)
+
+    def _keep(self, context: PassContext, row: IncarnationRow, *, renew: bool) -> None:
+        """A job that is set aside: its workers go on, unless it is to end."""
+        generations = context.open_of(row)
+        if any(map(can_be_stopped, generations)):
+            if row.ending:
+                self._stop(row)
+            elif renew:
+                self._try("renew", self.engine.renew, row.job_id)
+        elif row.terminal and not row.drained:
+            self._forget(context, row)
+
+    def _stop(self, row: IncarnationRow) -> None:
+        reason = row.state_reason or "no longer wanted"
+        grace_s = 0.0 if (ending := readable(row.ending)) and ending.is_done else self.settings.grace_s
+        self._try("stop", self.engine.stop, row.job_id, grace_s, reason)
+
+    def hold(self, *, unless_renewed_within_s: float = 0.0) -> None:
+        """Have those train on who trained at the last pass, whatever else can be done. For any thread.
+
+        Before the first pass: all of whom workers are stored. Raises what the store raises.
+        """
+        if self.monotonic() - self._renewed_at_s < unless_renewed_within_s:
+            return
+        held = self.wanted() if self._held is None else self._held
+        self._renewed_at_s = self.monotonic()
+        for job_id in held:
+            try:
+                self.engine.renew(job_id)
+            except Exception as error:  # noqa: BLE001  (the others all the same)
+                log.warning("the engine refused", call="renew", job_id=job_id, error=repr(error))
+
+    def _apply_or_wait(self, context: PassContext, row: IncarnationRow, due: GenerationRow, on_slots: Holders) -> None:
+        """Have the engine bring a generation about, once nobody else is on its slots."""
+        if not on_slots.before(due) and not _own_leavers(context, row, due):
+            self._apply(row, due, context.now)
+        elif due.notes.vacate and any(alive(g) for g in context.open_of(row)):
+            self._try("stop", self.engine.stop, row.job_id, self.settings.grace_s, due.reason)
+
+    def _is_settled(self, row: IncarnationRow, generation: GenerationRow) -> bool:
+        """Whether the engine was told of this very gang, it runs, and its lease lasts beyond the next renewal."""
+        if generation.state != GangState.RUNNING or row.lease_s < 3 * self.settings.renew_interval_s:
+            return False
+        return self._applied.get(row.job_id) == (generation.generation, row.cleared_generation)
+
+    def _write_promotion(self, row: IncarnationRow) -> None:
+        """Before any gang may start from it; the row was committed first."""
+        key = (row.job_id, row.incarnation)
+        if row.promoted is None or self._written.get(key) == row.promoted:
+            return
+        folder = incarnation_dir(self.settings.state_dir, row.job_id, row.incarnation)
+        promotion = promotion_of(row)
+        if promotion is None:
+            return  # Whoever lives still is set aside for it.
+        if _promotion_in(checkpoint_dir(folder)) != promotion:
+            promotion.write(folder)
+            crashpoints.point("after promotion")
+        self._written[key] = promotion
+
+    def _apply(self, row: IncarnationRow, generation: GenerationRow, now: float) -> None:
+        crashpoints.point("before apply")
+        try:
+            incarnation_dir(self.settings.state_dir, row.job_id, row.incarnation).mkdir(
+                mode=0o700, parents=True, exist_ok=True
+            )
+            self.engine.apply(self.spec_of(row, generation))
+        except (EngineError, OSError) as error:
+            if alive(generation):  # It runs: what cannot be told it now can be told it later.
+                log.warning(
+                    "the engine refused",
+                    call="apply",
+                    job_id=row.job_id,
+                    incarnation=row.incarnation,
+                    generation=generation.generation,
+                    error=str(error),
+                )
+            else:
+                refusals = self.refusals.setdefault(row.job_id, Refusals(self.monotonic()))
+                refusals.count += 1
+                refusals.message = str(error)
+                refusals.held = isinstance(error, SlotsHeldError)
+                if isinstance(error, SlotsHeldError):
+                    self.leftovers.refuse(error.held, now)
+                    self.refused_slots = True
+        else:
+            self.refusals.pop(row.job_id, None)
+            if alive(generation):
+                self.leftovers.took(placement_from_json(generation.placement).slots)
+            self._applied[row.job_id] = (generation.generation, row.cleared_generation)
+        crashpoints.point("after apply")
+
+    def _forget(self, context: PassContext, row: IncarnationRow) -> None:
+        """Forgetting goes by job: wait until no incarnation of the job has an end that is not handled."""
+        if not any(g.job_id == row.job_id and not g.handled for g in context.generations.values()):
+            self._try("forget", self.engine.forget, row.job_id)
+            self.drained.add((row.job_id, row.incarnation))
+            self._written.pop((row.job_id, row.incarnation), None)
+            self._applied.pop(row.job_id, None)
+            self.refusals.pop(row.job_id, None)
+
+    def _try(self, name: str, call: Callable[..., None], *arguments: object) -> None:
+        """Call the engine; a refusal is logged, and asked for again in the next pass."""
+        crashpoints.point(f"before {name}")
+        try:
+            call(*arguments)
+        except EngineError as error:
+            log.warning("the engine refused", call=name, job_id=arguments[0], error=str(error))
+        crashpoints.point(f"after {name}")
+
+    def spec_of(self, row: IncarnationRow, generation: GenerationRow) -> GangSpec:
+        """The gang that a generation's row describes."""
+        command = row.submission["command"]
+        session = session_of(row, self.settings, self.snapshots, generation.notes.threads)
+        return GangSpec(
+            job_id=row.job_id,
+            incarnation=row.incarnation,
+            generation=generation.generation,
+            cleared_generation=row.cleared_generation,
+            placement=placement_from_json(generation.placement).slots,
+            session=session,
+            python=python_of(row),
+            env=dict(command["env"]),
+            secret_env=self.secrets(row),
+            mode=RescaleMode(generation.mode),
+            lost=tuple(generation.lost),
+            lease_s=row.lease_s,
+            grace_s=self.settings.grace_s,
+            reason=generation.reason,
+        )
+
+
+def _promotion_in(checkpoints: Path) -> Promotion | None:
+    """What ``promoted.json`` says; None also where it is damaged: the folder is the training's, who may write there."""
+    try:
+        return Promotion.read(checkpoints)
+    except (ValueError, TypeError):
+        return None
+
+
+def _own_leavers(context: PassContext, row: IncarnationRow, due: GenerationRow) -> bool:
+    """Whether workers of the job itself are still leaving the slots on which others of it should start."""
+    training = context.training(row)
+    if due.mode != RescaleMode.IN_PLACE or training is None:
+        return False
+    new = {tuple(slot) for slot in due.placement} - {tuple(slot) for slot in training.placement}
+    return any(
+        g is not due and g is not training and g.state == GangState.LEAVING and new & {tuple(s) for s in g.placement}
+        for g in context.open_of(row)
+    )
+
+
+def record_refusals(context: PassContext, actuator: Actuator) -> None:
+    """Say what the engine refused, and end jobs that it refused too often."""
+    for job_id, refusals in list(actuator.refusals.items()):
+        row = context.live(job_id)
+        if row is None:
+            del actuator.refusals[job_id]
+            continue
+        with context.on_behalf_of(job_id, "writing down why its workers did not start"):
+            _record_refusals(context, row, refusals, actuator)
+
+
+def _record_refusals(context: PassContext, row: IncarnationRow, refusals: Refusals, actuator: Actuator) -> None:
+    if not refusals.told:
+        refusals.told = True
+        reason = f"the workers could not be started: {refusals.message}; it is tried again"
+        context.event(EventKind.NOT_STARTED, reason, row)
+    refused_s = actuator.monotonic() - refusals.since_monotonic_s
+    due = context.due(row)
+    if due is None or due.state == GangState.ENDED:
+        del actuator.refusals[row.job_id]  # Nobody asks for it any more.
+    elif due.mode == RescaleMode.IN_PLACE:
+        # The gang before it trains on, so there is time; and it can be done in another way.
+        if refused_s >= context.settings.grace_s:
+            del actuator.refusals[row.job_id]
+            fall_back(context, row, due, f"the workers could not be changed in place ({refusals.message})")
+    elif refusals.held:
+        refusals.since_monotonic_s, refusals.count = actuator.monotonic(), 0
+    elif refused_s >= context.settings.apply_limit_s and refusals.count >= context.settings.apply_attempts:
+        context.end(row, State.FAILED, f"could not be started: {refusals.message}", failure=refusals.message)
+
+
+def record_drained(context: PassContext, actuator: Actuator) -> None:
+    """Write down which terminal incarnations need no further pass."""
+    for row in (*context.rows, *context.aside):
+        if (row.job_id, row.incarnation) in actuator.drained:
+            row.drained = True
+    actuator.drained.clear()

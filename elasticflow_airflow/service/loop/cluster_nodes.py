@@ -1,0 +1,66 @@
+"""Tells the scheduler which nodes there are, when they go away, and which of their slots are not for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from elasticflow_airflow.api import EventKind
+from elasticflow_airflow.engines.port import EngineNode
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.values import Node
+from elasticflow_airflow.service.decisions import setting_aside
+from elasticflow_airflow.service.decisions.deciding import feed, when
+from elasticflow_airflow.service.decisions.pass_context import PassContext
+from elasticflow_airflow.service.loop import slow_workers
+
+
+def nodes_now(context: PassContext, seen: Iterable[EngineNode]) -> list[Node]:
+    """The nodes as the scheduler should see them: one that goes away is to be left some time before."""
+    drains, lead_s, avoided = context.tx.drains(), context.settings.drain_lead_s, context.tx.avoided()
+    held = setting_aside.held_slots(context)
+    return [
+        Node(
+            node_id=node.node_id,
+            slots=node.slots,
+            busy=frozenset((*node.busy, *held.get(node.node_id, ()))),
+            draining_until_s=drains[node.node_id] - lead_s if node.node_id in drains else None,
+            avoided={
+                **{row.slot_index: row.until_at for row in avoided if row.node_id == node.node_id},
+                **{slot.index: one.until_s for slot, one in context.held.items() if slot.node_id == node.node_id},
+            },
+        )
+        for node in seen
+    ]
+
+
+def tell_nodes(context: PassContext, seen: tuple[EngineNode, ...]) -> None:
+    """Tell the scheduler of what has changed since it was told last."""
+    slow_workers.take_back(context)
+    known = {node.node_id: node for node in context.scheduler.nodes()}
+    there = {node.node_id: node for node in nodes_now(context, seen)}
+    for node_id in known.keys() - there.keys():
+        context.tx.add_event(EventKind.NODE_LOST, f"node {node_id} is gone")
+        feed(context, ev.NodeLost(node_id))
+        context.tx.forget_drain(node_id)
+    for node_id, node in there.items():
+        before = known.get(node_id)
+        drained = None if before is None else before.draining_until_s
+        if node.draining_until_s != drained:
+            until_s = node.draining_until_s
+            reason = f"node {node_id} stays after all"
+            if until_s is not None:
+                reason = f"node {node_id} goes away: nothing is planned on it after {when(until_s)}"
+            context.tx.add_event(EventKind.NODE_DRAINING, reason)
+        dated = before and replace(before, draining_until_s=node.draining_until_s, avoided=node.avoided)
+        if dated == node:
+            if before != node:
+                feed(context, ev.NodeJoined(node))
+        elif before != node:
+            holders = {
+                **next(n.busy for n in seen if n.node_id == node_id),
+                **setting_aside.held_slots(context).get(node_id, {}),
+            }
+            busy = "".join(f"; slot {index} is held by {holder}" for index, holder in sorted(holders.items()))
+            context.tx.add_event(EventKind.NODE_CHANGED, f"node {node_id} has {node.slots} slots{busy}")
+            feed(context, ev.NodeJoined(node))

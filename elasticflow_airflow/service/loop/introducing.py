@@ -1,0 +1,343 @@
+"""Tells the scheduler what callers want: new jobs, cancels, amendments, owners that are away or back.
+
+Reads what handlers wrote, writes what follows; calls no engine. Leases are measured on the monotonic clock, so that a
+clock that jumps expires nobody's.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from elasticflow_airflow.api import EventKind, Length, State, largest_share
+from elasticflow_airflow.runtime.logical_workers import DEFAULT_LOGICAL_WORKERS
+from elasticflow_airflow.scheduler_core import Scheduler
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.config import Objective
+from elasticflow_airflow.scheduler_core.model.values import Job, OnReject
+from elasticflow_airflow.scheduler_core.planning.protection_price import FORGOTTEN
+from elasticflow_airflow.service.decisions import lateness, loss_target, recurring_runs, resuming, task_history
+from elasticflow_airflow.service.decisions.deciding import feed, feed_submitted
+from elasticflow_airflow.service.decisions.pass_context import PassContext
+from elasticflow_airflow.service.decisions.renewals import Renewals
+from elasticflow_airflow.service.job_files.candidates import CandidateService
+from elasticflow_airflow.service.store.documents.job_documents import StoredVerdict
+from elasticflow_airflow.service.store.documents.scheduler_values import curve_from_json
+from elasticflow_airflow.service.store.tables import AmendmentRow, IncarnationRow
+from elasticflow_airflow.service.store.transitions import move
+from elasticflow_airflow.service.store.views import UNREADABLE
+
+
+def introduce(
+    context: PassContext, device_type: str, slots: int, candidate_service: CandidateService, within_s: float
+) -> None:
+    """Ask the scheduler about every new incarnation whose predecessors have all come to their end, within that time.
+
+    ``slots`` is how many the cluster has. ``candidate_service`` copies the checkpoint that an incarnation goes on from;
+    it is introduced once that is there.
+    """
+    asked: list[IncarnationRow] = []
+    feed_submitted(
+        context, _newcomers(context, device_type, slots, candidate_service, time.monotonic() + within_s, asked)
+    )
+    for row in asked:
+        with context.on_behalf_of(row.job_id, "asking the scheduler about it"):
+            if row.target and row.target.at_most is not None and context.knows(row.job_id) and not row.ending:
+                loss_target.tell(context, row)
+            if row.state == State.SUBMITTED and not row.ending:
+                move(row, State.WAITING, row.verdict.reason or "waits for slots")
+
+
+def _newcomers(
+    context: PassContext,
+    device_type: str,
+    slots: int,
+    candidate_service: CandidateService,
+    until_s: float,
+    asked: list[IncarnationRow],
+) -> Iterator[Job]:
+    """Those about whom the scheduler is to be asked, noted in ``asked``; no more of them once the time is over."""
+    for row in list(context.rows):
+        if row.introduced or row.terminal or row.cancel_reason is not None or row.ending:
+            continue
+        if time.monotonic() > until_s:
+            context.more = True  # Who has been decided on hears of it now; the next pass takes up the rest.
+            return
+        job = None
+        with context.on_behalf_of(row.job_id, "asking the scheduler about it"):
+            earlier = (one for one in context.incarnations_of(row.job_id) if one.incarnation < row.incarnation)
+            if any(not one.terminal for one in earlier) or context.knows(row.job_id):
+                continue
+            row.logical_workers = logical_workers(row.submission)
+            if resuming.is_ready(context, row, candidate_service):
+                job = _introduce(context, row, device_type, slots)
+        if job is not None:
+            asked.append(row)
+            yield job
+
+
+def _introduce(context: PassContext, row: IncarnationRow, device_type: str, slots: int) -> Job | None:
+    """Write down what is known of a job before it trains; None: it is over, and nobody need be asked."""
+    submission = row.submission
+    job = context.jobs[row.job_id]
+    row.introduced = True
+    row.verdict = StoredVerdict()
+    row.signature = task_history.signature_of(submission, device_type, row.logical_workers)
+    past = task_history.past_of(context.tx.history(job.recurring_key, row.signature))
+    row.costs = replace(past.costs, **row.costs.known())
+    length = Length.as_stored(submission["length"])
+    row.total_steps = task_history.length_of(length, int(submission["global_batch_size"]), past)
+    # Where only its script can tell how long it is, it is measured once more: meanwhile the script tells.
+    needs_length = row.total_steps is None and not row.best_effort
+    speeds = known_speeds(submission, None if needs_length else past.measured)
+    row.told_speeds = speeds
+    sigma, sigmas = task_history.sigmas_of(past, submission["scaling_curve"], context.settings.scheduler_config())
+    _say_where_it_starts(context, row)
+    loss_target.begin(context, row, past.loss_curve)
+    most, least = most_workers(submission, row.logical_workers), int(submission["min_workers"])
+    if most < least:
+        reason = (
+            f"min_workers={least}, but the checkpoint that it goes on from was trained with {row.logical_workers}"
+            f" logical workers, and there are never more workers: give min_workers={most} at most, or logical_workers="
+            " to train from the beginning"
+        )
+        context.end(row, State.FAILED, reason, failure=reason)
+        return None
+    asked = lateness.settle(
+        context,
+        row,
+        Job(
+            job_id=row.job_id,
+            submitted_s=row.submitted_at,
+            deadline_s=row.deadline_at,
+            total_steps=None if row.total_steps is None else float(max(0, row.total_steps - row.step)),
+            curve=curve_from_json(speeds) if speeds else None,
+            costs=context.costs_of(row),
+            min_workers=least,
+            max_workers=most,
+            value=row.value,
+            on_reject=OnReject(submission["on_reject"]),
+            latest_deadline_s=submission["latest_deadline_at"],
+            explore=not submission["scaling_curve"],
+            partial=not submission["scaling_curve"],
+            speed_sigma=sigma,
+            speed_sigmas=sigmas,
+        ),
+    )
+    if asked is None:
+        return None
+    limit = _limit(submission, row.logical_workers, slots)
+    row.verdict = replace(row.verdict, limit=limit)
+    reason = _what_is_known(submission, speeds) + limit
+    context.event(EventKind.SUBMITTED, f"submitted; {reason}", row, deadline_at=row.deadline_at, curve=speeds)
+    return replace(asked, task=recurring_runs.arrive(context, job, row))
+
+
+def _what_is_known(submission: Mapping[str, Any], speeds: Mapping[str, float] | None) -> str:
+    """Of the speed of a job, for the event of its submission."""
+    if not speeds:
+        return "its speed is not known yet: it is measured first"
+    if submission["scaling_curve"]:
+        return "its scaling curve is known"
+    *most, last = map(str, sorted(map(int, speeds)))
+    sizes = f"{', '.join(most)} and {last} workers" if most else "1 worker" if last == "1" else f"{last} workers"
+    return f"its speed with {sizes} is known from earlier runs"
+
+
+def recall(context: PassContext, scheduler: Scheduler) -> None:
+    """Tell a new scheduler what came and went before it: a price is learned from all that ever asked."""
+    if scheduler.config.objective is not Objective.VALUE:
+        return
+    since = context.now - FORGOTTEN * max(scheduler.config.protection_half_lives_s)
+    scheduler.recall(filter(None, (_past_job(context, row) for row in context.tx.over_since(since))))
+
+
+def _past_job(context: PassContext, row: IncarnationRow) -> Job | None:
+    """A job that is over; None where its speed or its length is not known, or cannot be read."""
+    with suppress(*UNREADABLE):
+        speeds = row.speeds or known_speeds(row.submission, None)
+        if speeds and row.total_steps is not None:
+            return Job(
+                job_id=row.job_id,
+                submitted_s=row.submitted_at,
+                deadline_s=row.deadline_at,
+                total_steps=float(row.total_steps),
+                curve=curve_from_json(speeds),
+                costs=context.costs_of(row),
+                min_workers=int(row.submission["min_workers"]),
+                max_workers=most_workers(row.submission, row.logical_workers),
+                value=row.value,
+            )
+    return None
+
+
+def logical_workers(submission: Mapping[str, Any]) -> int | None:
+    """Into how many shares each step is cut for the whole life of the incarnation; None in fast mode.
+
+    It follows from what is submitted alone: as the script runs without the service, and on any other cluster.
+    """
+    if submission.get("consistency", "consistent") == "fast":
+        return None
+    asked = submission.get("logical_workers")
+    if asked is not None:
+        return int(asked)
+    batch, least = int(submission["global_batch_size"]), int(submission["min_workers"])
+    return largest_share(batch, max(DEFAULT_LOGICAL_WORKERS, least, submission["max_workers"] or 1))
+
+
+def _limit(submission: Mapping[str, Any], shares: int | None, slots: int) -> str:
+    """What to say where the shares keep a job from slots that the cluster has, and that ``max_workers`` would allow."""
+    wanted = min(slots, submission["max_workers"] or slots)
+    if shares is None or shares >= wanted:
+        return ""
+    batch = int(submission["global_batch_size"])
+    if submission.get("logical_workers"):
+        return f"; at most {shares} workers train it, one for each of its logical_workers"
+    if largest_share(batch, wanted) > shares:
+        return f"; at most {shares} workers train it, one for each of its logical_workers: max_workers= raises both"
+    return f"; at most {shares} workers can share its global_batch_size={batch} equally"
+
+
+def most_workers(submission: Mapping[str, Any], shares: int | None) -> int:
+    """The most workers that the scheduler may give: one for each share, or for each sample."""
+    batch = int(submission["global_batch_size"])
+    most = shares if shares is not None else 1 << (batch.bit_length() - 1)
+    return min(most, submission["max_workers"] or most)
+
+
+def known_speeds(submission: Mapping[str, Any], past: Mapping[str, float] | None) -> dict[str, float] | None:
+    """What past runs have measured, or the submitter said of its curve; by workers as text."""
+    return task_history.speeds_to_plan_with(submission["scaling_curve"], past)
+
+
+def _say_where_it_starts(context: PassContext, row: IncarnationRow) -> None:
+    wanted = row.submission["init_from"]
+    if wanted == "latest" and row.init_from_path is None:
+        latest = context.tx.last_success(context.jobs[row.job_id].recurring_key, row.job_id)
+        none = "there is no earlier success of this task"
+        if latest is not None:
+            none = "where the last success of this task left its checkpoint cannot be read"
+        context.event(EventKind.INITIALISED, f'init_from="latest": {none}, so it starts fresh', row)
+    elif row.init_from_path is not None and not os.path.isdir(row.init_from_path):
+        reason = f"init_from={row.init_from_path}: there is no such checkpoint folder on this machine"
+        context.end(row, State.FAILED, reason, failure=reason)
+
+
+def cancel(context: PassContext) -> None:
+    """End what somebody wants cancelled."""
+    for row in context.rows:
+        if row.cancel_reason is not None and not row.terminal:
+            # A decided end other than success gives way to nobody; a success that is nearly there stays one.
+            with context.on_behalf_of(row.job_id, "cancelling it"):
+                context.end(row, State.CANCELLED, row.cancel_reason or "cancelled")
+
+
+def amend(context: PassContext) -> None:
+    """Ask the scheduler about amendments, in order."""
+    for amendment in context.tx.open_amendments():
+        if amendment.job_id in context.faults:
+            amendment.answer = {"accepted": False, "reason": "the job is set aside", "earliest_deadline_at": None}
+            continue
+        with context.on_behalf_of(amendment.job_id, "asking the scheduler about an amendment of it"):
+            _amend(context, amendment)
+
+
+def _amend(context: PassContext, amendment: AmendmentRow) -> None:
+    row = context.row(amendment.job_id, amendment.incarnation)
+    if row is not None and not row.introduced and not row.terminal:
+        return
+    if row is None or row.terminal or row.ending or not context.knows(row.job_id):
+        amendment.answer = {"accepted": False, "reason": "the job is over", "earliest_deadline_at": None}
+        return
+    context.amendment = amendment
+    feed(
+        context,
+        ev.JobAmended(
+            row.job_id,
+            deadline_s=amendment.deadline_at,
+            value=amendment.value,
+            best_effort=amendment.best_effort,
+        ),
+    )
+    context.amendment = None
+    if amendment.answer is None:
+        amendment.answer = {"accepted": True, "reason": "nothing changed", "earliest_deadline_at": None}
+
+
+@dataclass(slots=True)
+class _Lease:
+    renewals: int
+    renewed_at_monotonic_s: float
+
+
+class Leases:
+    """When each owner was heard last, in this process' monotonic time; a restart gives everybody a new first limit.
+
+    So does a time without a pass that was stored (the database was away, the process was stopped): whoever asked then
+    was not heard. What a check finds counts once it is stored: an owner that came back in a pass that failed is heard
+    in the next. Owners are heard in the store (submits and attachments) and in ``renewals``.
+    """
+
+    def __init__(self, renewals: Renewals) -> None:
+        self._renewals = renewals
+        self._stored: dict[tuple[str, int], _Lease] = {}
+        self._leases: dict[tuple[str, int], _Lease] = {}
+        self._stored_at_s = self._checked_at_s = -math.inf
+
+    def stored(self) -> None:
+        """What the last check found is in the store."""
+        self._stored, self._stored_at_s = self._leases, self._checked_at_s
+
+    def check(self, context: PassContext, monotonic_s: float) -> None:
+        """Park jobs whose owner is away, cancel those whose owner stays away, and take back who is there again."""
+        live = {(row.job_id, row.incarnation): row for row in context.rows if row.introduced and not row.terminal}
+        live |= {(row.job_id, row.incarnation): row for row in context.aside if not row.terminal}
+        self._renewals.keep(live)
+        self._leases = {key: lease for key, lease in self._stored.items() if key in live}
+        deaf_s = monotonic_s - self._stored_at_s - context.settings.running_interval_s
+        self._checked_at_s = monotonic_s
+        for key, row in live.items():
+            with context.on_behalf_of(row.job_id, "looking whether its owner is there"):
+                self._check(context, row, key, deaf_s, monotonic_s)
+
+    def _check(
+        self, context: PassContext, row: IncarnationRow, key: tuple[str, int], deaf_s: float, monotonic_s: float
+    ) -> None:
+        lease, renewals = self._leases.get(key), row.renewals + self._renewals.count(*key)
+        if lease is None or lease.renewals != renewals or deaf_s > row.lease_s / 2:
+            self._leases[key] = _Lease(renewals, monotonic_s)
+            row.lease_expires_at = context.now + row.lease_s
+            if lease is not None and lease.renewals != renewals:
+                row.heard_at = context.now  # Handlers only count who asks.
+            if row.parked and lease is not None and lease.renewals != renewals:
+                _unpark(context, row)
+        elif not row.ending:
+            _expire(context, row, monotonic_s - lease.renewed_at_monotonic_s)
+
+
+def _expire(context: PassContext, row: IncarnationRow, away_s: float) -> None:
+    if away_s > row.lease_s + row.orphan_s:
+        reason = f"nobody has asked for the job for {away_s:.0f} s: cancelled"
+        context.tx.rely_on(row, "renewals")
+        context.end(row, State.CANCELLED, reason)
+    elif away_s > row.lease_s and not row.parked and row.job_id not in context.faults:
+        context.tx.rely_on(row, "renewals")
+        row.parked = True
+        reason = f"nobody has asked for the job for {away_s:.0f} s: suspended with a checkpoint until somebody does"
+        context.event(EventKind.PARKED, reason, row)
+        feed(context, ev.JobParked(row.job_id))
+        row.desired_generation = None
+        move(row, State.SUSPENDED, reason)
+
+
+def _unpark(context: PassContext, row: IncarnationRow) -> None:
+    row.parked = False
+    reason = "its owner is back"
+    context.event(EventKind.UNPARKED, reason, row)
+    move(row, State.ADMITTED, reason)
+    feed(context, ev.JobUnparked(row.job_id))

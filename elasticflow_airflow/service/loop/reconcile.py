@@ -1,0 +1,507 @@
+"""The reconcile loop: one thread that owns the scheduler and the engine, and drives what is to what should be.
+
+Each pass looks, thinks outside of any transaction (``stages.py``), writes in a short one, and acts on what was
+committed. A pass that fails, or a kill at any point of it, is repaired by the next: the scheduler is rebuilt from the
+store, and every call to the engine may be repeated. A pass that fails on single jobs is begun again without them (see
+``setting_aside.py``).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import structlog
+
+from elasticflow_airflow.api import EventKind
+from elasticflow_airflow.engines.port import Engine, EngineError, EngineNode, GangObservation, GangState
+from elasticflow_airflow.scheduler_core import Scheduler
+from elasticflow_airflow.scheduler_core.jobs.learned_speed import sigma_of_margin
+from elasticflow_airflow.scheduler_core.model.decisions import Purpose
+from elasticflow_airflow.scheduler_core.model.values import JobState, Node, Slot
+from elasticflow_airflow.service import crashpoints
+from elasticflow_airflow.service.decisions import recurring_runs, setting_aside
+from elasticflow_airflow.service.decisions.deciding import record_all
+from elasticflow_airflow.service.decisions.faults import Faults, SchedulerFaultError, ServiceFaultError
+from elasticflow_airflow.service.decisions.foresight import Foresight, foresight_of
+from elasticflow_airflow.service.decisions.pass_context import Held, PassContext, alive
+from elasticflow_airflow.service.decisions.renewals import Renewals
+from elasticflow_airflow.service.job_files.candidates import CandidateService, Looked
+from elasticflow_airflow.service.job_files.snapshots import Snapshots
+from elasticflow_airflow.service.loop import introducing, observing, retention, unknown_gangs, watching
+from elasticflow_airflow.service.loop.actuating import Actuator
+from elasticflow_airflow.service.loop.cluster_nodes import nodes_now
+from elasticflow_airflow.service.loop.stages import Seen, StageParts, stages
+from elasticflow_airflow.service.notify import Notifier
+from elasticflow_airflow.service.secrets import SecretBox, SecretError, hidden_values
+from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.store.documents.scheduler_values import state_from_json, state_to_json
+from elasticflow_airflow.service.store.store import Store
+from elasticflow_airflow.service.store.stored_bounds import state_out_of_bounds
+from elasticflow_airflow.service.store.tables import IncarnationRow
+from elasticflow_airflow.service.store.unit_of_work import StaleReadError, UnstorableError, unit_of_work
+
+_RETRY_S = 1.0
+_CLOCK_JUMP_S = 5.0
+_PROJECTION_CHANGE_S = 0.5
+_MOST_BEGINNINGS = 200
+_CROWD_S = (0.5, 5.0)
+"""For how long, at least and at most, those who have submitted are decided on at once: who submits together with many
+others hears his verdict after about so long, and not after all of theirs."""
+_NEXT_S = 0.3
+"""So long is waited for who comes next of a crowd."""
+
+log = structlog.get_logger()
+
+
+class _BeginAgainError(Exception):
+    """Nothing of a pass was written: it is begun again, without those whose trouble it was."""
+
+
+class Reconciler:
+    """The loop. ``clock`` gives UTC seconds and ``monotonic`` seconds that never jump."""
+
+    def __init__(
+        self,
+        store: Store,
+        engine: Engine,
+        settings: ServiceSettings,
+        notifier: Notifier,
+        snapshots: Snapshots,
+        secrets: SecretBox,
+        candidate_service: CandidateService,
+        *,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._engine, self._settings, self._notifier = store, engine, settings, notifier
+        self._box, self._candidate_service, self._clock, self._monotonic = secrets, candidate_service, clock, monotonic
+        self._leftovers = unknown_gangs.Leftovers()
+        self._actuator = Actuator(
+            engine, settings, snapshots, self._secrets_of, monotonic, self._leftovers, self._with_gangs
+        )
+        self._inbox = observing.Inbox()
+        self.renewals = Renewals()
+        """Who has asked for its job, in the threads of handlers."""
+        self._leases = introducing.Leases(self.renewals)
+        self._hang_detector = watching.HangDetector()
+        self._recurring_runs = recurring_runs.RecurringRuns()
+        self._stages = stages(
+            StageParts(
+                self._actuator,
+                self._inbox,
+                self._leases,
+                self._recurring_runs,
+                self._hang_detector,
+                candidate_service,
+                self._secrets_to_hide,
+                self._notice_clock,
+                self._hear,
+            )
+        )
+        self._retention = retention.Retention()
+        self._thinking = threading.Lock()
+        self._scheduler: Scheduler | None = None
+        self._wake_at: float | None = None
+        self._nodes: tuple[EngineNode, ...] = ()
+        self._looked_at_nodes_s = -math.inf
+        self._clock_offset_s = clock() - monotonic()
+        self._stop = threading.Event()
+        self._problem = ""
+        self._faults = Faults()
+        self._ignored: list[str] = []
+        """What is stored of nodes and slots and cannot be heeded."""
+        self._bounds = setting_aside.BoundsCheck()
+        self._held: Mapping[Slot, Held] = {}
+        self._foresight: Foresight | None = None
+        self._written: dict[str, JobState] = {}
+        """What the store has of what the scheduler remembers."""
+        self._has_begun = False
+        self._heard_s, self._crowd_s = 0.0, _CROWD_S[0]
+        self._singly = False
+        self._passed_over: frozenset[tuple[str, int]] = frozenset()
+        """Who has submitted and cannot be decided on yet."""
+
+    @property
+    def nodes(self) -> tuple[EngineNode, ...]:
+        """The nodes as last seen, with who is on their slots and no job of ours; empty before the first pass."""
+        held: dict[str, dict[int, str]] = {}
+        for slot, one in self._held.items():
+            held.setdefault(slot.node_id, {})[slot.index] = one.holder
+        return tuple(replace(node, busy={**held.get(node.node_id, {}), **node.busy}) for node in self._nodes)
+
+    @property
+    def wake_at(self) -> float | None:
+        """When the scheduler wants to be woken, UTC seconds; None: it does not."""
+        return self._wake_at
+
+    @property
+    def problem(self) -> str:
+        """Why the last pass failed; empty when it did not."""
+        return self._problem
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong now: with the last pass, jobs (or recurring tasks) that are set aside, nodes and slots."""
+        aside = [f"{owner} is set aside: {fault}" for owner, fault in list(self._faults.aside.items())]
+        strange = self._leftovers.problems(self._clock())
+        return [*([self._problem] if self._problem else []), *aside, *self._ignored, *strange]
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device of the slots; empty before the first pass."""
+        return self._device_type()
+
+    def copy_scheduler(self) -> Scheduler | None:
+        """The scheduler as it is between two passes, to try things on; None while it is not there. Thread-safe."""
+        with self._thinking:
+            return None if self._scheduler is None else self._scheduler.twin()
+
+    def foresee(self) -> Foresight | None:
+        """What the last pass has decided; None before there was one. Waits for nobody. Thread-safe."""
+        return self._foresight
+
+    def hear_of_runs(self) -> None:
+        """Somebody has stored other due runs: the next pass tells the scheduler. Thread-safe."""
+        self._recurring_runs.hear()
+        self._notifier.wake()
+
+    def begin_anew(self) -> None:
+        """Somebody else may have decided meanwhile: the next pass begins with what the store says. Thread-safe."""
+        with self._thinking:
+            self._scheduler = None
+
+    def stop(self) -> None:
+        """Have :meth:`run` return after the pass under way; gangs go on."""
+        self._stop.set()
+        self._notifier.wake()
+
+    def run(self) -> None:
+        """Pass after pass until :meth:`stop`."""
+        threading.Thread(target=self._renew, name="renew", daemon=True).start()
+        while not self._stop.is_set():
+            self._notifier.sleep(self.try_once())
+
+    def _renew(self) -> None:
+        """Renew the leases of gangs however long a pass takes, or fails."""
+        while not self._stop.wait(self._settings.renew_interval_s):
+            self._hold(unless_renewed_within_s=2 * self._settings.renew_interval_s)
+
+    def _hold(self, *, unless_renewed_within_s: float = 0.0) -> None:
+        """Renew the leases of gangs. Whatever fails, it is tried again."""
+        try:
+            self._actuator.hold(unless_renewed_within_s=unless_renewed_within_s)
+        except Exception as error:  # noqa: BLE001  (whatever it is, this thread goes on)
+            log.warning("the leases of workers could not be renewed; it is tried again", error=repr(error))
+
+    def _with_gangs(self) -> list[str]:
+        with self._store.read() as reader:
+            return reader.with_gangs()
+
+    def try_once(self) -> float | None:
+        """One pass. A pass that fails is logged, and the next one begins with a scheduler rebuilt from the store.
+
+        Whatever fails, and for however long, nobody's workers stop for it.
+        """
+        try:
+            wait_s = self.run_once()
+        except Exception as error:
+            self._scheduler = None
+            if self._problem != repr(error):
+                log.exception("the reconcile pass failed; it is tried again")
+            self._problem = repr(error)
+            self._faults.new.clear()
+            self._hold()
+            return _RETRY_S
+        self._problem = ""
+        self._faults.nothing_failed()
+        return wait_s
+
+    def run_once(self) -> float | None:
+        """One pass, begun again without the jobs on which it fails, which are set aside.
+
+        Returns after how many seconds the next should come (None: when somebody wakes it). Raises what is no single
+        job's trouble.
+        """
+        observations = self._look()
+        for _ in range(_MOST_BEGINNINGS):
+            try:
+                began_s, self._heard_s = time.perf_counter(), 0.0
+                wait_s = self._pass(observations)
+                rest_s = time.perf_counter() - began_s - self._heard_s
+                self._crowd_s = min(_CROWD_S[1], max(_CROWD_S[0], rest_s))
+                break
+            except _BeginAgainError:
+                self._scheduler = None
+        else:
+            raise ServiceFaultError(f"a pass was begun {_MOST_BEGINNINGS} times, and failed on other jobs each time")
+        return 0.0 if self._decide_on_the_new() else wait_s
+
+    def _decide_on_the_new(self) -> bool:
+        """Decide on those who have submitted during the pass, before another one; whether there were any.
+
+        A crowd is heard in half of the time, however long a pass takes that looks at all the others.
+        """
+        began_s, heard = time.perf_counter(), False
+        while time.perf_counter() - began_s < self._crowd_s and not self._stop.is_set():
+            with self._store.read() as reader:
+                new = reader.not_introduced()
+            if new <= self._passed_over:
+                return heard
+            try:
+                self._pass(None)
+            except _BeginAgainError:
+                self._scheduler = None
+                return True  # The next pass sees to it.
+            heard = True
+            self._notifier.sleep(_NEXT_S)  # Who has his verdict may have more to submit.
+        return heard
+
+    def _pass(self, observations: tuple[GangObservation, ...] | None) -> float | None:
+        """One pass; without observations only over those who have submitted."""
+        looked: Sequence[Looked] = () if observations is None else self._candidate_service.collect()
+        now, monotonic_s = self._clock(), self._monotonic()
+        with self._thinking, unit_of_work(self._store) as work:
+            self._notice_ignored(work.ignored())
+            context = PassContext.open(
+                work, now, self._settings, self._scheduler or Scheduler(), self._wake_at, self._faults
+            )
+            context.singly = self._singly
+            try:
+                if observations is not None:
+                    self._leftovers.look(context, observations, self._nodes)
+                context.held = self._leftovers.held(context)
+                unknown_gangs.number_above(context, self._engine.latest, everyone=self._scheduler is None)
+                setting_aside.notice_troubles(context, observations or ())
+                self._bounds.check(context, observations or ())
+                setting_aside.place(context, observations or ())
+                if self._scheduler is None:
+                    self._scheduler = self._restore(context)
+                if observations is None:
+                    self._hear(context)
+                else:
+                    seen = Seen(observations, looked, self._nodes, monotonic_s)
+                    for stage in self._stages:
+                        stage.run(context, seen)
+                written = self._write_states(context)
+                if not self._faults.new:
+                    work.commit()
+            except StaleReadError as error:
+                log.info("a pass is begun again", reason=str(error))
+                raise _BeginAgainError from error
+            except UnstorableError as error:
+                if error.job_id is None:
+                    raise
+                self._faults.note(error.job_id, "writing down what is known of it", error)
+            except SchedulerFaultError as error:
+                self._attribute(context, error)
+            if self._set_aside(context):
+                raise _BeginAgainError
+        self._wake_at, self._has_begun, self._singly = context.wake_at, True, False
+        self._written = written
+        if context.decided or self._foresight is None:
+            self._publish(context, written)
+        self._passed_over = frozenset() if context.more else context.not_introduced()
+        self._held = context.held
+        if observations is not None:
+            self._leftovers.stored()
+            self._inbox.stored()
+            self._leases.stored()
+            self._candidate_service.settled(looked)
+        for job_id in setting_aside.ended(context):
+            self._faults.lift(job_id)
+        self._notifier.changed()
+        if observations is None:
+            return 0.0
+        self._actuator.act(context)
+        if self._actuator.refused_slots:
+            self._looked_at_nodes_s = -math.inf  # Whoever is there, the engine may see it by now.
+        for job_id, _ in self._actuator.drained:
+            gangs = [g for g in context.generations.values() if g.job_id == job_id]
+            self._inbox.forget(job_id, {g.generation for g in gangs if g.state != GangState.ENDED})
+        self._retention.trim(self._store, self._settings, now, monotonic_s)
+        if self._set_aside(context):
+            self._scheduler = None
+            return 0.0
+        return self._interval(context)
+
+    def _publish(self, context: PassContext, states: Mapping[str, JobState]) -> None:
+        """Keep what is planned for whoever asks meanwhile. Nothing depends on it, so that no pass fails for it."""
+        try:
+            self._foresight = foresight_of(context.scheduler, states)
+        except Exception:
+            log.exception("what is planned cannot be shown")
+
+    def _attribute(self, context: PassContext, error: SchedulerFaultError) -> None:
+        """Find the jobs for which the scheduler failed. Raises the fault itself when it is none's."""
+        states = [state for row in context.rows if (state := self._state_of(context, row)) is not None]
+
+        def fresh() -> Scheduler:
+            return _new_scheduler(self._settings, nodes_now(context, self._nodes))
+
+        found = setting_aside.culprits(context, states, fresh)
+        if not found:
+            self._singly = True  # Nobody fails alone: whatever it is, the next pass gets on without it.
+            raise error
+        for owner in found:
+            self._faults.note(owner, "planning with it", error.__cause__ or error)
+
+    def _set_aside(self, context: PassContext) -> bool:
+        """Set aside those that the pass failed on; True: there were some, and nothing of the pass counts."""
+        if not self._faults.new:
+            return False
+        for owner in self._faults.set_aside(len(context.jobs), self._monotonic()):
+            log.error("a job is set aside", job_id=owner, reason=str(self._faults.aside[owner]))
+        return True
+
+    # -- look ---------------------------------------------------------------------------------------------------
+
+    def _look(self) -> tuple[GangObservation, ...]:
+        monotonic_s = self._monotonic()
+        if monotonic_s - self._looked_at_nodes_s >= self._settings.inventory_interval_s or not self._nodes:
+            crashpoints.point("before inventory")
+            self._nodes = self._engine.inventory()
+            self._looked_at_nodes_s = monotonic_s
+        crashpoints.point("before observe")
+        observations = self._engine.observe()
+        crashpoints.point("after observe")
+        self._inbox.deliver(observations)
+        return observations
+
+    # -- think --------------------------------------------------------------------------------------------------
+
+    def _restore(self, context: PassContext) -> Scheduler:
+        scheduler = _new_scheduler(self._settings, nodes_now(context, self._nodes))
+        self._recurring_runs.begin()
+        self._written = {}
+        states = [state for row in context.rows if (state := self._state_of(context, row)) is not None]
+        context.scheduler, context.decided = scheduler, True
+        introducing.recall(context, scheduler)
+        try:
+            decisions = scheduler.restore(states, context.now)
+        except Exception as error:
+            raise SchedulerFaultError(None) from error
+        context.wake_at = None
+        record_all(context, decisions)
+        if states and not self._has_begun:
+            jobs = "job" if len(states) == 1 else "jobs"
+            context.tx.add_event(
+                EventKind.SERVICE_STARTED, f"the service has started and goes on with {len(states)} {jobs}"
+            )
+        return scheduler
+
+    def _state_of(self, context: PassContext, row: IncarnationRow) -> JobState | None:
+        """What is stored of what the scheduler remembers of a job."""
+        if not row.introduced or row.terminal or row.scheduler_state is None:
+            return None
+        with context.on_behalf_of(row.job_id, "reading what the scheduler remembered of it"):
+            state = self._with_its_margin(state_from_json(row.scheduler_state), row.scheduler_state)
+            problem = state_out_of_bounds(state)
+            if problem is not None:
+                raise setting_aside.OutOfBoundsError(problem)
+            return state
+        return None
+
+    def _with_its_margin(self, state: JobState, raw: Mapping[str, Any]) -> JobState:
+        """A job that was promised when all speeds had one flat margin keeps it where its speed was not measured."""
+        if "speed_sigma" in raw["job"]:
+            return state
+        sigma = sigma_of_margin(self._settings.throughput_error, self._settings.scheduler_config())
+        return replace(state, job=replace(state.job, speed_sigma=sigma))
+
+    def _hear(self, context: PassContext) -> None:
+        """Decide on those who have submitted, and on what they want otherwise now."""
+        began_s = time.perf_counter()
+        slots = sum(node.slots for node in self._nodes)
+        introducing.introduce(context, self._device_type(), slots, self._candidate_service, self._crowd_s)
+        self._heard_s += time.perf_counter() - began_s
+        introducing.amend(context)
+
+    def _notice_clock(self, context: PassContext, monotonic_s: float) -> None:
+        offset_s = context.now - monotonic_s
+        jump_s = offset_s - self._clock_offset_s
+        self._clock_offset_s = offset_s
+        if abs(jump_s) > _CLOCK_JUMP_S:
+            direction = "forward" if jump_s > 0 else "back"
+            reason = f"the clock of this machine jumped {direction} by {abs(jump_s):.0f} s; leases are not affected"
+            context.tx.add_event(EventKind.CLOCK_JUMPED, reason)
+            log.warning(reason)
+
+    def _notice_ignored(self, ignored: list[str]) -> None:
+        """Say once of each what is not heeded."""
+        for said in ignored:
+            if said not in self._ignored:
+                log.warning(said)
+        self._ignored = ignored
+
+    def _write_states(self, context: PassContext) -> dict[str, JobState]:
+        """Put what the scheduler remembers into the rows, as far as it is news; returns what they have then, by job."""
+        if not context.decided:
+            return self._written
+        written: dict[str, JobState] = {}
+        for row in context.rows:
+            if not row.introduced or row.terminal:
+                continue
+            with context.on_behalf_of(row.job_id, "writing down what the scheduler remembers of it"):
+                state = context.scheduler.state(row.job_id)
+                if state is None:
+                    continue
+                if self._written.get(row.job_id) != state or row.scheduler_state is None:
+                    row.scheduler_state = state_to_json(state)
+                written[row.job_id] = state
+                self._project(context, row)
+        return written
+
+    def _project(self, context: PassContext, row: IncarnationRow) -> None:
+        finish_s = context.scheduler.projected_finish_s(row.job_id)
+        projected = None if finish_s is None else finish_s + context.costs_of(row).tail_s
+        before = row.projected_finish_at
+        if projected is None or before is None or abs(projected - before) > _PROJECTION_CHANGE_S:
+            row.projected_finish_at = projected
+
+    def _secrets_of(self, row: IncarnationRow) -> Mapping[str, str]:
+        try:
+            return self._box.open(row.secret_env)
+        except SecretError as error:
+            raise EngineError(str(error)) from error
+
+    def _secrets_to_hide(self, row: IncarnationRow) -> Mapping[str, str]:
+        return hidden_values(self._box, row.submission, row.secret_env)
+
+    def _device_type(self) -> str:
+        return self._nodes[0].device_type if self._nodes else ""
+
+    # -- when next ----------------------------------------------------------------------------------------------
+
+    def _interval(self, context: PassContext) -> float | None:
+        s = self._settings
+        if context.more:
+            return 0.0
+        rows = [row for row in context.rows if not row.drained]
+        if not rows:
+            return None if self._stop.is_set() else s.inventory_interval_s
+        if any(self._in_transition(context, row) for row in rows):
+            return s.transition_interval_s
+        wait_s = s.running_interval_s
+        if context.wake_at is not None:
+            wait_s = min(wait_s, max(0.01, context.wake_at - self._clock()))
+        return wait_s
+
+    @staticmethod
+    def _in_transition(context: PassContext, row: IncarnationRow) -> bool:
+        if row.terminal or row.ending or not row.introduced:
+            return True
+        generations = context.open_of(row)
+        desired = context.desired(row)
+        if desired is not None and desired.purpose == Purpose.PROFILE:
+            return True
+        nearly_done = row.total_steps is not None and row.step >= row.total_steps - 1
+        return nearly_done or any(g.state != GangState.RUNNING or (g is not desired and alive(g)) for g in generations)
+
+
+def _new_scheduler(settings: ServiceSettings, nodes: Iterable[Node]) -> Scheduler:
+    return Scheduler(settings.scheduler_config(), nodes, recurring_runs.POLICY)

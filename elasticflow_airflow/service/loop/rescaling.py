@@ -1,0 +1,367 @@
+"""Changes of a job's workers in place that do not go as planned: who is lost, who goes on, what is done instead.
+
+A change in place is a generation that *continues* another: until its workers all say that they have switched, the one
+before trains on, and both are open. What can happen to it, and the answer:
+
+- a worker of the gang that trains dies or is given up: at once a generation of those that live, who go on from memory;
+- a worker that was to join dies: a generation with the slots as they were, and the scheduler decides anew;
+- it does not come about in time, cannot be ordered, or joining fails again: it is made by stop, save and restart;
+- two jobs wait for each other's slots: one of them makes room by a restart.
+
+What the service orders by itself is told to the scheduler once it runs. Rows in, rows out; calls no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from elasticflow_airflow.api import EventKind, State
+from elasticflow_airflow.engines.port import GangState, WorkerObservation
+from elasticflow_airflow.runtime.protocol import RescaleMode
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.decisions import Purpose
+from elasticflow_airflow.scheduler_core.model.values import Slot
+from elasticflow_airflow.service.decisions.deciding import feed
+from elasticflow_airflow.service.decisions.next_generation import can_continue, gave_up, order
+from elasticflow_airflow.service.decisions.pass_context import PassContext, alive
+from elasticflow_airflow.service.store.documents.scheduler_values import slots_to_json
+from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.store.transitions import ORDERED
+
+LEFT_ALONE_S = 5.0
+"""Workers leave a training that is finished within a moment of each other, and whether it is was said before."""
+
+
+def heal(context: PassContext) -> None:
+    """Answer to workers that have died since the last pass, in gangs that go on without them."""
+    for row in context.rows:
+        with context.on_behalf_of(row.job_id, "looking after its workers"):
+            _heal(context, row)
+
+
+def _heal(context: PassContext, row: IncarnationRow) -> None:
+    desired, training = context.desired(row), context.training(row)
+    if desired is None or training is None or row.terminal or row.ending or desired.desired != "run":
+        return
+    if training.notes.finished:
+        return
+    workers = _workers(context, training)
+    codes = {worker.exit_code for worker in workers} - {None}
+    is_session = training.notes.in_place is not None
+    if is_session and desired is training and 0 in codes and any(worker.exit_code is None for worker in workers):
+        _end_left_alone(context, row, training)
+        return
+    if not training.notes.in_place:
+        return
+    leaving = 0 in codes  # As it is done; or, in a change, because it is not in the new gang.
+    if any(code > 0 for code in codes if code is not None) or (leaving and desired is training):
+        return  # It ends, by its script's failure or success: that is not answered here.
+    known = context.lost_since(row, training)
+    dead = [w for w in workers if (w.exit_code or 0) < 0 and w.worker_id not in known]
+    if dead:
+        said = _names(dead, [f"died ({_signal(worker)})" for worker in dead])
+        recover(context, row, training, {worker.worker_id for worker in dead}, said)
+    elif desired is not training and not leaving and desired.mode == RescaleMode.IN_PLACE:
+        _look_after_joiners(context, row, training, desired)
+
+
+def _end_left_alone(context: PassContext, row: IncarnationRow, training: GenerationRow) -> None:
+    """End a training of which a worker has left without a word: the others would wait for it for ever."""
+    left_at = training.notes.left_at
+    if left_at is None:
+        training.notes = replace(training.notes, left_at=context.now)
+    elif context.now > left_at + LEFT_ALONE_S:
+        left = [worker for worker in _workers(context, training) if worker.exit_code == 0]
+        said = _names(left, ["ended with status 0" for _ in left])
+        total = f" of {row.total_steps}" if row.total_steps is not None else ""
+        reason = f"{said} after {row.step}{total} steps, before it was finished, and left the others alone"
+        context.end(row, State.FAILED, reason, failure=reason)
+
+
+def recover(context: PassContext, row: IncarnationRow, training: GenerationRow, lost: set[str], what: str) -> None:
+    """Have those go on from memory who live; ``what`` says what became of the ``lost``."""
+    known = context.lost_since(row, training) | lost
+    living = [w for w in _workers(context, training) if w.exit_code is None and w.worker_id not in known]
+    if not living:
+        return  # The engine reports the end of the gang.
+    desired = context.desired(row)
+    window_s = context.settings.recovery_window_s
+    before = [at for at in row.in_place.recoveries if context.now - at < window_s]
+    if len(before) >= context.settings.max_recoveries:
+        again = f"; it is the {_ordinal(len(before) + 1)} time within {window_s:.0f} s" if before else ""
+        reason = f"{what}{again}: restarts from the last checkpoint"
+        context.event(EventKind.WORKER_LOST, reason, row, generation=training.generation, lost=sorted(lost))
+        for generation in (desired, training):
+            if generation is not None:
+                generation.desired, generation.stop_cause = "stop", "deaths"
+        training.notes = replace(training.notes, message=reason)
+        return
+    row.in_place = replace(row.in_place, recoveries=(*before, context.now))
+    _drop_unswitched(context, row, training)
+    slots = survivors(training.placement, [list(w.slot) for w in living])
+    workers = "1 worker goes" if len(slots) == 1 else f"{len(slots)} workers go"
+    reason = f"{what}: {workers} on from memory"
+    generation = order(
+        context,
+        row,
+        slots=slots,
+        purpose=training.purpose,
+        reason=reason,
+        continues=training,
+        lost=known,
+        own=True,
+    )
+    context.event(
+        EventKind.WORKER_LOST,
+        reason,
+        row,
+        generation=generation.generation,
+        workers=len(slots),
+        workers_before=training.workers,
+        slots=slots,
+        lost=sorted(lost),
+        mode=generation.mode,
+    )
+
+
+def survivors(placement: Sequence[Sequence[object]], living: Sequence[Sequence[object]]) -> list[list[object]]:
+    """The slots that go on: as many as possible, a power of two, and a part of the gang that was together before."""
+    there = [list(slot) for slot in placement if list(slot) in [list(one) for one in living]]
+    size = 1 << (len(there).bit_length() - 1)
+    row = sorted((list(slot) for slot in placement), key=lambda slot: (str(slot[0]), slot[1]))
+    for start in range(0, len(row) - size + 1, size):
+        part = row[start : start + size]
+        if all(slot in there for slot in part):
+            return [slot for slot in there if slot in part]
+    return there[:size]
+
+
+def fall_back(context: PassContext, row: IncarnationRow, generation: GenerationRow, why: str) -> None:
+    """Make a change by stop, save and restart that did not come about in place."""
+    _count_failure(row)
+    training = context.training(row)
+    before = training.workers if training is not None and training is not generation else 0
+    _drop_unswitched(context, row, training)
+    generation.notes = replace(generation.notes, dropped=True)
+    further = " and so are all further changes" if gave_up(context, row) else ""
+    reason = f"{why}: changed by stop, save and restart instead{further}"
+    restart = order(
+        context,
+        row,
+        slots=generation.placement,
+        purpose=generation.purpose,
+        reason=reason,
+        continues=None,
+        own=generation.notes.own,
+    )
+    context.event(
+        EventKind.RESTART_INSTEAD,
+        reason,
+        row,
+        generation=restart.generation,
+        workers=restart.workers,
+        workers_before=before,
+        slots=restart.placement,
+        mode=restart.mode,
+    )
+
+
+def break_circles(context: PassContext) -> None:
+    """Of jobs that wait in a circle for each other's slots, have one make room and start again."""
+    waiting: dict[str, tuple[IncarnationRow, GenerationRow, set[str]]] = {}
+    on_slots = Holders(context)
+    for row in context.rows:
+        with context.on_behalf_of(row.job_id, "looking for whom it waits"):
+            due = context.due(row)
+            if due is None or due.state != ORDERED or row.ending or due.notes.vacate:
+                continue
+            holders = on_slots.before(due)
+            if holders and any(alive(g) for g in context.open_of(row)):
+                waiting[row.job_id] = (row, due, holders)
+    for job_id in sorted(waiting):
+        if job_id in waiting and _reaches(waiting, job_id, job_id):
+            row, due, holders = waiting.pop(job_id)
+            due.mode, due.continues, due.lost = RescaleMode.RESTART.value, None, []
+            due.notes = replace(due.notes, vacate=True)
+            others = ", ".join(sorted(holders))
+            reason = f"its new slots are held by {others}, waiting for its own: saves, makes room, and starts again"
+            context.event(EventKind.RESTART_INSTEAD, reason, row, mode=due.mode, workers=due.workers)
+
+
+class Holders:
+    """Who is on which slots. Holds for as long as no generation changes."""
+
+    def __init__(self, context: PassContext) -> None:
+        self._on: dict[tuple[Any, ...], list[GenerationRow]] = {}
+        for generation in context.generations.values():
+            if alive(generation):
+                for slot in generation.placement:
+                    self._on.setdefault(tuple(slot), []).append(generation)
+
+    def before(self, wanted: GenerationRow) -> set[str]:
+        """Other jobs whose gangs are still on slots of a generation: they were told to leave; it comes after them."""
+        there = (g.job_id for slot in wanted.placement for g in self._on.get(tuple(slot), ()))
+        return {job_id for job_id in there if job_id != wanted.job_id}
+
+
+def go_on_as_planned(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
+    """Tell the scheduler of a gang that the service ordered by itself; or have the gang follow what was planned since.
+
+    While those that live re-formed, the scheduler may have given their slots to others.
+    """
+    state = context.state_of(row.job_id)
+    if state is None:
+        return
+    slots = tuple(Slot(str(node), int(index)) for node, index in generation.placement)
+    taken = {s for other in context.scheduler.states() if other.job.job_id != row.job_id for s in other.placement.slots}
+    if not taken & set(slots):
+        feed(context, ev.GangReformed(row.job_id, type(state.placement)(slots)))
+        return
+    planned = slots_to_json(state.placement.slots)
+    if not planned:
+        return
+    reason = "goes on to the slots that were planned for it"
+    following = order(
+        context,
+        row,
+        slots=planned,
+        purpose=generation.purpose,
+        reason=reason,
+        continues=can_continue(context, row),
+    )
+    context.event(
+        EventKind.RESIZED,
+        reason,
+        row,
+        generation=following.generation,
+        workers=following.workers,
+        workers_before=generation.workers,
+        slots=planned,
+        purpose=generation.purpose,
+        mode=following.mode,
+    )
+
+
+def _look_after_joiners(
+    context: PassContext, row: IncarnationRow, training: GenerationRow, change: GenerationRow
+) -> None:
+    """Give a change up whose new workers die, or do not answer: the gang that trains has lost nothing by it."""
+    if change.running_at is not None:
+        return
+    staying = {worker.worker_id for worker in _workers(context, training)}
+    absent = set(training.notes.absent)
+    joiners = [w for w in _workers(context, change) if w.worker_id not in staying]
+    dead = [w for w in joiners if w.exit_code is not None or w.worker_id in absent]
+    if not dead and change.state != GangState.ENDED:
+        return
+    if dead:
+        said = _names(dead, [_why_it_did_not_join(worker) for worker in dead])
+    else:
+        said = f"generation {change.generation} ended before it could train: {change.failure or 'nobody said why'}"
+    if change.purpose == Purpose.PROFILE and not change.notes.measured and context.knows(row.job_id):
+        change.notes = replace(change.notes, measured=True)
+        _count_failure(row)
+        _stay(context, row, training, dead, said)
+        context.event(EventKind.NOT_MEASURED, f"{change.workers} workers could not be measured: {said}", row)
+        feed(context, ev.JobMeasured(row.job_id, change.workers, None, failed=True))
+    elif row.in_place.failures + 1 >= context.settings.in_place_attempts or _given_away(context, training):
+        fall_back(context, row, change, said)
+    else:
+        _count_failure(row)
+        _stay(context, row, training, dead, said)
+
+
+def _why_it_did_not_join(worker: WorkerObservation) -> str:
+    if worker.exit_code is None:
+        return "did not answer when it was to join"
+    return f"ended ({_signal(worker)}) before it could join"
+
+
+def _stay(
+    context: PassContext,
+    row: IncarnationRow,
+    training: GenerationRow,
+    dead: Sequence[WorkerObservation],
+    said: str,
+) -> None:
+    _drop_unswitched(context, row, training)
+    workers = "1 worker" if training.workers == 1 else f"{training.workers} workers"
+    reason = f"{said}: stays with {workers} where it was"
+    generation = order(
+        context,
+        row,
+        slots=training.placement,
+        purpose=training.purpose,
+        reason=reason,
+        continues=training,
+        lost={worker.worker_id for worker in dead},
+        own=True,
+    )
+    context.event(
+        EventKind.JOIN_FAILED,
+        reason,
+        row,
+        generation=generation.generation,
+        workers=training.workers,
+        workers_before=training.workers,
+        slots=training.placement,
+        lost=generation.lost,
+        mode=generation.mode,
+    )
+
+
+def _given_away(context: PassContext, training: GenerationRow) -> bool:
+    """Whether the scheduler has given slots that this gang should leave to others."""
+    mine = {(str(node), int(index)) for node, index in training.placement}
+    return any(
+        tuple(slot) in mine
+        for state in context.scheduler.states()
+        if state.job.job_id != training.job_id
+        for slot in state.placement.slots
+    )
+
+
+def _drop_unswitched(context: PassContext, row: IncarnationRow, training: GenerationRow | None) -> None:
+    """Mark changes that have not come about: what becomes of them means nothing for the job."""
+    for generation in context.open_of(row):
+        if training is not None and generation.generation > training.generation:
+            generation.notes = replace(generation.notes, dropped=True)
+
+
+def _count_failure(row: IncarnationRow) -> None:
+    row.in_place = replace(row.in_place, failures=row.in_place.failures + 1)
+
+
+def _workers(context: PassContext, generation: GenerationRow) -> tuple[WorkerObservation, ...]:
+    return context.workers.get((generation.job_id, generation.generation), ())
+
+
+def _reaches(waiting: dict[str, tuple[IncarnationRow, GenerationRow, set[str]]], start: str, goal: str) -> bool:
+    seen: set[str] = set()
+    front = list(waiting[start][2])
+    while front:
+        job_id = front.pop()
+        if job_id == goal:
+            return True
+        if job_id not in seen and job_id in waiting:
+            seen.add(job_id)
+            front += waiting[job_id][2]
+    return False
+
+
+def _names(workers: Sequence[WorkerObservation], fates: Sequence[str]) -> str:
+    return ", ".join(
+        f"worker {worker.worker_id} on {worker.slot.node_id}:{worker.slot.index} {fate}"
+        for worker, fate in zip(workers, fates, strict=True)
+    )
+
+
+def _signal(worker: WorkerObservation) -> str:
+    code = worker.exit_code or 0
+    return f"signal {-code}" if code < 0 else f"status {code}"
+
+
+def _ordinal(number: int) -> str:
+    return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")

@@ -1,0 +1,101 @@
+"""What the pages show of a training as it went: samples of its progress, and where the time of its workers went.
+
+Written in the pass that folds the reports in anyway, in the same transaction, and thinned: a job keeps a few hundred
+samples however long it trains. Rows in, rows out; decides nothing, and nothing depends on it.
+
+``IncarnationRow.sampling`` holds ``number`` and ``at`` of the last sample, its ``workers``, and ``stride``: the numbers
+that are kept are multiples of it. When there are too many, it doubles, and every second sample is deleted. Beside these
+it holds ``noise_scale`` and ``samples_per_s`` as they were reported last, and ``refused``, the fields of which the
+owner was told that they are out of bounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from elasticflow_airflow.runtime.protocol import Report
+from elasticflow_airflow.service.decisions.pass_context import PassContext
+from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow, WorkerTimesRow
+
+MOST = 500
+"""A job keeps at most so many samples."""
+INTERVAL_S = 1.0
+"""At first there is a sample so often; each thinning doubles it."""
+_TIMES = ("data_s", "compute_s", "reduce_s", "wait_s", "pause_s", "save_s", "other_s")
+_NOTED = ("noise_scale", "samples_per_s")
+_SIZES = ("window_steps", "samples", "memory_bytes", "device_memory_bytes")
+
+
+def take(
+    context: PassContext,
+    row: IncarnationRow,
+    generation: GenerationRow,
+    at_s: float,
+    speed: float | None,
+    *,
+    last: bool = False,
+) -> None:
+    """Keep a sample of what was just folded into the row, unless the last one is too fresh.
+
+    ``at_s`` is when it was so (UTC seconds), ``speed`` the speed of late in steps/s. A change of the number of workers
+    is always kept, and so is the ``last`` word of a training.
+    """
+    state = row.sampling or {}
+    stride, before = int(state.get("stride", 1)), state.get("number")
+    if before is not None and not last:
+        fresh = at_s - float(state["at"]) < INTERVAL_S * stride
+        if fresh and state.get("workers") == generation.workers:
+            return
+    number = 0 if before is None else (int(before) // stride + 1) * stride
+    if number // stride >= MOST:
+        stride *= 2
+        write(context)
+        context.tx.thin_samples(row.job_id, row.incarnation, stride)
+        number = -(-number // stride) * stride
+    context.samples.append(
+        {
+            "job_id": row.job_id,
+            "incarnation": row.incarnation,
+            "number": number,
+            "at": at_s,
+            "step": row.step,
+            "loss": row.loss,
+            "steps_per_s": speed,
+            "workers": generation.workers,
+        }
+    )
+    row.sampling = {**state, "number": number, "at": at_s, "workers": generation.workers, "stride": stride}
+
+
+def note(row: IncarnationRow, data: Mapping[str, Any]) -> None:
+    """Remember what a progress report says of the gradients' noise, and of the samples of all workers."""
+    told = {name: value for name in _NOTED if (value := _number(data.get(name))) is not None}
+    if told:
+        row.sampling = {**(row.sampling or {}), **told}
+
+
+def write(context: PassContext) -> None:
+    """Store the samples that were taken in this pass, all at once."""
+    if context.samples:
+        context.tx.add_samples(context.samples)
+        context.samples = []
+
+
+def take_worker(context: PassContext, row: IncarnationRow, generation: GenerationRow, report: Report) -> None:
+    """Keep where the time of a worker went in the window that it reports; the window before is forgotten."""
+    window: dict[str, Any] = {name: value for name in _TIMES if (value := _number(report.data.get(name))) is not None}
+    window |= {name: int(value) for name in _SIZES if (value := _number(report.data.get(name))) is not None}
+    if not window:
+        return
+    known = context.tx.worker_time(row.job_id, row.incarnation, report.worker_id)
+    if known is None:
+        known = WorkerTimesRow(job_id=row.job_id, incarnation=row.incarnation, worker_id=report.worker_id)
+        context.tx.add(known)
+    known.generation, known.rank = generation.generation, report.rank
+    known.at, known.window = min(report.at_s, context.now), window
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) and value >= 0 else None

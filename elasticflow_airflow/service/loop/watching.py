@@ -1,0 +1,180 @@
+"""Looks at the clock: deadlines that pass, gangs that hang or never start, measurements that take too long.
+
+What hangs is told on the monotonic clock. Writes rows and asks the scheduler; calls no engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from elasticflow_airflow.api import EventKind, State
+from elasticflow_airflow.engines.port import GangState
+from elasticflow_airflow.runtime.protocol import RescaleMode
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.decisions import Purpose
+from elasticflow_airflow.service.decisions.deciding import feed, when
+from elasticflow_airflow.service.decisions.pass_context import PassContext, incarnation_dir
+from elasticflow_airflow.service.job_files.heartbeats import find_hung, read_heartbeat
+from elasticflow_airflow.service.loop.rescaling import fall_back, recover
+from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
+
+_HANG_STEPS = 20
+_SILENT_FRACTION = 0.25
+"""Of the time that a start may take: so long a gang must have been silent, whatever the wall clock says."""
+
+
+def watch_deadlines(context: PassContext) -> None:
+    """Do what the author wants when a deadline passes before the end."""
+    for row in context.rows:
+        with context.on_behalf_of(row.job_id, "watching its deadline"):
+            _watch_deadline(context, row)
+
+
+def _watch_deadline(context: PassContext, row: IncarnationRow) -> None:
+    if row.terminal or row.ending or row.deadline_passed or row.deadline_at is None or not row.introduced:
+        return
+    if context.now <= row.deadline_at or row.verdict.decision not in ("admitted", "renegotiated"):
+        return
+    row.deadline_passed = True
+    on_miss = row.submission["on_miss"]
+    reason = f"missed its deadline {when(row.deadline_at)} at step {row.step} of {row.total_steps or '?'}"
+    context.event(EventKind.DEADLINE_MISSED, f'{reason}; on_miss="{on_miss}"', row)
+    if on_miss == "fail":
+        context.end(row, State.FAILED, reason, failure=reason)
+    elif on_miss == "use_last_checkpoint":
+        step = None if row.promoted is None else row.promoted.step
+        context.end(row, State.SUCCEEDED, f"{reason}; its last checkpoint is used (step {step})", use_checkpoint=True)
+
+
+@dataclass(slots=True)
+class _Sign:
+    """The last sign of life of a generation."""
+
+    of: tuple[object, ...]
+    at_monotonic_s: float
+
+
+class HangDetector:
+    """Since when each gang has shown no sign of life, in monotonic time."""
+
+    def __init__(self) -> None:
+        self._signs: dict[tuple[str, int], _Sign] = {}
+
+    def watch_gangs(self, context: PassContext, monotonic_s: float) -> None:
+        """Stop gangs that hang or never start; give up sizes that cannot be measured."""
+        for key in self._signs.keys() - context.generations.keys():
+            del self._signs[key]
+        for row in context.rows:
+            with context.on_behalf_of(row.job_id, "watching whether its workers hang"):
+                self._watch_gang(context, row, monotonic_s)
+
+    def _watch_gang(self, context: PassContext, row: IncarnationRow, monotonic_s: float) -> None:
+        desired, training = context.desired(row), context.training(row)
+        if desired is None or row.terminal or row.ending or desired.desired == "stop":
+            return
+        self._watch(context, row, desired, monotonic_s)
+        due = context.due(row)
+        waits = due is not None and bool(due.lost)  # Those that live wait until they are together again.
+        if training is not None and training is not desired and context.desired(row) is desired and not waits:
+            self._watch(context, row, training, monotonic_s)  # It trains on until the change has come about.
+
+    def _watch(self, context: PassContext, row: IncarnationRow, generation: GenerationRow, monotonic_s: float) -> None:
+        key = (generation.job_id, generation.generation)
+        sign = (generation.state, generation.last_step, generation.running_at)
+        last = self._signs.get(key)
+        if last is None or last.of != sign:
+            self._signs[key] = _Sign(sign, monotonic_s)
+        else:
+            _quiet(context, row, generation, monotonic_s - last.at_monotonic_s)
+
+
+def _quiet(context: PassContext, row: IncarnationRow, generation: GenerationRow, quiet_s: float) -> None:
+    s = context.settings
+    if generation.state == GangState.STARTING:
+        profiled = generation.purpose == Purpose.PROFILE and not generation.notes.measured
+        if profiled and quiet_s > s.profile_startup_s and context.knows(row.job_id):
+            _cannot_measure(context, row, generation, f"it did not start within {quiet_s:.0f} s")
+        elif generation.mode == RescaleMode.IN_PLACE:
+            if quiet_s > s.in_place_limit_s:
+                fall_back(context, row, generation, f"the workers were not changed in place within {quiet_s:.0f} s")
+        elif quiet_s > s.start_limit_s:
+            _hang(context, row, generation, f"did not make a first step within {quiet_s:.0f} s of its start")
+    elif generation.state == GangState.RUNNING:
+        if not row.ever_reported:
+            # Counted from the order on: after ``profile_startup_s`` and some more the scheduler gives it up.
+            ordered_s = context.now - generation.created_at
+            if ordered_s > s.profile_startup_s and quiet_s > _SILENT_FRACTION * s.profile_startup_s:
+                _reports_nothing(context, row, generation)
+            return
+        if generation.notes.in_place and _give_up_hung(context, row, generation, quiet_s):
+            return
+        if generation.purpose == Purpose.PROFILE and not generation.notes.measured:
+            if quiet_s > s.profile_limit_s:
+                _cannot_measure(context, row, generation, f"it made no step for {quiet_s:.0f} s")
+            return
+        done = generation.notes.finished is not None or (row.total_steps is not None and row.step >= row.total_steps)
+        limit_s = s.tail_limit_s if done else _hang_limit_s(context, row)
+        if quiet_s > limit_s:
+            where = "after its last step" if done else f"at step {row.step}"
+            _hang(context, row, generation, f"made no progress for {quiet_s:.0f} s {where}")
+
+
+def _hang_limit_s(context: PassContext, row: IncarnationRow) -> float:
+    step_s = 1.0 / row.steps_per_s if row.steps_per_s else 0.0
+    return max(context.settings.hang_min_s, _HANG_STEPS * step_s)
+
+
+def _give_up_hung(context: PassContext, row: IncarnationRow, generation: GenerationRow, quiet_s: float) -> bool:
+    """Give up a worker that holds the others up, if one can be told from them; False when not."""
+    limit_s = context.settings.heartbeat_limit_s
+    step_s = 1.0 / row.steps_per_s if row.steps_per_s else 0.0
+    workers = context.workers.get((generation.job_id, generation.generation), ())
+    if quiet_s <= max(limit_s, _HANG_STEPS * step_s) or len(workers) < 2 or generation.notes.finished:
+        return False
+    folder = incarnation_dir(context.settings.state_dir, row.job_id, row.incarnation)
+    known = context.lost_since(row, generation)
+    living = [w.worker_id for w in workers if w.exit_code is None and w.worker_id not in known]
+    beats = {worker_id: read_heartbeat(folder, worker_id) for worker_id in living}
+    patient = quiet_s <= _hang_limit_s(context, row)
+    hung = find_hung(beats, limit_s=limit_s, only_silent=patient)
+    if not hung:
+        return False
+    names = ", ".join(sorted(hung))
+    what = f"{'worker' if len(hung) == 1 else 'workers'} {names} held the others up for {quiet_s:.0f} s"
+    recover(context, row, generation, hung, what)
+    return True
+
+
+def _cannot_measure(context: PassContext, row: IncarnationRow, generation: GenerationRow, why: str) -> None:
+    generation.notes = replace(generation.notes, measured=True)
+    reason = f"{generation.workers} workers could not be measured: {why}"
+    context.event(EventKind.NOT_MEASURED, reason, row, workers=generation.workers)
+    feed(context, ev.JobMeasured(row.job_id, generation.workers, None, failed=True))
+
+
+def _reports_nothing(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
+    if generation.notes.told_silent:
+        return
+    generation.notes = replace(generation.notes, told_silent=True)
+    known = row.total_steps is not None
+    unknown, fails = ("progress", ", and fails in the end unless it reports some") if known else ("length", "")
+    reason = (
+        f"the script reports no steps, so its {unknown} and speed are unknown: it goes on as best effort{fails}. Use"
+        " the session, or give steps= with progress_regex= or progress_file="
+    )
+    context.event(EventKind.WARNING, reason, row)
+    if not row.best_effort and context.knows(row.job_id):
+        feed(context, ev.JobAmended(row.job_id, best_effort=True))
+        row.verdict = replace(row.verdict, decision="best_effort", reason=reason, deadline_at=None)
+
+
+def _hang(context: PassContext, row: IncarnationRow, generation: GenerationRow, what: str) -> None:
+    row.hangs += 1
+    if row.hangs > 1:
+        reason = f"hangs: {what}, again after a restart"
+        context.end(row, State.FAILED, reason, failure=reason)
+        return
+    for one in (context.desired(row), generation):
+        if one is not None:
+            one.desired, one.stop_cause = "stop", "hang"
+    context.event(EventKind.HANG, f"{what}: it is stopped and started once more", row, generation=generation.generation)

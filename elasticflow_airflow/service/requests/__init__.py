@@ -1,0 +1,1 @@
+"""What callers want of the service, behind the routes: jobs, owners, forecasts, and the pages' questions."""

@@ -1,0 +1,178 @@
+"""Which nodes nobody needs, and how many more are wanted: as an answer, and as two gauges.
+
+Runs in the threads of HTTP handlers, on a copy of the scheduler. Reports only: no node comes or
+goes by it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import structlog
+
+from elasticflow_airflow.api import JobIdentity, State
+from elasticflow_airflow.api.insight import CapacityAnswer, CapacityWant, ReleasableNode
+from elasticflow_airflow.scheduler_core.model.values import Job
+from elasticflow_airflow.scheduler_core.outlook.capacity import CapacityOutlook, Want, capacity
+from elasticflow_airflow.service.decisions import task_history
+from elasticflow_airflow.service.decisions.pass_context import costs_from
+from elasticflow_airflow.service.loop.introducing import known_speeds, most_workers
+from elasticflow_airflow.service.refusal import Refusal
+from elasticflow_airflow.service.requests.forecasting import ForecastService, identities_of, whose
+from elasticflow_airflow.service.store.documents.scheduler_values import curve_from_json
+from elasticflow_airflow.service.store.store import Reader
+from elasticflow_airflow.service.store.tables import IncarnationRow, JobRow
+from elasticflow_airflow.service.store.views import UNREADABLE
+
+log = structlog.get_logger()
+
+GAUGES_HOURS = 24.0
+"""The horizon of the gauges."""
+_HOUR_S = 3600.0
+_MOST_REJECTED = 200
+"""So many rejected jobs are looked at, the newest ..."""
+_MOST_ASKING = 30
+"""... and of those with their deadline ahead so many asked about again: each costs a decision for each number tried."""
+_REST_S = 60.0
+"""The gauges are worked out once in this time at most ..."""
+_REST_FACTOR = 20.0
+"""... and in a twentieth of all time at most: planning takes the interpreter from the loop."""
+_OLD_S = 600.0
+"""What was found so long before the next look was due is not shown any more."""
+_FIRST_S = 2.0
+"""A scrape waits so long for what is not known yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityService:
+    """The service's side."""
+
+    forecasts: ForecastService
+
+    def capacity(self, hours: float = GAUGES_HOURS) -> CapacityAnswer:
+        """What nobody needs in the next ``hours``, or what is missing. Raises Refusal 503."""
+        scheduler, now = self.forecasts.present(), self.forecasts.clock()
+        with self.forecasts.store.read() as reader:
+            rejected = self._rejected(reader, now - hours * _HOUR_S, now)
+        found = capacity(scheduler, now, now + hours * _HOUR_S, rejected)
+        wants = [*(() if found.wanted is None else found.wanted.by), *found.hopeless]
+        with self.forecasts.store.read() as reader:
+            identities = identities_of(reader, (want.job_id for want in wants))
+        return _answer(found, identities, now, now + hours * _HOUR_S)
+
+    def _rejected(self, reader: Reader, since: float, now: float) -> list[Job]:
+        """Jobs that were rejected since then, whose deadline is ahead, and that nobody has submitted again."""
+        found = reader.list_current(state=State.REJECTED.value, dag_id=None, live=False, limit=_MOST_REJECTED)
+        jobs = []
+        for job, row in found:
+            ahead = row.deadline_at is not None and row.deadline_at > now and not row.best_effort
+            if ahead and (row.finished_at or row.submitted_at) > since:
+                with suppress(*UNREADABLE):  # Of one job: what the others ask for is known.
+                    asking = self._job(reader, job, row)
+                    if asking is not None:
+                        jobs.append(asking)
+        return jobs[:_MOST_ASKING]
+
+    def _job(self, reader: Reader, job: JobRow, row: IncarnationRow) -> Job | None:
+        """A rejected job as it would ask again; None while its speed or its length is not known."""
+        past = task_history.past_of(reader.history(job.recurring_key, row.signature) if row.signature else None)
+        known = known_speeds(row.submission, past.measured)
+        speeds = known or {str(size): float(speed) for size, speed in row.speeds.items()}
+        if not speeds or row.total_steps is None:
+            return None
+        given = row.submission["scaling_curve"]
+        sigma, sigmas = task_history.sigmas_of(past, given, self.forecasts.settings.scheduler_config())
+        return Job(
+            job_id=row.job_id,
+            submitted_s=row.submitted_at,
+            deadline_s=row.deadline_at,
+            total_steps=float(max(0, row.total_steps - row.step)),
+            curve=curve_from_json(speeds),
+            speed_sigma=sigma,
+            speed_sigmas=sigmas,
+            costs=costs_from(self.forecasts.settings, row.costs, row.in_place),
+            min_workers=int(row.submission["min_workers"]),
+            max_workers=most_workers(row.submission, row.logical_workers),
+            value=row.value,
+            partial=not row.submission["scaling_curve"],
+        )
+
+
+def _answer(
+    found: CapacityOutlook, identities: Mapping[str, JobIdentity], now: float, until_s: float
+) -> CapacityAnswer:
+    wanted = found.wanted
+    nodes = 0 if wanted is None else wanted.nodes
+    slots_per_node = 0 if wanted is None else wanted.slots_per_node
+    return CapacityAnswer(
+        asked_at=now,
+        until_at=until_s,
+        releasable=[
+            ReleasableNode(node_id=node.node_id, slots=node.slots, idle=node.idle, reason=node.reason)
+            for node in found.releasable
+        ],
+        releasable_slots=sum(node.slots for node in found.releasable),
+        wanted_nodes=nodes,
+        slots_per_node=slots_per_node,
+        gpu_type="" if wanted is None else wanted.gpu_type,
+        wanted_slots=None if nodes is None else nodes * slots_per_node,
+        wanted_by=[] if wanted is None else [_want(one, identities) for one in wanted.by],
+        hopeless=[_want(one, identities) for one in found.hopeless],
+        summary=found.reason,
+    )
+
+
+def _want(one: Want, identities: Mapping[str, JobIdentity]) -> CapacityWant:
+    task, namespace, dag_id = whose(one.job_id, one.task, identities)
+    return CapacityWant(
+        need=one.need.value,
+        task=task,
+        job_id=one.job_id or None,
+        namespace=namespace,
+        dag_id=dag_id,
+        deadline_at=one.deadline_s,
+        reason=one.reason,
+    )
+
+
+class CapacityWatch:
+    """The last answer for the gauges; a new one is worked out beside whoever asks. Thread-safe."""
+
+    def __init__(self, service: CapacityService, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._service, self._monotonic = service, monotonic
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._answer: CapacityAnswer | None = None
+        self._next_s = monotonic()
+
+    def look(self, wait_s: float = _FIRST_S) -> CapacityAnswer | None:
+        """The newest answer, and have a newer one worked out if it is time; None while it is not known."""
+        with self._lock:
+            now = self._monotonic()
+            if now > self._next_s + _OLD_S:
+                self._answer = None
+            if now >= self._next_s and (self._thread is None or not self._thread.is_alive()):
+                self._thread = threading.Thread(target=self._work, name="capacity", daemon=True)
+                self._thread.start()
+            thread, known = self._thread, self._answer
+        if known is None and thread is not None:
+            thread.join(wait_s)
+            with self._lock:
+                return self._answer
+        return known
+
+    def _work(self) -> None:
+        began, answer, rest_s = self._monotonic(), None, _REST_S
+        try:
+            answer = self._service.capacity(GAUGES_HOURS)
+        except Refusal:  # the scheduler is not there yet
+            rest_s = 0.0
+        except Exception:
+            log.exception("what capacity is needed could not be worked out")
+        now = self._monotonic()
+        with self._lock:
+            self._answer, self._next_s = answer, now + max(rest_s, _REST_FACTOR * (now - began))

@@ -1,0 +1,465 @@
+"""What callers want of jobs: submit or attach, amend, cancel, acknowledge, renew. The rules of identity and claim.
+
+Runs in the threads of HTTP handlers: writes wishes into the store, wakes the loop, and reads what it has answered; who
+waits for that holds no thread (``job_routes``). Calls neither the scheduler nor the engine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from elasticflow_airflow import bounds
+from elasticflow_airflow.api import (
+    AmendRequest,
+    Attachment,
+    EventKind,
+    JobResult,
+    JobStatus,
+    JobSubmission,
+    State,
+)
+from elasticflow_airflow.service.decisions.deciding import when
+from elasticflow_airflow.service.decisions.pass_context import incarnation_dir
+from elasticflow_airflow.service.decisions.renewals import Question, Renewals
+from elasticflow_airflow.service.job_files.snapshots import SHA256, Snapshots
+from elasticflow_airflow.service.notify import Notifier
+from elasticflow_airflow.service.refusal import Refusal, never_fits, no_such_job, stale_claim, wrong_job_id
+from elasticflow_airflow.service.secrets import SecretBox
+from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.store.documents.columns import readable
+from elasticflow_airflow.service.store.store import Current, Reader, Store, Writer
+from elasticflow_airflow.service.store.tables import AmendmentRow, DrainRow, IncarnationRow, JobRow
+from elasticflow_airflow.service.store.views import UNREADABLE, status_of
+
+_NAMED_FILES = 10
+
+
+class Submitted(NamedTuple):
+    """What a submit has done: ``amendment_id`` where it asks for another deadline or value of a job that lives."""
+
+    job_id: str
+    incarnation: int
+    claim: int
+    created: bool
+    warnings: tuple[str, ...]
+    amendment_id: int | None
+
+    def attachment(self, status: JobStatus, answer: Mapping[str, Any] | None) -> Attachment:
+        """What there is to say about it by now; ``answer`` is what the loop has said to the amendment."""
+        warnings = [*self.warnings]
+        if answer is not None and not answer["accepted"]:
+            held = "the changed deadline or value is not promised, and what held before holds on"
+            warnings.append(f"{held}: {answer['reason']}")
+        return Attachment(job=status, claim=self.claim, created=self.created, warnings=warnings)
+
+
+@dataclass(frozen=True, slots=True)
+class JobService:
+    """The service's side of every call about jobs. ``slots`` tells how many slots there are in all, 0 if unknown."""
+
+    store: Store
+    notifier: Notifier
+    snapshots: Snapshots
+    secrets: SecretBox
+    settings: ServiceSettings
+    slots: Callable[[], int]
+    clock: Callable[[], float]
+    renewals: Renewals = field(default_factory=Renewals)
+    """Where the loop looks for who has asked."""
+
+    def submit(self, job_id: str, submission: JobSubmission) -> Submitted:
+        """Attach to the live or unacknowledged equal job, or open a new incarnation.
+
+        Raises Refusal: wrong id, code that was not uploaded, sizes that never fit.
+        """
+        self._check(job_id, submission)
+        sealed = self.secrets.seal({name: value.get_secret_value() for name, value in submission.secret_env.items()})
+        with self.store.write() as tx:
+            job = tx.job(job_id)
+            row = tx.incarnation(job_id, job.incarnation) if job is not None and job.incarnation else None
+            asked = None if row is None else _asked_of(row)
+            if job is not None and row is not None and asked is not None and _attachable(row, asked, submission):
+                created, (warnings, amendment_id) = False, self._attach(tx, row, asked, submission)
+            else:
+                job = job or self._new_job(tx, job_id, submission)
+                self._supersede(row)
+                resumes = row is not None and asked is not None and _resumable(row, asked, submission)
+                row = self._open(tx, job, row if resumes else None, submission, sealed)
+                created, warnings, amendment_id = True, [], None
+            job.claim = _next(job.claim)
+            claim, incarnation = job.claim, row.incarnation
+        self.notifier.wake()
+        return Submitted(job_id, incarnation, claim, created, tuple(warnings), amendment_id)
+
+    def decided(self, wanted: Collection[tuple[str, int]]) -> dict[tuple[str, int], bool]:
+        """Those incarnations of jobs of which the loop has said something, or that are over."""
+        with self.store.read() as reader:
+            return dict.fromkeys(reader.decided(wanted), True)
+
+    def attach(self, job_id: str, lease_s: float | None) -> Attachment:
+        """Take a new claim on the current incarnation. Raises Refusal 404."""
+        with self.store.write() as tx:
+            job, row = _current(tx, job_id)
+            job.claim = _next(job.claim)
+            row.renewals, row.heard_at = _next(row.renewals), self.clock()
+            row.lease_s = lease_s if lease_s is not None else row.lease_s
+            claim = job.claim
+        self.notifier.wake()
+        return Attachment(job=self.status(job_id), claim=claim, created=False)
+
+    def status(self, job_id: str) -> JobStatus:
+        """Everything about a job. Raises Refusal 404."""
+        (answer,) = self.statuses([job_id])
+        if isinstance(answer, Refusal):
+            raise answer
+        return answer
+
+    def statuses(self, job_ids: Sequence[str]) -> list[JobStatus | Refusal]:
+        """Everything about several jobs, at one look; in the same order, each or that there is none."""
+        with self.store.read() as reader:
+            found = reader.current_of(set(job_ids))
+            return [status_of(*found[one]) if one in found else no_such_job(one) for one in job_ids]
+
+    def list_jobs(
+        self,
+        state: str | None,
+        dag_id: str | Sequence[str] | None,
+        live: bool | None,
+        limit: int,
+        identity: Mapping[str, str | int] | None = None,
+        after: tuple[float, str] | None = None,
+    ) -> list[JobStatus]:
+        """Jobs, newest first. ``identity``: what they share, of namespace, run_id, task_id and map_index.
+
+        ``after``: only those that come after a job that was submitted then (UTC seconds), with this id.
+        """
+        with self.store.read() as reader:
+            found = reader.list_current(
+                state=state, dag_id=dag_id, live=live, limit=limit, identity=identity, after=after, shown_only=True
+            )
+            return [status_of(*one) for one in reader.with_generations(found)]
+
+    def renew(self, job_id: str, claim: int) -> JobStatus:
+        """Renew the lease; the status. Raises Refusal 404, 409."""
+        (answer,) = self.renew_all([(job_id, claim)])
+        if isinstance(answer, Refusal):
+            raise answer
+        return answer
+
+    def renew_all(self, asked: Sequence[Question]) -> list[JobStatus | Refusal]:
+        """Renew the leases of several jobs, each with its claim, at one look; in the same order, what each is told.
+
+        Without a write, but for a lease that is half over: what the loop does to a job that nobody asks for rests on
+        the count in the store, and would not hear of who comes back just then.
+        """
+        with self.store.read() as reader:
+            found = reader.current_of({job_id for job_id, _ in asked})
+            answers = [self._told(found.get(job_id), job_id, claim) for job_id, claim in asked]
+        heard = [found[one.job_id].row for one in answers if isinstance(one, JobStatus) and not one.state.terminal]
+        for row in heard:
+            self.renewals.add(row.job_id, row.incarnation)
+        now = self.clock()
+        late = [
+            row for row in heard if row.lease_expires_at is not None and row.lease_expires_at - now < row.lease_s / 2
+        ]
+        if late:
+            with self.store.write() as tx:
+                for key in {(row.job_id, row.incarnation) for row in late}:
+                    current = tx.incarnation(*key)
+                    if current is not None:
+                        current.renewals, current.heard_at = _next(current.renewals), now
+        if any(row.parked for row in heard):
+            self.notifier.wake()
+        return answers
+
+    @staticmethod
+    def _told(found: Current | None, job_id: str, claim: int) -> JobStatus | Refusal:
+        if found is None:
+            return no_such_job(job_id)
+        job, row, generations = found
+        return status_of(job, row, generations) if claim == job.claim else stale_claim(job_id, claim, job.claim)
+
+    def cancel(self, job_id: str, claim: int, reason: str) -> JobStatus:
+        """Cancel, once the workers have saved and left; a job that is over stays as it is. Raises Refusal 404, 409."""
+        with self.store.write() as tx:
+            _, row = _claimed(tx, job_id, claim)
+            if not row.terminal and row.cancel_reason is None:
+                row.cancel_reason = reason or "cancelled by its owner"
+        self.notifier.wake()
+        return self.status(job_id)
+
+    def acknowledge(self, job_id: str, claim: int) -> JobStatus:
+        """Airflow has recorded the success: the next submit trains anew. Raises Refusal 404, 409."""
+        with self.store.write() as tx:
+            _, row = _claimed(tx, job_id, claim)
+            if row.state != State.SUCCEEDED:
+                raise Refusal(
+                    409,
+                    "not_succeeded",
+                    f"job {job_id} is {row.state}, and only a success can be acknowledged",
+                    "look at its status first",
+                )
+            if not row.acknowledged:
+                row.acknowledged = True
+                tx.add_event(EventKind.ACKNOWLEDGED, "Airflow has recorded the success", row)
+        self.notifier.changed()
+        return self.status(job_id)
+
+    def amend(self, job_id: str, request: AmendRequest) -> int:
+        """Ask for another deadline or value, if that can be promised; the amendment's id. Raises Refusal 404, 409."""
+        with self.store.write() as tx:
+            _, row = _claimed(tx, job_id, request.claim)
+            amendment = AmendmentRow(
+                job_id=job_id,
+                incarnation=row.incarnation,
+                deadline_at=request.deadline_at,
+                value=request.value,
+                best_effort=request.best_effort,
+            )
+            tx.add(amendment)
+            tx.session.flush()
+            amendment_id = amendment.amendment_id
+        self.notifier.wake()
+        return amendment_id
+
+    def answered(self, amendment_ids: Collection[int]) -> dict[int, dict[str, Any]]:
+        """By id, what the loop has said to these amendments, as far as it has."""
+        with self.store.read() as reader:
+            return reader.answered(amendment_ids)
+
+    def drain(self, node_id: str, until_at: float | None) -> None:
+        """Say when a node goes away, or (None) that it stays. Which nodes there are is the caller's affair."""
+        with self.store.write() as tx:
+            row = tx.session.get(DrainRow, node_id)
+            if until_at is None:
+                if row is not None:
+                    tx.session.delete(row)
+            elif row is None:
+                tx.add(DrainRow(node_id=node_id, until_at=until_at))
+            else:
+                row.until_at = until_at
+        self.notifier.wake()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _check(self, job_id: str, submission: JobSubmission) -> None:
+        if submission.identity.job_id != job_id:
+            raise wrong_job_id(job_id, submission.identity.job_id)
+        sha256 = submission.command.snapshot
+        if not self.snapshots.has(sha256):
+            raise Refusal(422, "snapshot_missing", f"the code {sha256} was not uploaded", "upload the snapshot first")
+        script = submission.command.script
+        if script is not None:
+            root = self.snapshots.path(sha256)
+            path = Path(os.path.realpath(root / script))
+            # os.path says False, and does not raise, where a path cannot be: one too long with the folder before it.
+            if not path.is_relative_to(os.path.realpath(root)) or not os.path.isfile(path):
+                raise Refusal(
+                    422,
+                    "script_missing",
+                    f"script {script!r} is not in the uploaded code",
+                    "check script= and .gitignore",
+                )
+        python = submission.command.python
+        if python is not None and not os.path.isfile(python):
+            raise Refusal(
+                422,
+                "interpreter_missing",
+                f"python={python!r}: there is no such interpreter on the machine of the service",
+                "give the absolute path of one that has torch, or leave python= out",
+            )
+        slots = self.slots()
+        if slots and submission.min_workers > slots:
+            raise Refusal(
+                422,
+                "too_many_workers",
+                never_fits(submission.min_workers, slots),
+                "ask for fewer workers",
+            )
+
+    def _attach(
+        self, tx: Writer, row: IncarnationRow, asked: _Asked, submission: JobSubmission
+    ) -> tuple[list[str], int | None]:
+        """Go on with a job; returns what its owner should know, and the amendment that it asks for, if any."""
+        row.renewals, row.heard_at = _next(row.renewals), self.clock()
+        row.lease_s, row.orphan_s = submission.lease_s, submission.orphan_s
+        if row.terminal:
+            return [], None
+        warnings = self._warn_of_changed_code(asked.snapshot, submission.command.snapshot)
+        wanted: dict[str, Any] = {
+            "deadline_at": submission.deadline_at,
+            "best_effort": submission.best_effort,
+            "value": submission.value,
+        }
+        now, asked_at = self.clock(), submission.deadline_at
+        if asked_at is not None and asked_at <= now:
+            # A job that lives goes on, however late: nobody can promise what has passed.
+            if row.deadline_at is not None and row.deadline_at > now:
+                warnings.append(f"the deadline {when(asked_at)} has passed already; {when(row.deadline_at)} holds on")
+            asked_at = None  # which changes nothing
+            wanted |= {"deadline_at": asked.deadline_at, "best_effort": asked.best_effort}
+        if wanted == {"deadline_at": asked.deadline_at, "best_effort": asked.best_effort, "value": asked.value}:
+            return warnings, None
+        amendment = AmendmentRow(
+            job_id=row.job_id,
+            incarnation=row.incarnation,
+            deadline_at=asked_at,
+            value=submission.value,
+            best_effort=submission.best_effort,
+        )
+        tx.add(amendment)
+        row.submission = {**row.submission, **wanted}
+        tx.session.flush()
+        return warnings, amendment.amendment_id
+
+    def _warn_of_changed_code(self, old: str, new: str) -> list[str]:
+        if old == new:
+            return []
+        files = self.snapshots.changed_files(old, new)
+        named = ", ".join(files[:_NAMED_FILES]) + (", …" if len(files) > _NAMED_FILES else "")
+        warning = (
+            "the code has changed since the job was submitted, and the job goes on with what was submitted; changed: "
+            f"{named or 'names only'}. Clear the task after it has ended to train with the new code."
+        )
+        return [warning]
+
+    def _new_job(self, tx: Writer, job_id: str, submission: JobSubmission) -> JobRow:
+        identity = submission.identity
+        job = JobRow(
+            job_id=job_id,
+            identity=identity.model_dump(mode="json"),
+            recurring_key=identity.recurring_key,
+            dag_id=identity.dag_id,
+            claim=0,
+            incarnation=0,
+            generation=0,
+            created_at=self.clock(),
+        )
+        tx.add(job)
+        tx.session.flush()
+        return job
+
+    def _supersede(self, row: IncarnationRow | None) -> None:
+        if row is not None and not row.terminal and row.cancel_reason is None:
+            row.cancel_reason = "superseded: the task was submitted again with a changed specification"
+
+    def _open(
+        self, tx: Writer, job: JobRow, resumed: IncarnationRow | None, submission: JobSubmission, sealed: bytes | None
+    ) -> IncarnationRow:
+        """A new incarnation. What the ``resumed`` one reached is known when this is introduced: when that has ended."""
+        job.incarnation += 1
+        while incarnation_dir(self.settings.state_dir, job.job_id, job.incarnation).exists():
+            job.incarnation += 1  # What trained there is of a database that was lost: nothing goes on from it.
+        init_from = submission.init_from
+        if init_from == "latest":
+            latest = tx.last_success(job.recurring_key, job.job_id)
+            init_from = None if latest is None else _checkpoint_of(latest)
+        row = IncarnationRow(
+            job_id=job.job_id,
+            incarnation=job.incarnation,
+            submission={
+                **submission.model_dump(mode="json", exclude={"secret_env"}),
+                "secret_names": sorted(submission.secret_env),
+            },
+            secret_env=sealed,
+            equality_key=submission.equality_key(),
+            submitted_at=self.clock(),
+            resume_from=None if resumed is None else resumed.incarnation,
+            init_from_path=init_from,
+            seed=submission.seed,
+            lease_s=submission.lease_s,
+            orphan_s=submission.orphan_s,
+            renewals=1,
+            heard_at=self.clock(),
+            deadline_at=None if submission.best_effort else submission.deadline_at,
+            best_effort=submission.best_effort,
+            value=submission.value,
+        )
+        tx.add(row)
+        tx.session.flush()
+        return row
+
+
+class _Asked(NamedTuple):
+    """What is compared of a stored submission with one that comes."""
+
+    snapshot: str
+    deadline_at: float | None
+    best_effort: bool
+    value: float
+    consistency: str
+    logical_workers: int | None
+
+
+def _asked_of(row: IncarnationRow) -> _Asked | None:
+    """What an incarnation was submitted with; None where that cannot be read, and nobody goes on with it."""
+    try:
+        stored = row.submission
+        snapshot = stored["command"]["snapshot"]
+        if not SHA256.match(snapshot):
+            return None
+        return _Asked(
+            snapshot=snapshot,
+            deadline_at=stored["deadline_at"],
+            best_effort=stored["best_effort"],
+            value=stored["value"],
+            consistency=stored.get("consistency", "consistent"),
+            logical_workers=row.logical_workers or stored.get("logical_workers"),
+        )
+    except UNREADABLE:
+        return None
+
+
+def _checkpoint_of(row: IncarnationRow) -> str | None:
+    """Where the checkpoint of a success is; None where that cannot be read."""
+    try:
+        return None if row.result is None else JobResult.model_validate(row.result).checkpoint_path
+    except UNREADABLE:
+        return None
+
+
+def _next(count: int) -> int:
+    """The count after this one. Only whether it is another is ever asked; what no column holds begins anew."""
+    return count + 1 if 0 <= count < bounds.MOST_COUNT else 1
+
+
+def _attachable(row: IncarnationRow, asked: _Asked, submission: JobSubmission) -> bool:
+    """Whether an attempt goes on with this incarnation: equal, and live or a success that nobody acknowledged."""
+    if not _same_training(row, asked, submission) or row.cancel_reason is not None:
+        return False
+    if row.terminal:
+        return row.state == State.SUCCEEDED and not row.acknowledged
+    if not row.ending:
+        return True
+    ending = readable(row.ending)
+    return ending is not None and ending.state is State.SUCCEEDED
+
+
+def _resumable(row: IncarnationRow, asked: _Asked, submission: JobSubmission) -> bool:
+    """Whether a new incarnation goes on from what this one reaches."""
+    return row.state != State.SUCCEEDED and _same_training(row, asked, submission)
+
+
+def _same_training(row: IncarnationRow, asked: _Asked, submission: JobSubmission) -> bool:
+    """Whether a submission asks for what an incarnation trains. Shares that it leaves open may be any."""
+    if row.equality_key != submission.equality_key() or asked.consistency != submission.consistency:
+        return False
+    return submission.logical_workers is None or asked.logical_workers in (None, submission.logical_workers)
+
+
+def _current(reader: Reader, job_id: str) -> tuple[JobRow, IncarnationRow]:
+    found = reader.current(job_id)
+    if found is None:
+        raise no_such_job(job_id)
+    return found
+
+
+def _claimed(reader: Reader, job_id: str, claim: int) -> tuple[JobRow, IncarnationRow]:
+    job, row = _current(reader, job_id)
+    if claim != job.claim:
+        raise stale_claim(job_id, claim, job.claim)
+    return job, row

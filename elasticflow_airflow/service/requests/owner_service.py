@@ -1,0 +1,157 @@
+"""Ends jobs whose owner is gone, as Airflow says, and tells which nobody seems to want.
+
+Runs in the threads of HTTP handlers. A job is only ended when its claim is the one that Airflow was asked about: a new
+attempt that has attached meanwhile keeps it. What Airflow does not say ends nothing here; that is left to the lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from elasticflow_airflow.api import EventKind, JobIdentity
+from elasticflow_airflow.api.owners import (
+    OwnedJob,
+    OwnedJobs,
+    OwnersAnswer,
+    OwnerSeen,
+    OwnersReport,
+    UnownedJob,
+)
+from elasticflow_airflow.service.notify import Notifier
+from elasticflow_airflow.service.store.store import Store, Writer, in_parts
+from elasticflow_airflow.service.store.tables import IncarnationRow, JobRow
+from elasticflow_airflow.service.store.views import status_of
+
+SILENT_S = 60.0
+"""Whoever waits for a job asks every few seconds."""
+_SEEN_S = 90.0
+"""So long it counts that Airflow has said that a task instance is there; it says so every 30 s of a silent job."""
+_NOBODY_ASKS_S = 86400.0
+"""With a lease of a day or more, nobody is expected to ask: the job of somebody who went home."""
+_CURRENT = sa.and_(IncarnationRow.job_id == JobRow.job_id, IncarnationRow.incarnation == JobRow.incarnation)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerService:
+    """The service's side. Nobody could ask it before ``started_at``."""
+
+    store: Store
+    notifier: Notifier
+    started_at: float
+    clock: Callable[[], float]
+
+    def owned(self, namespace: str, after: str, limit: int) -> OwnedJobs:
+        """The live jobs of a namespace that nobody has cancelled, by id."""
+        query = (
+            sa.select(
+                JobRow.job_id,
+                JobRow.claim,
+                JobRow.identity,
+                IncarnationRow.heard_at,
+                JobRow.owner_known_to,
+                JobRow.owner_seen_at,
+            )
+            .join(IncarnationRow, _CURRENT)
+            .where(
+                IncarnationRow.terminal.is_(False),
+                IncarnationRow.cancel_reason.is_(None),
+                JobRow.identity["namespace"].as_string() == namespace,
+                JobRow.job_id > after,
+            )
+            .order_by(JobRow.job_id)
+            .limit(limit)
+        )
+        with self.store.read() as reader:
+            jobs = [
+                OwnedJob(
+                    job_id=job_id,
+                    claim=claim,
+                    identity=JobIdentity.as_stored(identity),
+                    heard_at=heard_at,
+                    known_to=known_to,
+                    seen_at=seen_at,
+                )
+                for job_id, claim, identity, heard_at, known_to, seen_at in reader.session.execute(query)
+            ]
+        return OwnedJobs(at=self.clock(), jobs=jobs, next_after=jobs[-1].job_id if len(jobs) == limit else None)
+
+    def report(self, report: OwnersReport) -> OwnersAnswer:
+        """Note which owners are there, and cancel the jobs of those that are gone."""
+        there = [seen.job_id for seen in report.owners if seen.owner == "there"]
+        gone = [seen for seen in report.owners if seen.owner != "there"]
+        if not report.owners:
+            return OwnersAnswer(cancelled=[])
+        with self.store.write() as tx:
+            self._note(tx, there, report)
+            cancelled = [seen.job_id for seen in gone if self._end(tx, seen, report)]
+        if cancelled:
+            self.notifier.wake()
+        return OwnersAnswer(cancelled=cancelled)
+
+    def _note(self, tx: Writer, job_ids: list[str], report: OwnersReport) -> None:
+        for some in in_parts(job_ids):
+            tx.session.execute(
+                sa.update(JobRow)
+                .where(JobRow.job_id.in_(some), JobRow.identity["namespace"].as_string() == report.namespace)
+                .values(owner_known_to=report.airflow, owner_seen_at=self.clock())
+                .execution_options(synchronize_session=False)
+            )
+
+    def _end(self, tx: Writer, seen: OwnerSeen, report: OwnersReport) -> bool:
+        """Cancel a job whose owner is gone; whether it was."""
+        found = tx.current(seen.job_id)
+        if found is None:
+            return False
+        job, row = found
+        if JobIdentity.as_stored(job.identity).namespace != report.namespace or job.claim != seen.claim:
+            return False
+        if seen.owner == "deleted" and job.owner_known_to != report.airflow:
+            return False  # another Airflow's job, perhaps, or nobody's: this one never had its task instance
+        if row.terminal or row.cancel_reason is not None:
+            return False
+        what = f"has ended ({seen.state})" if seen.owner == "ended" else "was deleted"
+        row.cancel_reason = f"its Airflow task {what}"
+        row.owner_gone_at = self.clock()
+        tx.add_event(EventKind.OWNER_GONE, f"Airflow says that its task {what}: it is cancelled", row)
+        return True
+
+    def unowned(self, silent_s: float = SILENT_S) -> list[UnownedJob]:
+        """Live jobs whose owner is gone, or for which nobody has asked for so long; the longest first."""
+        now = self.clock()
+        with self.store.read() as reader:
+            found = []
+            for job_id, since_at, gone, why in self._suspects(reader.session.execute(_LIVE), now, silent_s):
+                current = reader.current(job_id)
+                if current is not None:
+                    job, row = current
+                    status = status_of(job, row, reader.generations(job_id, row.incarnation))
+                    found.append(UnownedJob(job=status, since_at=since_at, why=why, owner_gone=gone))
+        return sorted(found, key=lambda one: (one.since_at, one.job.job_id))
+
+    def _suspects(self, rows: Iterable[Any], now: float, silent_s: float) -> Iterable[tuple[str, float, bool, str]]:
+        for job_id, gone_at, seen_at, heard_at, submitted_at, lease_s in rows:
+            if gone_at is not None:
+                yield job_id, gone_at, True, "Airflow says that its task is gone; its workers save and leave"
+                continue
+            since_at = max(heard_at or submitted_at, self.started_at)
+            limit_s = silent_s if lease_s < _NOBODY_ASKS_S else lease_s
+            if now - since_at > limit_s and (seen_at is None or now - seen_at > _SEEN_S):
+                yield job_id, since_at, False, f"nobody has asked for it for {now - since_at:.0f} s"
+
+
+_LIVE = (
+    sa.select(
+        JobRow.job_id,
+        IncarnationRow.owner_gone_at,
+        JobRow.owner_seen_at,
+        IncarnationRow.heard_at,
+        IncarnationRow.submitted_at,
+        IncarnationRow.lease_s,
+    )
+    .join(IncarnationRow, _CURRENT)
+    .where(IncarnationRow.terminal.is_(False))
+)

@@ -1,0 +1,1 @@
+"""The database: tables, transactions, and how rows look from outside."""

@@ -1,0 +1,1 @@
+"""The typed documents that columns hold, and how they become JSON."""

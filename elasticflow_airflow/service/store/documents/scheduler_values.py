@@ -1,0 +1,93 @@
+"""The scheduler's values as JSON and back, for the store. Pure functions.
+
+Driven by the type hints of the values, so that an optional field that is added to them needs nothing here, and a state
+written by an older version is read with that field's default.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+
+from elasticflow_airflow.scheduler_core.model.values import JobState, Placement, Plan, ScalingCurve, Slot
+
+
+def state_to_json(state: JobState) -> dict[str, Any]:
+    """Everything of a JobState as JSON values."""
+    return cast(dict[str, Any], _encode(state))
+
+
+def state_from_json(raw: Mapping[str, Any]) -> JobState:
+    """Inverse of :func:`state_to_json`."""
+    return cast(JobState, _decode(JobState, raw))
+
+
+def slots_to_json(slots: Iterable[Slot]) -> list[Any]:
+    """Slots as [node, index] pairs."""
+    return [[slot.node_id, slot.index] for slot in slots]
+
+
+def placement_from_json(raw: Iterable[Any]) -> Placement:
+    """Inverse of :func:`slots_to_json`."""
+    return Placement(tuple(Slot(str(node_id), int(index)) for node_id, index in raw))
+
+
+def curve_from_json(raw: Mapping[str, float]) -> ScalingCurve:
+    """A curve from steps/s by number of workers as text."""
+    return ScalingCurve({int(workers): float(speed) for workers, speed in raw.items()})
+
+
+def plan_to_json(plan: Plan | None) -> list[dict[str, float]] | None:
+    """The segments of a plan."""
+    if plan is None:
+        return None
+    return [
+        {"start_s": s.start_s, "end_s": s.end_s, "workers": float(s.workers), "lost_s": s.lost_s} for s in plan.segments
+    ]
+
+
+def _encode(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _encode(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): _encode(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list, frozenset, set)):
+        return [_encode(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)  # JSON has no infinity, and PostgreSQL refuses one.
+    return value
+
+
+def _decode(hint: Any, raw: Any) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        if raw is None:
+            return None
+        return _decode(next(a for a in arguments if a is not type(None)), raw)
+    if origin is not None and issubclass(origin, Mapping):
+        return {_decode(arguments[0], key): _decode(arguments[1], item) for key, item in raw.items()}
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return tuple(_decode(arguments[0], item) for item in raw)
+    if origin is frozenset:
+        return frozenset(_decode(arguments[0], item) for item in raw)
+    if isinstance(hint, type):
+        if issubclass(hint, tuple) and hasattr(hint, "_fields"):
+            return hint(*raw)
+        if is_dataclass(hint):
+            hints = _hints(hint)
+            return hint(**{name: _decode(hints[name], item) for name, item in raw.items() if name in hints})
+        if issubclass(hint, Enum) or hint in (int, float):
+            return hint(raw)
+    return raw
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)

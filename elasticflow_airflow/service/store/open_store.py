@@ -1,0 +1,67 @@
+"""Why a database cannot be used at start, as one sentence with what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from elasticflow_airflow.service.store.migrate import SchemaTooNewError
+from elasticflow_airflow.service.store.service_lock import OwnedError
+
+
+class EmptiedDatabaseError(Exception):
+    """The database is empty, and what is beside it shows that it was not."""
+
+
+CANNOT_OPEN = (sa.exc.SQLAlchemyError, SchemaTooNewError, EmptiedDatabaseError, OwnedError, ImportError, OSError)
+"""What opening a database raises."""
+
+
+def refuse_emptied(url: str, state_dir: Path) -> None:
+    """Raise EmptiedDatabaseError for a file of no bytes where there are jobs.
+
+    To SQLite such a file is a new database; opening it would also delete the log from which it could be repaired.
+    """
+    parsed = sa.make_url(url)
+    if parsed.get_backend_name() != "sqlite" or not parsed.database:
+        return
+    path = Path(parsed.database)
+    try:
+        if path.stat().st_size > 0:
+            return
+    except FileNotFoundError:
+        return
+    jobs = state_dir / "jobs"
+    log = Path(f"{path}-wal")
+    if (jobs.is_dir() and any(jobs.iterdir())) or (log.exists() and log.stat().st_size > 0):
+        raise EmptiedDatabaseError(
+            f"the database {path} is empty (0 bytes), though {jobs} holds jobs that were known to it: put a copy of the"
+            f" database back, or remove {path} to begin without them"
+        )
+
+
+def why_not(error: Exception, url: str) -> str:
+    """One sentence. ``url`` is never shown as a whole: it may hold a password."""
+    if isinstance(error, OwnedError | SchemaTooNewError | EmptiedDatabaseError):
+        return str(error)
+    if isinstance(error, ImportError):
+        return f"the driver for the database is not installed ({error}): pip install 'elasticflow-airflow[postgres]'"
+    try:
+        parsed = sa.make_url(url)
+    except sa.exc.ArgumentError:
+        return "ELASTICFLOW_DATABASE_URL is no URL such as postgresql://user:password@host/database"
+    said = " ".join(str(getattr(error, "orig", None) or error).split())
+    if isinstance(error, sa.exc.NoSuchModuleError):
+        return f"ELASTICFLOW_DATABASE_URL names a kind of database that is not known here: {parsed.drivername}"
+    if parsed.get_backend_name() != "sqlite":
+        where = f"{parsed.database!r} on {parsed.host or parsed.query.get('host', 'this machine')}"
+        return f"the database {where} cannot be used: {said}. Start it, or correct ELASTICFLOW_DATABASE_URL"
+    if "is not a database" in said or "malformed" in said or "no such table" in said or "no such column" in said:
+        return (
+            f"the database {parsed.database} is damaged ({said}): put a copy of it back, or move it away to begin"
+            " without the jobs that it knew"
+        )
+    if "full" in said or "No space" in said or "disk I/O" in said:
+        return f"the disk of the database {parsed.database} is full or fails ({said}): free space there"
+    return f"the database {parsed.database} cannot be used: {said}"

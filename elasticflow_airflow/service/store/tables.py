@@ -1,0 +1,368 @@
+"""The tables of the store, as typed ORM classes. Knows nothing of scheduling; times are UTC seconds as floats.
+
+Who writes what: HTTP handlers write what their callers *want* (a new incarnation, a claim, a renewal, a cancel, an
+amendment); the reconcile loop writes what *is*. The two never write the same column of a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Float,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Index,
+    Integer,
+    LargeBinary,
+    String,
+    Text,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from elasticflow_airflow.runtime.protocol import Promotion
+from elasticflow_airflow.service.store.documents.columns import Document
+from elasticflow_airflow.service.store.documents.generation_notes import GenerationNotes
+from elasticflow_airflow.service.store.documents.job_documents import (
+    Ending,
+    InPlaceRecord,
+    LossTarget,
+    MeasuredCosts,
+    StoredVerdict,
+)
+from elasticflow_airflow.service.store.documents.speed_measurement import SpeedMeasurement
+
+SCHEMA_HEAD = "0011"
+"""Newest Alembic revision: a database that is already there needs no Alembic at start."""
+
+
+class Base(DeclarativeBase):
+    """Base of all tables."""
+
+    type_annotation_map = {  # noqa: RUF012  (as SQLAlchemy wants it)
+        dict[str, Any]: JSON(none_as_null=True),
+        list[Any]: JSON(none_as_null=True),
+        float: Float(53),
+    }
+
+
+class JobRow(Base):
+    """One Airflow task instance: which incarnation is current, and the counters that never start again."""
+
+    __tablename__ = "job"
+
+    job_id: Mapped[str] = mapped_column(String(120), primary_key=True)
+    identity: Mapped[dict[str, Any]]
+    recurring_key: Mapped[str] = mapped_column(Text, index=True)
+    dag_id: Mapped[str] = mapped_column(Text, index=True)
+    claim: Mapped[int] = mapped_column(Integer, default=0)
+    incarnation: Mapped[int] = mapped_column(Integer, default=0)
+    generation: Mapped[int] = mapped_column(Integer, default=0)
+    """The last generation number given out; written by the loop."""
+    created_at: Mapped[float]
+    owner_known_to: Mapped[str | None] = mapped_column(String(64), default=None)
+    """The Airflow that has said that the task instance is there; only it is believed that it is no more."""
+    owner_seen_at: Mapped[float | None] = mapped_column(default=None)
+
+
+class IncarnationRow(Base):
+    """One training of a job: what was asked for, what is wanted now, what is known."""
+
+    __tablename__ = "incarnation"
+    __table_args__ = (
+        Index("ix_incarnation_terminal", "terminal"),
+        Index("ix_incarnation_submitted", "submitted_at"),
+        Index("ix_incarnation_drained", "drained"),
+        Index("ix_incarnation_finished", "finished_at"),
+    )
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("job.job_id"), primary_key=True)
+    incarnation: Mapped[int] = mapped_column(Integer, primary_key=True)
+
+    # What was asked for (handlers, once).
+    submission: Mapped[dict[str, Any]]
+    """JobSubmission without ``secret_env``, of which ``secret_names`` has the names."""
+    secret_env: Mapped[bytes | None] = mapped_column(LargeBinary, default=None)
+    """Encrypted; erased by the loop when the job is terminal."""
+    equality_key: Mapped[str] = mapped_column(String(64))
+    submitted_at: Mapped[float]
+    resume_from: Mapped[int | None] = mapped_column(Integer, default=None)
+    """The incarnation whose last valid checkpoint this one goes on from."""
+    init_from_path: Mapped[str | None] = mapped_column(Text, default=None)
+
+    # What callers want (handlers, at any time).
+    lease_s: Mapped[float]
+    orphan_s: Mapped[float]
+    renewals: Mapped[int] = mapped_column(Integer, default=0)
+    heard_at: Mapped[float | None] = mapped_column(default=None)
+    """When somebody asked for it last: for people. Leases count ``renewals``, as clocks jump."""
+    owner_gone_at: Mapped[float | None] = mapped_column(default=None)
+    """When Airflow said that its owner is gone."""
+    cancel_reason: Mapped[str | None] = mapped_column(Text, default=None)
+    acknowledged: Mapped[bool] = mapped_column(Boolean, default=False)
+
+    # What is (the loop).
+    introduced: Mapped[bool] = mapped_column(Boolean, default=False)
+    """The scheduler has been asked about it."""
+    state: Mapped[str] = mapped_column(String(16), default="submitted")
+    terminal: Mapped[bool] = mapped_column(Boolean, default=False)
+    drained: Mapped[bool] = mapped_column(Boolean, default=False)
+    """Terminal, and the engine has forgotten its gangs."""
+    state_reason: Mapped[str] = mapped_column(Text, default="")
+    verdict: Mapped[StoredVerdict] = mapped_column(Document(StoredVerdict), default=StoredVerdict)
+    deadline_at: Mapped[float | None]
+    best_effort: Mapped[bool] = mapped_column(Boolean)
+    value: Mapped[float]
+    scheduler_state: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    ending: Mapped[Ending | None] = mapped_column(Document(Ending), default=None)
+    parked: Mapped[bool] = mapped_column(Boolean, default=False)
+    lease_expires_at: Mapped[float | None] = mapped_column(default=None)
+    desired_generation: Mapped[int | None] = mapped_column(Integer, default=None)
+    """The generation that should run; None: none should."""
+    cleared_generation: Mapped[int] = mapped_column(Integer, default=0)
+    micro_batch_size: Mapped[int | None] = mapped_column(Integer, default=None)
+    logical_workers: Mapped[int | None] = mapped_column(Integer, default=None)
+    """Chosen once, when the scheduler is asked about it; None in fast mode."""
+    seed: Mapped[int | None] = mapped_column(Integer, default=None)
+    """As submitted, or as the session says that it trains with; None: it has not said so yet."""
+    in_place: Mapped[InPlaceRecord] = mapped_column(Document(InPlaceRecord), default=InPlaceRecord)
+    target: Mapped[LossTarget | None] = mapped_column(
+        Document(LossTarget, none_is_empty=True), nullable=False, default=None
+    )
+    signature: Mapped[str] = mapped_column(Text, default="")
+    step: Mapped[int] = mapped_column(Integer, default=0)
+    total_steps: Mapped[int | None] = mapped_column(Integer, default=None)
+    loss: Mapped[float | None] = mapped_column(default=None)
+    steps_per_s: Mapped[float | None] = mapped_column(default=None)
+    speeds: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    """Measured steps/s by number of workers (as text)."""
+    told_speeds: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    """Those that it was decided on with, before anything was measured in this run."""
+    costs: Mapped[MeasuredCosts] = mapped_column(Document(MeasuredCosts), default=MeasuredCosts)
+    metrics: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    last_step_at: Mapped[float | None] = mapped_column(default=None)
+    ever_reported: Mapped[bool] = mapped_column(Boolean, default=False)
+    projected_finish_at: Mapped[float | None] = mapped_column(default=None)
+    at_risk: Mapped[bool] = mapped_column(Boolean, default=False)
+    deadline_passed: Mapped[bool] = mapped_column(Boolean, default=False)
+    restarts: Mapped[int] = mapped_column(Integer, default=0)
+    losses: Mapped[int] = mapped_column(Integer, default=0)
+    hangs: Mapped[int] = mapped_column(Integer, default=0)
+    restart_step: Mapped[int] = mapped_column(Integer, default=-1)
+    """Where the last restart after a failure began: a failure without progress since is final."""
+    promoted: Mapped[Promotion | None] = mapped_column(Document(Promotion), default=None)
+    result: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    failure: Mapped[str | None] = mapped_column(Text, default=None)
+    finished_at: Mapped[float | None] = mapped_column(default=None)
+    last_event_id: Mapped[int] = mapped_column(Integer, default=0)
+    set_aside: Mapped[str | None] = mapped_column(Text, default=None)
+    """Why nothing is done for it but to keep its workers: the service failed on it. See ``setting_aside.py``."""
+    sampling: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    """How its samples are thinned: see ``samples.py``."""
+
+
+class GenerationRow(Base):
+    """One gang: the slots that it was given, why, and how it went."""
+
+    __tablename__ = "generation"
+    __table_args__ = (
+        ForeignKeyConstraint(["job_id", "incarnation"], ["incarnation.job_id", "incarnation.incarnation"]),
+        Index("ix_generation_state", "state"),
+        Index("ix_generation_handled", "handled"),
+        Index("ix_generation_ended", "ended_at"),
+    )
+
+    job_id: Mapped[str] = mapped_column(String(120), primary_key=True)
+    generation: Mapped[int] = mapped_column(Integer, primary_key=True)
+    incarnation: Mapped[int] = mapped_column(Integer)
+    placement: Mapped[list[Any]]
+    """Slots in rank order, as [node, index]."""
+    workers: Mapped[int] = mapped_column(Integer)
+    purpose: Mapped[str] = mapped_column(String(16))
+    reason: Mapped[str] = mapped_column(Text)
+    created_at: Mapped[float]
+    fresh_start: Mapped[bool] = mapped_column(Boolean)
+    """No gang of the job was alive when it was ordered: what it loses is a start-up, not a pause."""
+    mode: Mapped[str] = mapped_column(String(16), default="restart")
+    """How its workers come about: restart (all anew), or in_place (those that live go on)."""
+    continues: Mapped[int | None] = mapped_column(Integer, default=None)
+    """In place: the generation whose workers go on in this one."""
+    lost: Mapped[list[Any]] = mapped_column(default=list)
+    """In place: ids of workers that are dead or given up, for whom nobody may wait."""
+    desired: Mapped[str] = mapped_column(String(8), default="run")
+    """run or stop."""
+    stop_cause: Mapped[str] = mapped_column(Text, default="")
+    state: Mapped[str] = mapped_column(String(16), default="ordered")
+    """ordered (never seen), then the engine's: pending, starting, running, leaving, ended."""
+    outcome: Mapped[str | None] = mapped_column(String(16), default=None)
+    judged: Mapped[bool] = mapped_column(Boolean, default=False)
+    """Ended, and all its checkpoints are verified."""
+    handled: Mapped[bool] = mapped_column(Boolean, default=False)
+    """What its end means for the job was decided."""
+    holding_at: Mapped[float | None] = mapped_column(default=None)
+    running_at: Mapped[float | None] = mapped_column(default=None)
+    ended_at: Mapped[float | None] = mapped_column(default=None)
+    first_step: Mapped[int | None] = mapped_column(Integer, default=None)
+    last_step: Mapped[int | None] = mapped_column(Integer, default=None)
+    last_step_at: Mapped[float | None] = mapped_column(default=None)
+    window: Mapped[SpeedMeasurement] = mapped_column(Document(SpeedMeasurement), default=SpeedMeasurement)
+    folded: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    """How many reports of each worker are folded in: reports come at least once."""
+    notes: Mapped[GenerationNotes] = mapped_column(Document(GenerationNotes), default=GenerationNotes)
+    log_names: Mapped[list[Any]] = mapped_column(default=list)
+    failure: Mapped[str | None] = mapped_column(Text, default=None)
+
+
+CANDIDATE_IS_THERE = ("new", "valid")
+"""Statuses of candidates that nobody has found to be damaged, or deleted."""
+
+
+class CandidateRow(Base):
+    """One candidate checkpoint and what its verification said."""
+
+    __tablename__ = "candidate"
+    __table_args__ = (
+        ForeignKeyConstraint(["job_id", "incarnation"], ["incarnation.job_id", "incarnation.incarnation"]),
+    )
+
+    job_id: Mapped[str] = mapped_column(String(120), primary_key=True)
+    incarnation: Mapped[int] = mapped_column(Integer, primary_key=True)
+    path: Mapped[str] = mapped_column(String(200), primary_key=True)
+    """Relative to the checkpoint folder."""
+    generation: Mapped[int] = mapped_column(Integer)
+    step: Mapped[int] = mapped_column(Integer)
+    digest: Mapped[str] = mapped_column(Text)
+    status: Mapped[str] = mapped_column(String(16), default="new")
+    """new, valid, invalid, or deleted."""
+    at: Mapped[float | None] = mapped_column(default=None)
+    """When it was there; None where only the folder was found."""
+    size_bytes: Mapped[int | None] = mapped_column(BigInteger, default=None)
+
+
+class SampleRow(Base):
+    """How an incarnation did at one moment; thinned, so that a job has only some hundreds."""
+
+    __tablename__ = "sample"
+    __table_args__ = (
+        ForeignKeyConstraint(["job_id", "incarnation"], ["incarnation.job_id", "incarnation.incarnation"]),
+    )
+
+    job_id: Mapped[str] = mapped_column(String(120), primary_key=True)
+    incarnation: Mapped[int] = mapped_column(Integer, primary_key=True)
+    number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    at: Mapped[float]
+    step: Mapped[int] = mapped_column(Integer)
+    loss: Mapped[float | None]
+    steps_per_s: Mapped[float | None]
+    workers: Mapped[int] = mapped_column(Integer)
+
+
+class WorkerTimesRow(Base):
+    """Where the time of one worker went in the last window that it reported."""
+
+    __tablename__ = "worker_times"
+    __table_args__ = (
+        ForeignKeyConstraint(["job_id", "incarnation"], ["incarnation.job_id", "incarnation.incarnation"]),
+    )
+
+    job_id: Mapped[str] = mapped_column(String(120), primary_key=True)
+    incarnation: Mapped[int] = mapped_column(Integer, primary_key=True)
+    worker_id: Mapped[str] = mapped_column(String(120), primary_key=True)
+    generation: Mapped[int] = mapped_column(Integer)
+    rank: Mapped[int] = mapped_column(Integer)
+    at: Mapped[float]
+    window: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    """window_steps, samples, data_s ... other_s, memory_bytes, device_memory_bytes, as far as they were reported."""
+
+
+class AmendmentRow(Base):
+    """A wish to change the deadline or value, and the scheduler's answer."""
+
+    __tablename__ = "amendment"
+
+    amendment_id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("job.job_id"), index=True)
+    incarnation: Mapped[int] = mapped_column(Integer)
+    deadline_at: Mapped[float | None]
+    value: Mapped[float | None]
+    best_effort: Mapped[bool] = mapped_column(Boolean)
+    answer: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    """accepted, reason, earliest_deadline_at; written by the loop."""
+
+
+class EventRow(Base):
+    """One thing that changed, and why."""
+
+    __tablename__ = "event"
+    __table_args__ = (Index("ix_event_job", "job_id", "event_id"), {"sqlite_autoincrement": True})
+
+    event_id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
+    job_id: Mapped[str | None] = mapped_column(String(120))
+    incarnation: Mapped[int | None] = mapped_column(Integer)
+    at: Mapped[float]
+    kind: Mapped[str] = mapped_column(String(32))
+    reason: Mapped[str] = mapped_column(Text)
+    data: Mapped[dict[str, Any]] = mapped_column(default=dict)
+
+
+class DrainRow(Base):
+    """A node that goes away at a known time; written by handlers."""
+
+    __tablename__ = "drain"
+
+    node_id: Mapped[str] = mapped_column(Text, primary_key=True)
+    until_at: Mapped[float]
+
+
+class AvoidedSlotRow(Base):
+    """A slot on which a worker was slow for good; written by the loop, which deletes it when its time is over."""
+
+    __tablename__ = "avoided_slot"
+
+    node_id: Mapped[str] = mapped_column(Text, primary_key=True)
+    slot_index: Mapped[int] = mapped_column(Integer, primary_key=True)
+    until_at: Mapped[float]
+    reason: Mapped[str] = mapped_column(Text)
+
+
+class HistoryRow(Base):
+    """What past runs of a recurring task showed, for one signature."""
+
+    __tablename__ = "history"
+
+    recurring_key: Mapped[str] = mapped_column(Text, primary_key=True)
+    signature: Mapped[str] = mapped_column(Text, primary_key=True)
+    speeds: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    complete: Mapped[bool] = mapped_column(Boolean, default=False)
+    """The speeds are a whole scaling curve: profiling came to its end."""
+    costs: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    total_steps: Mapped[int | None] = mapped_column(Integer, default=None)
+    """How long the last run was that said so only when it began ..."""
+    epochs: Mapped[int | None] = mapped_column(Integer, default=None)
+    """... in so many epochs."""
+    errors: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    """By workers (as text), how wrong the speeds of the last runs were, oldest first: |log(measured / told)|."""
+    loss_curve: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    """Of the last success with a loss to train to: ``width`` and ``losses``."""
+    runs: Mapped[int] = mapped_column(Integer, default=0)
+    updated_at: Mapped[float]
+
+
+class RecurringTaskRow(Base):
+    """A task whose submissions say when it runs next; written by the loop."""
+
+    __tablename__ = "recurring_task"
+
+    recurring_key: Mapped[str] = mapped_column(Text, primary_key=True)
+    due: Mapped[list[Any]] = mapped_column(default=list)
+    """When the runs are due that have not come (UTC seconds), in order."""
+    past: Mapped[list[Any]] = mapped_column(default=list)
+    """Its last runs, oldest first: due_s, came, late_s, steps, deadline_after_s."""
+    facts: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    """Of its last run: signature, scaling_curve, min_workers, max_workers, logical_workers."""
+    next_due_at: Mapped[float | None] = mapped_column(default=None, index=True)
+    """The first of ``due``."""
+    updated_at: Mapped[float]

@@ -1,0 +1,307 @@
+"""What one pass of the loop reads and changes, written in one short transaction at its end, or not at all.
+
+While the loop plans, which may take seconds, no transaction is open, and handlers write: none of them waits for a plan.
+The columns that they write and those that the loop writes are different ones, and only changed columns are written, so
+neither overwrites the other. Where a decision rests on a column of theirs, :meth:`UnitOfWork.rely_on` says so, and it
+is compared again when the decision is written (optimistic concurrency control; Fowler, Patterns of Enterprise
+Application Architecture, Unit of Work).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from elasticflow_airflow.api import EventKind
+from elasticflow_airflow.service import crashpoints
+from elasticflow_airflow.service.store.storable import check_storable
+from elasticflow_airflow.service.store.store import Reader, Store
+from elasticflow_airflow.service.store.stored_bounds import until_out_of_bounds
+from elasticflow_airflow.service.store.tables import (
+    CANDIDATE_IS_THERE,
+    AmendmentRow,
+    AvoidedSlotRow,
+    Base,
+    CandidateRow,
+    DrainRow,
+    EventRow,
+    GenerationRow,
+    HistoryRow,
+    IncarnationRow,
+    RecurringTaskRow,
+    SampleRow,
+    WorkerTimesRow,
+)
+
+_R = TypeVar("_R", bound=Base)
+
+
+_DRAIN_ANEW = "say anew with elasticflow drain when it goes away, or with --undo that it stays"
+_FORGET = "delete its row from the table avoided_slot"
+
+
+class StaleReadError(Exception):
+    """Somebody has changed what a decision rests on, between reading and writing: nothing was written; begin anew."""
+
+
+class UnstorableError(Exception):
+    """What was to be written of a job fits no column, or is there already. ``job_id`` None: it is nobody's."""
+
+    def __init__(self, job_id: str | None, what: str) -> None:
+        super().__init__(what)
+        self.job_id = job_id
+
+
+@dataclass(slots=True, eq=False)
+class NewEvent:
+    """An event that is not written yet; ``event_id`` is known once it is."""
+
+    row: IncarnationRow | None
+    columns: dict[str, Any]
+    is_verdict: bool = False
+    """The verdict of the row names it."""
+    event_id: int | None = None
+
+
+class UnitOfWork(Reader):
+    """Queries see what was changed here. Nothing of it is in the database before :meth:`commit` returns."""
+
+    def __init__(self, session: Session, store: Store) -> None:
+        super().__init__(session)
+        self._store = store
+        self._added: dict[type[Base], list[Any]] = {}
+        self._events: list[NewEvent] = []
+        self._samples: list[dict[str, Any]] = []
+        self._orders: list[Callable[[], object]] = []
+        self._relied_on: dict[tuple[Any, str], Any] = {}
+        session.connection(execution_options=store.read_options)
+        self.current_rows = self.undrained()
+        """Every incarnation that still matters, with its job, in order of submission."""
+        self.current_generations = self.open_generations()
+        """Every generation whose end is not handled, oldest first."""
+        self._amendments = super().open_amendments()
+        self._drains = super().drains()
+        self._avoided = super().avoided()
+        session.commit()  # ends the transaction in which all of this was read; what was read stays
+        session.bind = store.engine_without_transactions
+
+    # -- what was changed here is seen ---------------------------------------------------------------------------
+
+    def generation(self, job_id: str, generation: int) -> GenerationRow | None:
+        """One generation."""
+        new = self._new(GenerationRow, lambda row: (row.job_id, row.generation) == (job_id, generation))
+        return new[0] if new else super().generation(job_id, generation)
+
+    def generations(self, job_id: str, incarnation: int) -> list[GenerationRow]:
+        """All generations of an incarnation, oldest first."""
+        new = self._new(GenerationRow, lambda row: (row.job_id, row.incarnation) == (job_id, incarnation))
+        return sorted([*super().generations(job_id, incarnation), *new], key=lambda row: row.generation)
+
+    def candidates(self, job_id: str, incarnation: int) -> list[CandidateRow]:
+        """Candidate checkpoints of an incarnation, oldest first."""
+        new = self._new(CandidateRow, lambda row: (row.job_id, row.incarnation) == (job_id, incarnation))
+        return sorted([*super().candidates(job_id, incarnation), *new], key=lambda row: (row.generation, row.step))
+
+    def open_candidates(self) -> list[CandidateRow]:
+        """Candidates of all undrained incarnations that are there: not verified yet, or valid. Oldest first."""
+        found = [*super().open_candidates(), *self._new(CandidateRow)]
+        there = (row for row in found if row.status in CANDIDATE_IS_THERE)
+        return sorted(there, key=lambda row: (row.generation, row.step))
+
+    def open_amendments(self) -> list[AmendmentRow]:
+        """Amendments without an answer, oldest first."""
+        return [row for row in self._amendments if row.answer is None]
+
+    def drains(self) -> dict[str, float]:
+        """Nodes that go away, and when (UTC seconds); without those of :meth:`ignored`."""
+        return {node_id: at for node_id, at in self._drains.items() if until_out_of_bounds(at) is None}
+
+    def avoided(self) -> list[AvoidedSlotRow]:
+        """Slots that are avoided for a while; without those of :meth:`ignored`."""
+        return [row for row in self._avoided if until_out_of_bounds(row.until_at) is None]
+
+    def ignored(self) -> list[str]:
+        """What is stored of nodes and slots and cannot be heeded, of an older version or written by hand."""
+        drains = ((f"the drain of node {node_id!r}", at, _DRAIN_ANEW) for node_id, at in sorted(self._drains.items()))
+        avoided = ((f"slot {row.node_id}:{row.slot_index} to avoid", row.until_at, _FORGET) for row in self._avoided)
+        return [
+            f"{what} is stored with a time that cannot be, and is not heeded: {problem}; {remedy}"
+            for what, at, remedy in (*drains, *avoided)
+            if (problem := until_out_of_bounds(at)) is not None
+        ]
+
+    def history(self, recurring_key: str, signature: str) -> HistoryRow | None:
+        """What past runs of a task showed."""
+        new = self._new(HistoryRow, lambda row: (row.recurring_key, row.signature) == (recurring_key, signature))
+        return new[0] if new else super().history(recurring_key, signature)
+
+    def recurring_task(self, recurring_key: str) -> RecurringTaskRow | None:
+        """What is known of a recurring task's runs."""
+        new = self._new(RecurringTaskRow, lambda row: row.recurring_key == recurring_key)
+        return new[0] if new else super().recurring_task(recurring_key)
+
+    def recurring_tasks(self) -> list[RecurringTaskRow]:
+        """All tasks of which a run is due."""
+        changed = [row for row in self.session.dirty if isinstance(row, RecurringTaskRow)]
+        found = {row.recurring_key: row for row in (*super().recurring_tasks(), *changed, *self._new(RecurringTaskRow))}
+        return [row for _, row in sorted(found.items()) if row.next_due_at is not None]
+
+    def worker_time(self, job_id: str, incarnation: int, worker_id: str) -> WorkerTimesRow | None:
+        """Where the time of a worker went."""
+        key = (job_id, incarnation, worker_id)
+        new = self._new(WorkerTimesRow, lambda row: (row.job_id, row.incarnation, row.worker_id) == key)
+        return new[0] if new else super().worker_time(job_id, incarnation, worker_id)
+
+    def _new(self, kind: type[_R], which: Callable[[_R], bool] = lambda _: True) -> list[_R]:
+        return [row for row in self._added.get(kind, ()) if which(row)]
+
+    # -- changes -------------------------------------------------------------------------------------------------
+
+    def add(self, row: Base) -> None:
+        """Add a row."""
+        self.session.add(row)
+        self._added.setdefault(type(row), []).append(row)
+        if isinstance(row, AvoidedSlotRow):
+            self._avoided.append(row)
+
+    def add_samples(self, columns: Sequence[dict[str, Any]]) -> None:
+        """Add samples, all at once."""
+        rows = list(columns)
+        for job_id, values in ((row["job_id"], row) for row in rows):
+            self._check(job_id, SampleRow, values)
+        self._samples += rows
+        self._orders.append(lambda: self.session.execute(sa.insert(SampleRow), rows))
+
+    def thin_samples(self, job_id: str, incarnation: int, stride: int) -> None:
+        """Delete the samples of an incarnation whose number is no multiple of ``stride``."""
+        which = (SampleRow.job_id == job_id, SampleRow.incarnation == incarnation, SampleRow.number % stride != 0)
+        self._orders.append(lambda: self.session.execute(sa.delete(SampleRow).where(*which)))
+
+    def forget_drain(self, node_id: str) -> None:
+        """A node that was to go away has gone: if it comes back, it is there to stay."""
+        if self._drains.pop(node_id, None) is not None:
+            self._orders.append(lambda: self.session.execute(sa.delete(DrainRow).where(DrainRow.node_id == node_id)))
+
+    def avoid(self, node_id: str, slot_index: int, until_at: float, reason: str) -> None:
+        """Avoid a slot until then, also one that is avoided already."""
+        known = next((row for row in self._avoided if (row.node_id, row.slot_index) == (node_id, slot_index)), None)
+        if known is None:
+            known = AvoidedSlotRow(node_id=node_id, slot_index=slot_index)
+            self.add(known)
+        known.until_at, known.reason = until_at, reason
+
+    def forget_avoided(self, row: AvoidedSlotRow) -> None:
+        """A slot is used again."""
+        self._avoided.remove(row)
+        self.session.delete(row)
+
+    def add_event(
+        self,
+        kind: EventKind,
+        reason: str,
+        row: IncarnationRow | None = None,
+        data: dict[str, Any] | None = None,
+        *,
+        is_verdict: bool = False,
+    ) -> NewEvent:
+        """Note an event (of an incarnation); with ``is_verdict`` the row's verdict names it once its id is known."""
+        event = NewEvent(
+            row,
+            {
+                "job_id": row.job_id if row else None,
+                "incarnation": row.incarnation if row else None,
+                "at": self._store.clock(),
+                "kind": kind.value,
+                "reason": reason,
+                "data": data or {},
+            },
+            is_verdict,
+        )
+        self._events.append(event)
+        return event
+
+    def rely_on(self, row: Base, column: str) -> None:
+        """A decision rests on a column that handlers write: it must be the same when the decision is written."""
+        state = sa.inspect(row)
+        value = state.committed_state.get(column, getattr(row, column)) if state.persistent else None
+        self._relied_on.setdefault((row, column), value)
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """See that all that is to be written can be. Raises UnstorableError, naming whose it is."""
+        for event in self._events:
+            self._check(event.columns["job_id"], EventRow, event.columns)
+        for row in (*self.session.new, *self.session.dirty):
+            state = sa.inspect(row)
+            values = {name: getattr(row, name) for name in set(state.mapper.column_attrs.keys()) - state.unmodified}
+            self._check(getattr(row, "job_id", None), type(row), values)
+
+    @staticmethod
+    def _check(job_id: str | None, kind: type[Base], values: dict[str, Any]) -> None:
+        try:
+            check_storable(kind, values)
+        except ValueError as error:
+            raise UnstorableError(job_id, str(error)) from error
+
+    def commit(self) -> None:
+        """Write everything in one transaction. Raises StaleReadError, UnstorableError: then nothing was written."""
+        self.check()
+        with self._store.alone_in_writing(self.session):
+            for (row, column), value in self._relied_on.items():
+                if self._stored(row, column) != value:
+                    raise StaleReadError(f"{column} of {sa.inspect(row).identity} has changed meanwhile")
+            new = list(self.session.new)
+            try:
+                self._write_events()
+                self.session.flush()
+                for order in self._orders:
+                    order()
+            except sa.exc.IntegrityError as error:
+                self.session.rollback()
+                if (doubled := self._doubled(new)) is None:
+                    raise
+                raise doubled from error
+            crashpoints.point("before commit")
+            self.session.commit()
+        crashpoints.point("after commit")
+
+    def _doubled(self, new: Sequence[Base]) -> UnstorableError | None:
+        """Whose row is there already: its number was counted from what somebody else had written. None: nobody's."""
+        for row in (*new, *(SampleRow(**values) for values in self._samples)):
+            kind: type[Any] = type(row)
+            key = sa.inspect(row).mapper.primary_key_from_instance(row)
+            job_id = getattr(row, "job_id", None)
+            if job_id is not None and None not in key and self.session.get(kind, key) is not None:
+                return UnstorableError(job_id, f"{row.__tablename__} {tuple(key)} is stored already")
+        return None
+
+    def _stored(self, row: Base, column: str) -> Any:
+        kind, state = type(row), sa.inspect(row)
+        identity = state.identity if state.identity is not None else state.mapper.primary_key_from_instance(row)
+        keys = zip(state.mapper.primary_key, identity, strict=True)
+        return self.session.scalar(sa.select(getattr(kind, column)).where(*(key == part for key, part in keys)))
+
+    def _write_events(self) -> None:
+        if not self._events:
+            return
+        insert = sa.insert(EventRow).returning(EventRow.event_id, sort_by_parameter_order=True)
+        ids = self.session.execute(insert, [event.columns for event in self._events]).scalars().all()
+        for event, event_id in zip(self._events, ids, strict=True):
+            event.event_id = event_id
+            if event.row is not None:
+                event.row.last_event_id = event_id
+                if event.is_verdict:
+                    event.row.verdict = replace(event.row.verdict, event_id=event_id)
+
+
+@contextmanager
+def unit_of_work(store: Store) -> Iterator[UnitOfWork]:
+    """Begin a unit of work; without a :meth:`UnitOfWork.commit` in the block nothing of it remains."""
+    with store.sessions(autoflush=False) as session:
+        yield UnitOfWork(session, store)

@@ -1,0 +1,161 @@
+"""How rows look from outside: the wire's JobStatus and Event. Pure functions over rows.
+
+What is stored of a job may be what nobody can read (rows of another version, or written by hand). That spoils the view
+of this job alone: lists, sums and the pages of all others are made without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+
+from elasticflow_airflow.api import Event, JobIdentity, JobResult, JobStatus, SlotStatus, State, Verdict
+from elasticflow_airflow.engines.port import STANDING, EngineNode, GangState
+from elasticflow_airflow.runtime.protocol import RescaleMode
+from elasticflow_airflow.service.store.store import Reader
+from elasticflow_airflow.service.store.stored_bounds import until_out_of_bounds
+from elasticflow_airflow.service.store.tables import EventRow, GenerationRow, IncarnationRow, JobRow
+
+UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError)
+"""What is raised by whoever reads rubbish."""
+_CANNOT_BE_SHOWN = "what is stored of it cannot be shown: cancel it to end it, and submit it again"
+
+
+def status_of(job: JobRow, row: IncarnationRow, generations: Sequence[GenerationRow]) -> JobStatus:
+    """Everything about a job's current incarnation. ``generations`` are all of that incarnation, oldest first.
+
+    Of one that cannot be read, only what can: ``set_aside`` says so.
+    """
+    try:
+        return _status_of(job, row, generations)
+    except UNREADABLE:
+        return _unreadable(job, row)
+
+
+def _unreadable(job: JobRow, row: IncarnationRow) -> JobStatus:
+    """A status of what nothing can be wrong with."""
+    at, state = row.submitted_at, State.FAILED if row.terminal else State.SUSPENDED
+    with suppress(ValueError):
+        state = State(row.state) if State(row.state).terminal == row.terminal else state
+    return JobStatus(
+        job_id=row.job_id,
+        identity=JobIdentity.as_stored(job.identity),
+        incarnation=row.incarnation,
+        generation=int(job.generation),
+        state=state,
+        state_reason=_CANNOT_BE_SHOWN,
+        set_aside=None if row.terminal else _CANNOT_BE_SHOWN,
+        verdict=Verdict(decision="undecided"),
+        claim=int(job.claim),
+        submitted_at=float(at) if isinstance(at, int | float) and math.isfinite(at) else 0.0,
+        deadline_at=None,
+        best_effort=bool(row.best_effort),
+        value=1.0,
+        last_event_id=int(row.last_event_id),
+    )
+
+
+def _status_of(job: JobRow, row: IncarnationRow, generations: Sequence[GenerationRow]) -> JobStatus:
+    holding = [g for g in generations if g.state in STANDING and not g.handled]
+    trains = [g for g in holding if g.state == GangState.RUNNING]
+    if trains and holding[-1].mode == RescaleMode.IN_PLACE:
+        holding = trains  # Until a change in place has switched, those before it train on.
+    slots = holding[-1].placement if holding else []
+    stored = row.verdict
+    verdict = Verdict(
+        decision=stored.decision,
+        reason=stored.reason,
+        deadline_at=stored.deadline_at,
+        earliest_deadline_at=stored.earliest_deadline_at,
+        event_id=stored.event_id,
+        plan=stored.plan,
+    )
+    target = row.target
+    result = None if row.result is None else JobResult.model_validate(row.result)
+    return JobStatus(
+        job_id=row.job_id,
+        identity=JobIdentity.as_stored(job.identity),
+        incarnation=row.incarnation,
+        generation=generations[-1].generation if generations else job.generation,
+        state=State(row.state),
+        state_reason=row.state_reason,
+        set_aside=row.set_aside,
+        verdict=verdict,
+        claim=job.claim,
+        submitted_at=row.submitted_at,
+        deadline_at=row.deadline_at,
+        best_effort=row.best_effort,
+        value=row.value,
+        workers=len(slots),
+        slots=[(str(node), int(index)) for node, index in slots],
+        consistency=row.submission.get("consistency", "consistent"),
+        logical_workers=row.logical_workers,
+        seed=row.seed,
+        step=row.step,
+        total_steps=row.total_steps,
+        loss=row.loss,
+        target_loss=row.submission.get("target_loss"),
+        smoothed_loss=target and target.smoothed,
+        expected_steps=target and target.step,
+        expected_steps_at_most=target and target.at_most,
+        target_reached=target and target.reached,
+        steps_per_s=row.steps_per_s if slots else None,
+        projected_finish_at=row.projected_finish_at,
+        slack_s=_slack_s(row, result),
+        at_risk=row.at_risk,
+        lease_expires_at=row.lease_expires_at,
+        acknowledged=row.acknowledged,
+        orphaned=row.state == State.CANCELLED and row.parked and row.cancel_reason is None,
+        result=result,
+        failure=row.failure,
+        log_names=list(dict.fromkeys(name for g in generations for name in g.log_names)),
+        last_event_id=row.last_event_id,
+    )
+
+
+def _slack_s(row: IncarnationRow, result: JobResult | None) -> float | None:
+    if result is not None:
+        return result.slack_s
+    if row.deadline_at is None or row.projected_finish_at is None:
+        return None
+    return row.deadline_at - row.projected_finish_at
+
+
+def slot_statuses(nodes: Sequence[EngineNode], reader: Reader) -> list[SlotStatus]:
+    """Every slot of the cluster, and who holds it."""
+    held: dict[tuple[str, int], str] = {}
+    for job_id, slots in reader.slots_held():
+        with suppress(*UNREADABLE):
+            held |= {(str(node), int(index)): job_id for node, index in slots}
+    drains = {node_id: at for node_id, at in reader.drains().items() if until_out_of_bounds(at) is None}
+    avoided = {
+        (row.node_id, row.slot_index): row.until_at
+        for row in reader.avoided()
+        if until_out_of_bounds(row.until_at) is None
+    }
+    return [
+        SlotStatus(
+            node_id=node.node_id,
+            index=index,
+            job_id=held.get((node.node_id, index)),
+            busy=node.busy.get(index),
+            draining_until=drains.get(node.node_id),
+            avoided_until=avoided.get((node.node_id, index)),
+        )
+        for node in nodes
+        for index in range(node.slots)
+    ]
+
+
+def event_of(row: EventRow) -> Event:
+    """One event; one of which the data cannot be read has none."""
+    return Event(
+        event_id=row.event_id,
+        job_id=row.job_id,
+        incarnation=row.incarnation,
+        at=row.at,
+        kind=row.kind,
+        reason=row.reason,
+        data=row.data if isinstance(row.data, dict) else {},
+    )

@@ -1,0 +1,1 @@
+"""What the service tells about itself: its log, traces, counts and durations."""

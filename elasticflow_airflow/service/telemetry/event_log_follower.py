@@ -1,0 +1,101 @@
+"""Follows the event log while the service runs, and tells each event to whoever listens: the log file, traces.
+
+An event is told after it is committed. What happened while no service ran is not told again: it is in the store.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from elasticflow_airflow.api import EventKind
+from elasticflow_airflow.service.notify import Notifier
+from elasticflow_airflow.service.store.store import Reader, Store
+from elasticflow_airflow.service.store.tables import EventRow
+
+Listener = Callable[[Reader, EventRow], None]
+
+_PIECE = 500
+_LOOK_S = 5.0
+_ROUTINE = (EventKind.CHECKPOINT, EventKind.KEPT, EventKind.MEASURED, EventKind.TARGET_LENGTH)
+"""Kinds of event that come often and matter little: ``ELASTICFLOW_LOG_LEVEL=debug`` shows them."""
+_ALARMING = (
+    EventKind.AT_RISK,
+    EventKind.CHECKPOINT_DAMAGED,
+    EventKind.DEADLINE_MISSED,
+    EventKind.FAILED,
+    EventKind.HANG,
+    EventKind.NODE_LOST,
+    EventKind.WARNING,
+    EventKind.WORKER_LOST,
+)
+
+log = structlog.get_logger()
+
+
+class EventLogFollower:
+    """One thread that follows the log from the moment it was made."""
+
+    def __init__(self, store: Store, notifier: Notifier, listeners: Sequence[Listener]) -> None:
+        self._store, self._notifier, self._listeners = store, notifier, listeners
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
+        with store.read() as reader:
+            self._cursor = reader.last_event_id()
+
+    def start(self) -> None:
+        """Begin to follow."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tell what has happened until now, and stop."""
+        self._stop.set()
+        self._notifier.changed()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.tell()
+
+    def tell(self) -> None:
+        """Tell everything that is new."""
+        while True:
+            with self._store.read() as reader:
+                events = reader.events(self._cursor, None, _PIECE)
+                for event in events:
+                    self._cursor = event.event_id
+                    for listener in self._listeners:
+                        try:
+                            listener(reader, event)
+                        except Exception:
+                            # Who listens must not harm the service, nor keep the others from hearing.
+                            log.exception("an event could not be told", event_id=event.event_id, kind=event.kind)
+            if len(events) < _PIECE:
+                return
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self.tell()
+            except Exception:
+                log.exception("the event log could not be read; it is tried again")
+                self._stop.wait(_LOOK_S)
+            self._notifier.wait_for(self._news, _LOOK_S)
+
+    def _news(self) -> bool | None:
+        if self._stop.is_set():
+            return True
+        with self._store.read() as reader:
+            return True if reader.last_event_id() > self._cursor else None
+
+
+def write_to_log(_reader: Reader, event: EventRow) -> None:
+    """One line an event, with what it is about."""
+    about = {
+        "job_id": event.job_id,
+        "incarnation": event.incarnation,
+        "generation": event.data.get("generation"),
+    }
+    level = "debug" if event.kind in _ROUTINE else "warning" if event.kind in _ALARMING else "info"
+    bound = log.bind(**{name: value for name, value in about.items() if value is not None})
+    getattr(bound, level)(event.kind, reason=event.reason, event_id=event.event_id)

@@ -1,0 +1,144 @@
+"""Keeps the jobs of a ``dag.test()`` alive while that process lives, and ends them with it.
+
+Under ``dag.test()`` one task runs at a time and the pokes of a waiting one may be minutes apart, while its lease is
+short so that a killed test leaves nothing behind. So a background thread renews the leases of this process's jobs,
+and at its exit, Ctrl-C included, those that have not ended are cancelled. Production has no use for it: there the
+triggerer renews, and a process that ends must not end the job.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from dataclasses import dataclass
+
+from elasticflow_airflow.api import State
+from elasticflow_airflow.client import (
+    ElasticFlowClient,
+    ElasticFlowError,
+    Endpoint,
+    JobNotFound,
+    ServiceUnavailable,
+    StaleClaim,
+)
+
+log = logging.getLogger(__name__)
+
+ENDED_LATER = "Airflow's report that its task is gone, or its lease, will end it"
+LEASE_S = 60.0
+ORPHAN_S = 300.0
+_RENEW_EVERY_S = 10.0
+_CANCEL_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasedJob:
+    """A job and the claim by which this process may cancel and acknowledge it."""
+
+    endpoint: Endpoint
+    job_id: str
+    claim: int
+
+    def cancel(self, reason: str, *, within_s: float = _CANCEL_WITHIN_S) -> str:
+        """Cancel the job, quickly; say what came of it. Never raises for a service that is away."""
+        try:
+            with ElasticFlowClient(self.endpoint, retry_for_s=within_s / 2, timeout_s=within_s / 2) as client:
+                status = client.cancel(self.job_id, self.claim, reason)
+        except StaleClaim:
+            return f"job {self.job_id} belongs to a newer attempt by now: not cancelled"
+        except JobNotFound:
+            return f"job {self.job_id} is not known to the service any more"
+        except ServiceUnavailable as error:
+            return f"job {self.job_id} could not be cancelled now ({error}); {ENDED_LATER}"
+        finally:
+            lease_renewer().forget(self.job_id)  # renewing would keep alive what nobody wants
+        if status.state.terminal and status.state is not State.CANCELLED:
+            return f"job {self.job_id} is {status.state.value} already: nothing to cancel"
+        return f"job {self.job_id}: cancelled at step {status.step} ({reason})"
+
+    def acknowledge(self) -> str:
+        """Say that Airflow has recorded the success; say what came of it."""
+        try:
+            with ElasticFlowClient(self.endpoint, retry_for_s=30.0) as client:
+                client.acknowledge(self.job_id, self.claim, "the Airflow task succeeded")
+        except StaleClaim:
+            return f"job {self.job_id} belongs to a newer attempt by now: not acknowledged"
+        except ElasticFlowError as error:
+            return f"the success of job {self.job_id} could not be acknowledged now ({error})"
+        return f"job {self.job_id} acknowledged"
+
+
+class LeaseRenewer:
+    """The jobs of this process's ``dag.test()`` runs. One per process: ``lease_renewer()``. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, LeasedJob] = {}
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._interrupted: set[str] = set()
+
+    def keep(self, job: LeasedJob) -> None:
+        """Renew this job's lease from now on; a newer claim replaces an older one."""
+        with self._lock:
+            self._jobs[job.job_id] = job
+            if self._thread is None:
+                atexit.register(self.close)
+                self._thread = threading.Thread(target=self._renew, name="elasticflow-leases", daemon=True)
+                self._thread.start()
+
+    def forget(self, job_id: str) -> None:
+        """The job has ended, or is no longer ours."""
+        with self._lock:
+            self._jobs.pop(job_id, None)
+
+    def kept(self) -> list[LeasedJob]:
+        """Return the jobs that are kept."""
+        with self._lock:
+            return list(self._jobs.values())
+
+    def interrupt(self, run_id: str) -> None:
+        """Note that Ctrl-C was pressed inside a task of this run, and cancel the jobs that are kept.
+
+        Airflow takes Ctrl-C for that task's failure and goes on: the run's other tasks must hear of it here.
+        """
+        self._interrupted.add(run_id)
+        self.cancel_all("Ctrl-C in dag.test()")
+
+    def was_interrupted(self, run_id: str) -> bool:
+        """Whether Ctrl-C was pressed inside a task of this run."""
+        return run_id in self._interrupted
+
+    def cancel_all(self, reason: str) -> None:
+        """Cancel every job that is kept."""
+        for job in self.kept():
+            log.warning("%s", job.cancel(reason))
+
+    def close(self) -> None:
+        """Cancel what has not ended and stop the thread: this process leaves."""
+        self._wake.set()
+        self.cancel_all("the process of dag.test() ended")
+
+    def _renew(self) -> None:
+        while not self._wake.wait(_RENEW_EVERY_S):
+            for job in self.kept():
+                try:
+                    with ElasticFlowClient(job.endpoint, retry_for_s=_RENEW_EVERY_S) as client:
+                        status = client.renew(job.job_id, job.claim, "dag.test() is alive")
+                except (StaleClaim, JobNotFound) as error:
+                    log.info("lease of job %s is no longer renewed here: %s", job.job_id, error)
+                    self.forget(job.job_id)
+                except ElasticFlowError as error:
+                    log.warning("lease of job %s could not be renewed: %s", job.job_id, error)
+                else:
+                    if status.state.terminal:
+                        self.forget(job.job_id)
+
+
+_lease_renewer = LeaseRenewer()
+
+
+def lease_renewer() -> LeaseRenewer:
+    """Return this process's lease renewer."""
+    return _lease_renewer

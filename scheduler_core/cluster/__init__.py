@@ -1,0 +1,1 @@
+"""The cluster: its nodes, which slots a gang gets, and what is free when."""

@@ -1,0 +1,293 @@
+"""Free capacity over time, in two views: counts per block size (numpy), and the very slots (bit masks).
+
+:class:`FreeCapacity` answers how large a gang fits, migrations allowed: one row per power of two of the slots in free
+blocks of at least that size minus those of gangs of at least that size. A set of power-of-two gangs can be placed,
+after migrations, if and only if no row is negative (place the largest first: each fits where a row says so). Bare
+slots would not do: 3 + 3 free slots hold no gang of 4.
+
+:class:`Bookings` answers which slots nobody has reserved. Both know times and slots only, no jobs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from functools import reduce
+from operator import or_
+
+import numpy as np
+import numpy.typing as npt
+
+from elasticflow_airflow.scheduler_core.cluster.free_windows import Vain
+from elasticflow_airflow.scheduler_core.cluster.placement import Layout
+from elasticflow_airflow.scheduler_core.model.work import TOLERANCE_S, Holding
+
+_ROOM = 64
+_FEW = 512
+_SIZES = np.array([1 << level for level in range(31)], dtype=np.int32)
+
+
+class FreeCapacity:
+    """Step function of free capacity by block size from ``now`` to the end of time.
+
+    ``top`` limits it to blocks of up to that size: nobody asks for larger ones. Beside the rows stands, for each
+    segment, how many of them allow a gang of their size (``largest``, one more than the exponent), kept up to date
+    where something is reserved: who asks then looks at one number a segment, not at all rows.
+    """
+
+    def __init__(self, layout: Layout, now: float, top: int | None = None) -> None:
+        self.levels = layout.levels if top is None else min(layout.levels, top.bit_length())
+        self.times: list[float] = [now]
+        bases = [layout.capacity(layout.usable_at(now))]
+        for until_s in layout.changes:
+            if until_s > self.times[-1]:
+                self.times.append(until_s)
+                bases.append(layout.capacity(layout.usable_at(until_s)))
+        count = len(bases)
+        self.rows: npt.NDArray[np.int32] = np.zeros((self.levels, count + _ROOM), dtype=np.int32)
+        self.rows[:, :count] = np.array(bases, dtype=np.int32).T[: self.levels]
+        self.largest: npt.NDArray[np.int8] = np.zeros(count + _ROOM, dtype=np.int8)
+        self._untidy = 2 * count + _ROOM
+        """With more segments than this it is seen whether neighbours are alike."""
+        self._recount(0, count)
+
+    def copy(self, top: int | None = None) -> FreeCapacity:
+        """An independent copy, for trying things out; ``top`` as for a new one."""
+        twin = object.__new__(FreeCapacity)
+        twin.levels = self.levels if top is None else min(self.levels, top.bit_length())
+        twin.times = self.times.copy()
+        twin.rows = self.rows[: twin.levels].copy()
+        twin.largest = np.minimum(self.largest, np.int8(twin.levels))
+        twin._untidy = self._untidy
+        return twin
+
+    def segment(self, when_s: float) -> int:
+        """Index of the segment that contains ``when_s``."""
+        return max(0, bisect_right(self.times, when_s) - 1)
+
+    def _recount(self, i: int, j: int) -> None:
+        """Say anew which is the largest gang that fits in each of the segments ``i:j``."""
+        if j - i <= _FEW:
+            least = np.minimum.accumulate(self.rows[:, i:j], axis=0)
+            np.add.reduce(least >= _SIZES[: self.levels, None], axis=0, dtype=np.int8, out=self.largest[i:j])
+            return
+        lowest = self.rows[0, i:j].copy()
+        count = (lowest >= 1).astype(np.int8)
+        for level in range(1, self.levels):  # row by row: what is worked on stays in the processor's cache
+            np.minimum(lowest, self.rows[level, i:j], out=lowest)
+            count += lowest >= 1 << level
+        self.largest[i:j] = count
+
+    def _split(self, when_s: float) -> int:
+        times = self.times
+        at = bisect_left(times, when_s)
+        if at < len(times) and times[at] == when_s:
+            return at
+        if at == 0:
+            return 0
+        count = len(times)
+        if count == self.rows.shape[1]:
+            grown = np.zeros((self.levels, 2 * count), dtype=np.int32)
+            grown[:, :count] = self.rows
+            self.rows = grown
+            self.largest = np.concatenate([self.largest, np.zeros(count, dtype=np.int8)])
+        self.rows[:, at : count + 1] = self.rows[:, at - 1 : count]
+        self.largest[at : count + 1] = self.largest[at - 1 : count]
+        times.insert(at, when_s)
+        return at
+
+    def fits(self, start_s: float, end_s: float, size: int) -> bool:
+        """Whether a gang of ``size`` can be placed throughout."""
+        level = size.bit_length()
+        if level > self.levels:
+            return False
+        i, j = self.segment(start_s), bisect_left(self.times, end_s)
+        return j <= i or int(self.largest[i:j].min()) >= level
+
+    def reserve(self, start_s: float, end_s: float, size: int) -> None:
+        """Take a gang of ``size`` out of the free capacity."""
+        i = self._split(start_s)
+        j = self._split(end_s)
+        if j > i:
+            self.rows[: size.bit_length(), i:j] -= size
+            self._recount(i, j)
+
+    def release(self, start_s: float, end_s: float, size: int) -> None:
+        """Undo :meth:`reserve` of the same gang."""
+        i = self._split(start_s)
+        j = self._split(end_s)
+        if j > i:
+            self.rows[: size.bit_length(), i:j] += size
+            self._recount(i, j)
+        if len(self.times) > self._untidy:
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Make one segment of neighbours in which the same is free."""
+        count = len(self.times)
+        borders = np.concatenate(([True], (self.rows[:, 1:count] != self.rows[:, : count - 1]).any(axis=0)))
+        left = int(np.count_nonzero(borders))
+        self.rows[:, :left] = self.rows[:, :count][:, borders]
+        self.largest[:left] = self.largest[:count][borders]
+        self.times = [when for when, border in zip(self.times, borders.tolist(), strict=True) if border]
+        self._untidy = 2 * left + _ROOM
+
+    def withhold(self, start_s: float, end_s: float, slots: int) -> None:
+        """Take ``slots`` slots, wherever they are, out of the free capacity."""
+        i, j = self._split(start_s), self._split(end_s)
+        if j > i:
+            self.rows[:, i:j] = np.maximum(self.rows[:, i:j] - slots, 0)
+            self._recount(i, j)
+
+    def slot_seconds(self, start_s: float, end_s: float) -> float:
+        """Free slots times seconds between two times, wherever they are."""
+        i, j = self.segment(start_s), bisect_left(self.times, end_s)
+        if j <= i:
+            return 0.0
+        borders = np.clip([*self.times[i:j], end_s], start_s, end_s)
+        return float(np.maximum(self.rows[0, i:j], 0) @ np.diff(borders))
+
+    def placeable(self, sizes: tuple[int, ...], start_s: float, end_s: float) -> list[tuple[float, float, int]]:
+        """For each stretch of ``[start_s, end_s)``: the largest of ``sizes`` that can be placed there (0: none)."""
+        i, j = self.segment(start_s), bisect_left(self.times, end_s)
+        if j <= i:
+            return [(start_s, end_s, 0)] if end_s > start_s else []
+        by_level = [0] * (self.levels + 1)
+        for size in sizes:
+            for level in range(size.bit_length(), self.levels + 1):
+                by_level[level] = size
+        fit = np.array(by_level, dtype=np.int64)[self.largest[i:j]]
+        borders = (np.flatnonzero(fit[1:] != fit[:-1]) + 1).tolist()
+        runs: list[tuple[float, float, int]] = []
+        begin, first = start_s, 0
+        for border in borders:
+            end = self.times[i + border]
+            runs.append((begin, end, int(fit[first])))
+            begin, first = end, border
+        runs.append((begin, end_s, int(fit[first])))
+        return runs
+
+
+class Bookings:
+    """Which slots are taken when, from ``now`` on. Slots that are not usable count as taken."""
+
+    def __init__(self, layout: Layout, now: float) -> None:
+        everything = (1 << len(layout.slots)) - 1
+        self.now = now
+        self.everything = everything
+        self.times: list[float] = [now]
+        self.taken: list[int] = [everything & ~layout.usable_at(now)]
+        self.vain = Vain()
+        """Where no block is free. For who looks for one again and again."""
+        for until_s in layout.changes:
+            if until_s > self.times[-1]:
+                self.times.append(until_s)
+                self.taken.append(everything & ~layout.usable_at(until_s))
+
+    @classmethod
+    def of(cls, layout: Layout, now: float, holdings: Iterable[Holding]) -> Bookings:
+        """Book many holdings at once, by one sweep over time."""
+        book = cls(layout, now)
+        events: list[tuple[float, int, int]] = []
+        for start, end, mask in holdings:
+            if end > now:
+                events.append((max(start, now), 1, mask))
+                events.append((end, 0, mask))
+        if not events:
+            return book
+        base = list(zip(book.times, book.taken, strict=True))
+        events.sort()  # at equal times ends come before starts
+        times: list[float] = []
+        taken: list[int] = []
+        held, position, i = 0, 0, 0
+        unusable = base[0][1]
+        points = sorted({t for t, _, _ in events} | set(book.times))
+        for t in points:
+            while position < len(base) and base[position][0] <= t:
+                unusable = base[position][1]
+                position += 1
+            while i < len(events) and events[i][0] == t:
+                _, starts, mask = events[i]
+                held = held | mask if starts else held & ~mask
+                i += 1
+            times.append(t)
+            taken.append(held | unusable)
+        book.times, book.taken = times, taken
+        return book
+
+    def copy(self) -> Bookings:
+        """An independent copy, for trying things out."""
+        twin = object.__new__(Bookings)
+        twin.now, twin.everything = self.now, self.everything
+        twin.times, twin.taken = self.times.copy(), self.taken.copy()
+        twin.vain = Vain()
+        return twin
+
+    def _split(self, when_s: float) -> int:
+        at = bisect_left(self.times, when_s)
+        if at < len(self.times) and self.times[at] == when_s:
+            return at
+        if at == 0:
+            return 0
+        self.times.insert(at, when_s)
+        self.taken.insert(at, self.taken[at - 1])
+        return at
+
+    def _range(self, start_s: float, end_s: float) -> tuple[int, int]:
+        first = max(0, bisect_right(self.times, start_s + TOLERANCE_S) - 1)
+        return first, bisect_left(self.times, end_s - TOLERANCE_S)
+
+    def free_over(self, start_s: float, end_s: float, own: tuple[Holding, ...] = ()) -> int:
+        """Slots that are free throughout; those booked by ``own`` count as free while it holds them."""
+        i, j = self._range(start_s, end_s)
+        blocked, taken = 0, self.taken
+        if own:
+            times = self.times
+            for begin, end, mask in own:
+                a = max(i, bisect_left(times, max(begin, self.now)))
+                b = min(j, bisect_left(times, end))
+                if a >= b:
+                    continue
+                blocked = reduce(or_, taken[i:a], blocked) | reduce(or_, taken[a:b], 0) & ~mask
+                i = b
+        return self.everything & ~reduce(or_, taken[i:j], blocked)
+
+    def free_until(self, mask: int, start_s: float, own: tuple[Holding, ...] = ()) -> float:
+        """Until when all of ``mask`` is free, beginning at ``start_s`` (``start_s`` itself: not even then).
+
+        What ``own`` has booked counts as free.
+        """
+        times, taken = self.times, self.taken
+        first = max(0, bisect_right(times, start_s + TOLERANCE_S) - 1)
+        if len(own) == 1 and own[0].start_s <= max(start_s, self.now):
+            covered = bisect_left(times, own[0].end_s)
+            others = mask & ~own[0].mask
+            if others:
+                for k in range(first, covered):
+                    if taken[k] & others:
+                        return max(start_s, times[k])
+            first, own = max(first, covered), ()
+        for k in range(first, len(times)):
+            blocked = taken[k] & mask
+            if blocked:
+                for begin, end, held in own:
+                    if begin <= times[k] + TOLERANCE_S and times[k] < end:
+                        blocked &= ~held
+                if blocked:
+                    return max(start_s, times[k])
+        return float("inf")
+
+    def take(self, holding: Holding) -> None:
+        """Book a holding."""
+        i, j = self._split(max(holding.start_s, self.now)), self._split(holding.end_s)
+        mask = holding.mask
+        self.taken[i:j] = [held | mask for held in self.taken[i:j]]
+
+    def give_back(self, holding: Holding) -> None:
+        """Undo :meth:`take` of the same holding."""
+        if holding.end_s <= self.now:
+            return
+        self.vain.clear()
+        i, j = self._split(max(holding.start_s, self.now)), self._split(holding.end_s)
+        others = ~holding.mask
+        self.taken[i:j] = [held & others for held in self.taken[i:j]]

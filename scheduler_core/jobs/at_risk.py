@@ -1,0 +1,42 @@
+"""Which promised jobs no longer fit before their deadlines, and which fit again. Pure; plans nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob, overdue
+from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.decisions import AtRisk, OnTrack
+from elasticflow_airflow.scheduler_core.model.explain import duration, moment
+from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S
+
+
+def who_is_at_risk(jobs: Iterable[LiveJob], config: SchedulerConfig, now: float) -> Iterator[AtRisk | OnTrack]:
+    """Mark every promised job by its plan, and say of each for which that has changed that it has."""
+    for job in jobs:
+        deadline = job.job.deadline_s
+        if not job.promised or deadline is None:
+            continue
+        projected = _projected_end(job, config, now)
+        fits = projected <= deadline + TOLERANCE_S
+        if fits and job.at_risk:
+            job.at_risk = False
+            yield OnTrack(job.job_id, deadline, projected)
+        elif not fits and not job.at_risk:
+            job.at_risk = True
+            what = (
+                f"projected {moment(projected)}, {duration(projected - deadline)} after the deadline"
+                if projected < INFINITY
+                else f"no slots can be had for it; the deadline is {moment(deadline)}"
+            )
+            reason = f"no longer fits: {what}; it is finished as soon as possible"
+            yield AtRisk(job.job_id, deadline, projected, reason)
+
+
+def _projected_end(job: LiveJob, config: SchedulerConfig, now: float) -> float:
+    """When a job ends by its plan; infinite where it has none that gives it slots."""
+    course = job.course
+    if course is None or not (course.holdings or overdue(job, now)):
+        return INFINITY
+    # Where it should have ended long ago and has not, it will not have ended before now.
+    return now if course.promised_s <= now - config.overdue_s else course.promised_s

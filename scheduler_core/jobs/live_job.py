@@ -1,0 +1,331 @@
+"""What the scheduler remembers of one live job, and how it becomes :class:`Work` for the planner. No decisions here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from elasticflow_airflow.scheduler_core.cluster.placement import Layout
+from elasticflow_airflow.scheduler_core.jobs.learned_speed import Belief, Evidence, belief, believed, planned
+from elasticflow_airflow.scheduler_core.model.config import EVEN_ODDS, SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.events import JobProgressed
+from elasticflow_airflow.scheduler_core.model.values import Job, JobState, Phase, Placement, Reservation, ScalingCurve
+from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Work
+
+LEAST_S = 3 * TOLERANCE_S
+"""What is left of a job that holds nothing takes at least so long: shorter than the tolerance, it would be nothing."""
+
+
+@dataclass(slots=True)
+class ProfilingRun:
+    """The size being measured: until when it may take, and whether its gang has started."""
+
+    size: int
+    until_s: float
+
+
+@dataclass(slots=True)
+class LiveJob:
+    """One job between its submission and its end. ``number`` counts arrivals, ``promise`` promises."""
+
+    job: Job
+    phase: Phase
+    best_effort: bool
+    number: int
+    remaining: float | None
+    as_of_s: float
+    waiting_since_s: float
+    placement: Placement = field(default_factory=Placement)
+    mask: int = 0
+    ready_s: float = 0.0
+    starting: bool = False
+    joined_s: float = -INFINITY
+    """When the new workers of its last change have joined, at the latest."""
+    started: bool = False
+    """Whether the present gang has said that it makes steps."""
+    ever_started: bool = False
+    at_risk: bool = False
+    measured: dict[int, float] = field(default_factory=dict)
+    """Speeds seen in this run, by size, as far as they are believed."""
+    evidence: dict[int, Evidence] = field(default_factory=dict)
+    """What they rest on. A size that has none here was measured for certain."""
+    told: ScalingCurve | None = None
+    """The curve before anything was seen; ``job.curve`` is what is believed now. None: nothing was seen yet."""
+    failed_sizes: set[int] = field(default_factory=set)
+    profiling: ProfilingRun | None = None
+    promise: int = 0
+    course: Course | None = None
+    share: int = 0
+    """Slots now of its minimum satisfactory share when everything was last planned afresh (0: not known)."""
+    running_since_s: float = 0.0
+    said_waiting: str = ""
+    asked_s: float = 0.0
+    """When its deadline was last asked for."""
+    thorough_s: float = 0.0
+    """While it waits: when it is next asked for with all orders that may help."""
+    until_s: float = 0.0
+    """While it waits for capacity: how long that can help."""
+    trial: int = 0
+    """The size that is measured before it is promised, as its curve alone is not sure enough for that; 0: none."""
+    judged: int = 0
+    """While it is measured: at how many sizes its speed was known when it was last decided on."""
+    noted: bool = False
+    """Whether the protection price has learned from its arrival."""
+    turn_until_s: float = 0.0
+    """End of the turn that a best-effort job got because it had waited too long."""
+    parked_from: Phase | None = None
+    expected: float | None = None
+    """Steps left by a prediction, at ``as_of_s``; None: there is none."""
+    foreseen: bool = False
+    """The calendar expected it, so that it need not fit beside what else is expected."""
+    reservation: Course | None = None
+    """What was kept free for it before it came, until it is decided on."""
+    _work: Work | None = None
+
+    @classmethod
+    def newcomer(cls, job: Job, number: int, now: float, *, best_effort: bool) -> Self:
+        """A job that was just submitted."""
+        return cls(
+            job=job,
+            phase=Phase.ADMITTED,
+            best_effort=best_effort,
+            number=number,
+            remaining=job.total_steps,
+            as_of_s=now,
+            waiting_since_s=now,
+        )
+
+    @property
+    def job_id(self) -> str:
+        """Id of the job."""
+        return self.job.job_id
+
+    @property
+    def promised(self) -> bool:
+        """Whether its deadline is promised (even if at risk)."""
+        return self.phase is Phase.ADMITTED and not self.best_effort
+
+    @property
+    def competes(self) -> bool:
+        """Whether it may hold slots as an admitted job."""
+        return self.phase is Phase.ADMITTED
+
+    def constants(self) -> tuple[object, ...]:
+        """The values among its fields that are replaced and never changed."""
+        return self.job, self.placement, self.told, self.course, self.reservation, self._work
+
+    def changed(self) -> None:
+        """Forget what was derived from the fields."""
+        self._work = None
+
+    def sizes(self, largest: int, config: SchedulerConfig) -> dict[int, float]:
+        """Usable sizes on this cluster with their planned speeds; speed 0 where nothing is known."""
+        most = min(self.job.max_workers or largest, largest)
+        if self.job.curve is not None:
+            speeds = self.planned(self.job.curve, config)
+            usable = ScalingCurve(speeds).usable(self.job.min_workers, most)
+            if usable or not self.best_effort or not self.job.explore:
+                return usable
+        if self.phase is Phase.PROFILING:
+            return {n: speed for n, speed in self.measured.items() if n <= largest}
+        smallest = 1 << max(0, self.job.min_workers - 1).bit_length()
+        return {smallest: 0.0} if smallest <= most else {}
+
+    def work(self, layout: Layout, config: SchedulerConfig) -> Work:
+        """The planner's view; the same object until something changes."""
+        if self._work is None:
+            speeds = self.sizes(layout.largest_block, config)
+            size = self.mask.bit_count()
+            costs = self.job.costs
+            limit = INFINITY if self.best_effort or self.job.deadline_s is None else self.job.deadline_s
+            remaining = INFINITY if self.remaining is None else self.remaining
+            if not size and speeds:  # what takes no time at all would be given no slots, and never end
+                remaining = max(remaining, LEAST_S * max(speeds.values()))
+            work = Work(
+                job_id=self.job.job_id,
+                remaining=remaining,
+                since_s=max(self.as_of_s, self.ready_s),
+                mask=self.mask,
+                size=size,
+                speed_now=0.0,
+                starting=self.starting,
+                sizes=tuple(speeds),
+                speeds=speeds,
+                startup_s=costs.startup_s,
+                pause_s=costs.pause_s,
+                tail_s=costs.tail_s,
+                join_s=costs.join_s,
+                joined_s=self.joined_s,
+                limit_s=limit,
+                expected=INFINITY if self.expected is None else self.expected,
+            )
+            if size:
+                if size in self.measured and self.job.curve is not None:  # however slow: it is what the gang does now
+                    speeds.setdefault(size, self.planned(self.job.curve, config)[size])
+                object.__setattr__(work, "speed_now", work.speed(size))
+            self._work = work
+        return self._work
+
+    def sigma(self, size: int, config: SchedulerConfig) -> float:
+        """How wrong its curve may be at a size: as past runs of its task have shown, else as is assumed of any."""
+        otherwise = config.speed_sigma if self.job.speed_sigma is None else self.job.speed_sigma
+        return self.job.speed_sigmas.get(size, otherwise)
+
+    def planned(self, curve: ScalingCurve, config: SchedulerConfig) -> dict[int, float]:
+        """Speeds by size, in steps/s, that a promise may rely on; ``curve`` is what is believed."""
+        held = {size: self._belief(size, speed, config) for size, speed in self.measured.items()}
+        return planned(curve, self.told or curve, held, lambda size: self.sigma(size, config), config)
+
+    def _belief(self, size: int, speed: float, config: SchedulerConfig) -> Belief:
+        evidence = self.evidence.get(size)
+        if evidence is None:
+            return Belief(speed, 0.0)
+        told = self.told.steps_per_s.get(size) if self.told is not None else None
+        return belief(told, self.sigma(size, config), evidence, config)
+
+    def is_certain(self, size: int, config: SchedulerConfig) -> bool:
+        """Whether the speed at a size was measured in this run, solidly."""
+        return size in self.measured and (size not in self.evidence or self.evidence[size].is_solid(config))
+
+    def as_told(self, config: SchedulerConfig) -> Self | None:
+        """What it would be if its curve were sure; None: it is sure already, or no run can show it to be."""
+        sizes = self.job.curve.steps_per_s if self.job.curve is not None else ()
+        unsure = [size for size in sizes if size not in self.failed_sizes and not self.is_certain(size, config)]
+        exact = not any(self.sigma(size, config) for size in unsure)
+        if exact or config.speed_confidence <= EVEN_ODDS or not self.job.profile or self.remaining is None:
+            return None
+        twin = replace(self, job=replace(self.job, speed_sigma=0.0, speed_sigmas={}))
+        twin.changed()
+        return twin
+
+    def latest_start_s(self, layout: Layout, config: SchedulerConfig) -> float:
+        """When it must begin at the latest to keep its deadline, if its curve is right."""
+        hopeful = self.as_told(config) or self
+        limit = INFINITY if self.job.deadline_s is None else self.job.deadline_s
+        return limit - hopeful.work(layout, config).least_time_s()
+
+    def learn(self, size: int, steps_per_s: float, config: SchedulerConfig) -> None:
+        """Take in a speed at a size that is known for certain."""
+        self.evidence.pop(size, None)
+        self._believe(size, steps_per_s, config)
+
+    def hear_speed(
+        self, size: int, steps_per_s: float, config: SchedulerConfig, now: float, measured_s: float | None
+    ) -> None:
+        """Take in a speed that was reported at a size: as far as all that was reported there makes it plausible."""
+        before = self.evidence.get(size)
+        if before is None:
+            before = Evidence.certain(self.measured[size]) if size in self.measured else Evidence()
+        self.told = self.told or self.job.curve
+        self.evidence[size] = before.with_report(steps_per_s, now, measured_s, config)
+        self._believe(size, self._belief(size, steps_per_s, config).steps_per_s, config)
+
+    def _believe(self, size: int, steps_per_s: float, config: SchedulerConfig) -> None:
+        self.measured[size] = steps_per_s
+        self._relearn(config)
+
+    def take_measured(self, config: SchedulerConfig) -> None:
+        """Believe what profiling has measured so far, beside what was known before this run."""
+        self._relearn(config)
+        self.job = replace(self.job, partial=self.job.partial or not self.trial)
+
+    def _relearn(self, config: SchedulerConfig) -> None:
+        """The curve anew: what was told before this run, and what was measured in it."""
+        self.told = self.told or self.job.curve
+        curve = ScalingCurve(self.measured) if self.told is None else believed(self.told, self.measured, config)
+        self.job = replace(self.job, curve=curve)
+        self._work = None
+
+    def renew_trial(self, now: float, config: SchedulerConfig) -> None:
+        """Give a job that is tried out as long as at first to get its slots back: it was not its own doing."""
+        if self.trial:
+            self.thorough_s = max(self.thorough_s, now + config.overdue_s)
+
+    def settle(self, layout: Layout, config: SchedulerConfig, now: float) -> None:
+        """Bring ``remaining`` forward to ``now`` along the curve."""
+        if self.remaining is not None:
+            left = self.work(layout, config).left_at(now)
+            if self.expected is not None:
+                self.expected = max(0.0, self.expected - (self.remaining - left))
+            self.remaining = left
+        self.as_of_s = now
+        self._work = None
+
+    def hear(self, event: JobProgressed) -> None:
+        """Believe a report about the job's length and what is left of it (call :meth:`settle` before)."""
+        if event.total_steps is not None:
+            self.job = replace(self.job, total_steps=event.total_steps)
+            if event.remaining_steps is None and self.remaining is None:
+                self.remaining = event.total_steps
+        if event.remaining_steps is not None:
+            self.remaining = max(0.0, event.remaining_steps)
+            self.expected = None if event.expected_steps is None else max(0.0, event.expected_steps)
+            self.ever_started = self.ever_started or bool(self.mask)
+
+    def stop(self, layout: Layout, config: SchedulerConfig, now: float) -> None:
+        """Settle for the end of the present gang: a job that should have ended has steps left, whatever was expected.
+
+        In its tail it has none: what comes after the last step begins again elsewhere.
+        """
+        work = self.work(layout, config)
+        speed = work.speed_now
+        in_tail = speed > 0.0 and now < work.since_s + work.remaining / speed + work.tail_s - TOLERANCE_S
+        self.settle(layout, config, now)
+        if self.mask and self.remaining is not None and self.remaining <= LEAST_S * speed and not in_tail:
+            self.remaining = config.overdue_s * speed
+
+    def hold(self, layout: Layout, config: SchedulerConfig, mask: int, now: float) -> None:
+        """Take exactly the slots of ``mask`` from ``now`` on, paying for the change."""
+        cost = self.work(layout, config).cost_of_change(now, mask.bit_count())
+        begins = self.mask == 0 or (self.starting and self.ready_s > now + TOLERANCE_S)
+        self.joined_s = -INFINITY if begins or not mask else self.work(layout, config).joined_after(now)
+        self.stop(layout, config, now)
+        self.placement = layout.placement_of(mask, self.placement)
+        if self.mask == 0 and mask:
+            self.running_since_s = now
+            if self.best_effort and now - self.waiting_since_s >= config.ageing_s - TOLERANCE_S:
+                self.turn_until_s = now + config.ageing_s
+        if mask == 0:
+            self.waiting_since_s = now
+        self.mask = mask
+        self.starting = begins and mask != 0
+        self.started = False
+        self.ready_s = now + cost if mask else now
+        self._work = None
+
+    def state(self, layout: Layout) -> JobState:
+        """All of it as a value, for a store."""
+        holdings = self.course.holdings if self.course is not None else ()
+        return JobState(
+            job=self.job,
+            phase=self.phase,
+            best_effort=self.best_effort,
+            remaining_steps=self.remaining,
+            as_of_s=self.as_of_s,
+            placement=self.placement,
+            no_progress_until_s=self.ready_s,
+            measured=dict(self.measured),
+            evidence={size: seen.windows for size, seen in self.evidence.items()},
+            told=self.told,
+            at_risk=self.at_risk,
+            ever_started=self.ever_started,
+            starting=self.starting,
+            joined_s=max(0.0, self.joined_s),
+            number=self.number,
+            promise=self.promise,
+            waiting_since_s=self.waiting_since_s,
+            parked_from=self.parked_from,
+            failed_sizes=tuple(sorted(self.failed_sizes)),
+            profile_until_s=self.profiling.until_s if self.profiling else None,
+            expected_steps=self.expected,
+            foreseen=self.foreseen,
+            trial=self.trial,
+            reserved=tuple(
+                Reservation(h.start_s, h.end_s, layout.placement_of(h.mask, self.placement)) for h in holdings
+            ),
+        )
+
+
+def overdue(job: LiveJob, now: float) -> bool:
+    """Whether by its plan a job has ended, tail and all, and yet holds slots: the word of its end has not come."""
+    return bool(job.mask) and job.course is not None and job.course.promised_s <= now + TOLERANCE_S

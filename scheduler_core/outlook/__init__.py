@@ -1,0 +1,1 @@
+"""Questions about the future, decided by nobody: forecasts, and which nodes can go."""

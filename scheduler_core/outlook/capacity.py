@@ -1,0 +1,265 @@
+"""Which nodes nobody needs within a horizon, and how many more are wanted: for who makes a cluster smaller or larger.
+
+Nothing is reckoned, everything is tried on copies of a scheduler: nodes are drained and taken away there, further ones
+come, and what became of everybody is looked at. Reports, and changes no cluster.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.decisions import Reject
+from elasticflow_airflow.scheduler_core.model.explain import duration, moment, workers
+from elasticflow_airflow.scheduler_core.model.values import Job, OnReject, Phase
+from elasticflow_airflow.scheduler_core.model.work import INFINITY
+from elasticflow_airflow.scheduler_core.outlook.forecast import (
+    MOST_NODES,
+    Outcome,
+    commonest,
+    fewest,
+    join,
+    missed_runs,
+    outlook_of,
+)
+from elasticflow_airflow.scheduler_core.outlook.node_release import Releasing, UnneededNode, least_workers, stands
+from elasticflow_airflow.scheduler_core.scheduler import Scheduler
+
+
+class Need(StrEnum):
+    """Why somebody wants capacity."""
+
+    AT_RISK = "at_risk"
+    """Promised, and no longer on course."""
+    MISSED = "missed"
+    """An expected run that would be rejected as things stand."""
+    WAITING = "waiting"
+    """Asked to wait for capacity."""
+    UNMEASURED = "unmeasured"
+    """Waits for slots on which its speed can be measured."""
+    BEST_EFFORT = "best_effort"
+    """Best effort, and holds nothing."""
+    REJECTED = "rejected"
+    """Was rejected, and would be again, while its deadline is still ahead."""
+
+
+_PHRASES = {
+    Need.AT_RISK: ("promise at risk", "promises at risk"),
+    Need.MISSED: ("expected run that would be missed", "expected runs that would be missed"),
+    Need.WAITING: ("job that waits", "jobs that wait"),
+    Need.UNMEASURED: ("job that cannot be measured", "jobs that cannot be measured"),
+    Need.BEST_EFFORT: ("best-effort job without slots", "best-effort jobs without slots"),
+    Need.REJECTED: ("rejected job", "rejected jobs"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """Somebody who wants capacity: a job (``job_id``) or an expected run (``run_id``).
+
+    ``deadline_s`` (UTC seconds) is None where none is kept.
+    """
+
+    need: Need
+    deadline_s: float | None
+    reason: str
+    job_id: str = ""
+    run_id: str = ""
+    task: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedNodes:
+    """What would do for everybody in ``by``, soonest deadline first: ``nodes`` more, of ``slots_per_node`` each.
+
+    ``nodes`` is None when no number that was tried would do for all of them; ``reason`` says why.
+    """
+
+    by: tuple[Want, ...]
+    nodes: int | None
+    slots_per_node: int
+    gpu_type: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityOutlook:
+    """What can go, or what is wanted: never both.
+
+    ``releasable`` nodes can go all together, if they are drained and taken away in this order. ``hopeless`` are those
+    whom no number of further nodes that was tried would help. ``reason`` says all of it in a sentence.
+    """
+
+    releasable: tuple[UnneededNode, ...]
+    wanted: WantedNodes | None
+    hopeless: tuple[Want, ...]
+    reason: str
+
+
+def capacity(scheduler: Scheduler, now: float, until_s: float, wanting: Iterable[Job] = ()) -> CapacityOutlook:
+    """Which nodes nobody needs until ``until_s``, or what is missing. Changes ``scheduler``: give a copy.
+
+    All that is live counts, whatever its deadline, and the runs that are expected by ``until_s``. ``wanting`` were
+    rejected lately: those whose deadline is ahead ask again (best effort, and ids that are live, are left out); who
+    then fits keeps its place, so that nodes that came for it are not released before it is submitted again.
+
+    Released may be what leaves every promise and every expected run kept that is kept now, and leaves a worker to
+    everybody who has one: best effort and promises with time to spare may become slower. A node that goes away already,
+    or on which somebody else holds slots, is neither released nor replaced; one node stays for whoever is live.
+
+    Cost: a copy and a plan of the expected runs for each number tried: of further nodes, about twice the logarithm of
+    how many are wanted, each asked about by everybody in ``wanting``; of releasable ones, the same for each shape of
+    node. Besides two events for each node tried.
+    """
+    standing = Counter(slot.node_id for state in scheduler.states() for slot in state.placement.slots)
+    scheduler.handle(ev.WakeUp(), now)
+    live = {state.job.job_id for state in scheduler.states()}
+    ahead = _asking((job for job in wanting if job.job_id not in live), now)
+    too_late = {job.job_id: reason for job in ahead if (reason := _too_late(job, now))}
+    asking = [job for job in ahead if job.job_id not in too_late]
+    tried = scheduler.twin()
+    wanted, out = _request(scheduler, _wants(tried, asking, now, until_s), asking, now, until_s)
+    hopeless = _in_order([*out, *(_rejected(job, too_late[job.job_id]) for job in ahead if job.job_id in too_late)])
+    if wanted is not None:
+        return CapacityOutlook(
+            releasable=(), wanted=wanted, hopeless=hopeless, reason=_sentence(wanted.reason, hopeless)
+        )
+    released = Releasing(tried, now, until_s).search(standing)
+    if not released:
+        said = "no node can go, and nobody wants more" if scheduler.nodes() else "there is no node, and no want"
+        return CapacityOutlook(releasable=(), wanted=None, hopeless=hopeless, reason=_sentence(said, hopeless))
+    slots, count = sum(node.slots for node in released), len(released)
+    said = f"{count} of {len(scheduler.nodes())} nodes ({slots} slots) not needed until {moment(until_s)}"
+    return CapacityOutlook(releasable=tuple(released), wanted=None, hopeless=hopeless, reason=_sentence(said, hopeless))
+
+
+def _sentence(said: str, hopeless: Sequence[Want]) -> str:
+    if not hopeless:
+        return said
+    return f"{said}; no further node would help {_counted(hopeless)}"
+
+
+def _counted(wants: Iterable[Want]) -> str:
+    counts = Counter(want.need for want in wants)
+    return ", ".join(f"{counts[need]} {_PHRASES[need][counts[need] > 1]}" for need in Need if counts[need])
+
+
+def _asking(rejected: Iterable[Job], now: float) -> list[Job]:
+    """Rejected jobs as they would ask again: for their own deadline, and in nobody's place."""
+    known = {job.job_id: job for job in rejected}
+    ahead = [job for job in known.values() if job.deadline_s is not None and job.deadline_s > now]
+    ahead.sort(key=lambda job: (job.deadline_s or INFINITY, job.job_id))
+    return [replace(job, on_reject=OnReject.FAIL, task="") for job in ahead]
+
+
+def _too_late(job: Job, now: float) -> str:
+    """Why no cluster can be large enough for a job that asks; empty if one may be."""
+    if job.curve is None or job.partial or job.total_steps is None or job.deadline_s is None:
+        return ""
+    usable = job.curve.usable(job.min_workers, job.max_workers or max(job.curve.steps_per_s))
+    if not usable:
+        return f"its speed is not known for any number of workers that it may have, from {job.min_workers} on"
+    size, speed = max(usable.items())
+    need_s, left_s = job.costs.startup_s + job.total_steps / speed + job.costs.tail_s, job.deadline_s - now
+    if need_s <= left_s:
+        return ""
+    return (
+        f"hopeless whatever the cluster: {workers(size)}, its fastest size, need {duration(need_s)}, and"
+        f" {duration(left_s)} are left"
+    )
+
+
+def _rejected(job: Job, reason: str) -> Want:
+    return Want(need=Need.REJECTED, deadline_s=job.deadline_s, reason=reason, job_id=job.job_id)
+
+
+# -- who wants more ------------------------------------------------------------------------------------------------
+
+
+def _wants(scheduler: Scheduler, asking: Sequence[Job], now: float, until_s: float) -> dict[str, Want]:
+    """Everybody who wants capacity, by a name of its own. Has who asks submitted; else changes nothing."""
+    found: dict[str, Want] = {}
+    for job in asking:
+        for decision in scheduler.handle(ev.JobSubmitted(job), now):
+            if isinstance(decision, Reject) and decision.job_id == job.job_id:
+                found[f"job {job.job_id}"] = _rejected(job, decision.reason)
+    _, jobs, _ = scheduler.open_books(now)
+    for live in jobs:
+        told = _need_of(live, now)
+        if told is not None:
+            need, reason = told
+            deadline = None if live.best_effort else live.job.deadline_s
+            found[f"job {live.job_id}"] = Want(
+                need=need, deadline_s=deadline, reason=reason, job_id=live.job_id, task=live.job.task
+            )
+    for run in missed_runs(scheduler, now, until_s):
+        found[f"run {run.run_id}"] = Want(
+            need=Need.MISSED, deadline_s=run.deadline_s, reason=run.reason, run_id=run.run_id, task=run.task
+        )
+    return found
+
+
+def _need_of(job: LiveJob, now: float) -> tuple[Need, str] | None:
+    """What a live job wants capacity for, and a sentence; None when it has what it needs."""
+    if job.promised:
+        outlook = outlook_of(job)
+        return (Need.AT_RISK, outlook.reason) if outlook.outcome is Outcome.AT_RISK else None
+    if job.phase is Phase.WAITING:
+        return Need.WAITING, "waits for capacity: its deadline cannot be promised yet"
+    if job.phase is Phase.PROFILING and job.profiling is None:
+        return Need.UNMEASURED, "waits for slots to measure its speed on"
+    if stands(job, now):
+        return None
+    if job.competes:
+        return Need.BEST_EFFORT, f"best effort, and there are no slots for its first {workers(least_workers(job))}"
+    return None
+
+
+def _request(
+    scheduler: Scheduler, wants: Mapping[str, Want], asking: Sequence[Job], now: float, until_s: float
+) -> tuple[WantedNodes | None, tuple[Want, ...]]:
+    """What would do for all but the hopeless, and who is hopeless."""
+    shape = commonest(scheduler.nodes())
+    if not wants:
+        return None, ()
+    if shape is None:
+        reason = f"wanted by {_counted(wants.values())}, but there is no node that further ones could be like: add one"
+        return WantedNodes(by=_in_order(wants.values()), nodes=None, slots_per_node=0, gpu_type="", reason=reason), ()
+    grown: dict[int, Scheduler] = {0: scheduler}
+    unmet: dict[int, Collection[str]] = {}
+
+    def left(count: int) -> Collection[str]:
+        if count not in unmet:
+            nearest = max(number for number in grown if number <= count)
+            twin = grown[count] = grown[nearest].twin()
+            join(twin, shape, range(nearest, count), now)
+            unmet[count] = _wants(twin.twin(), asking, now, until_s).keys()
+        return unmet[count]
+
+    nodes = fewest(lambda count: not left(count), MOST_NODES)
+    hopeless: set[str] = set()
+    if nodes is None:
+        hopeless = set(wants).intersection(*unmet.values())
+        if hopeless and hopeless != set(wants):
+            nodes = fewest(lambda count: hopeless.issuperset(left(count)), MOST_NODES)
+    out = _in_order(want for name, want in wants.items() if name in hopeless)
+    by = _in_order(want for name, want in wants.items() if name not in hopeless)
+    if not by:
+        return None, out
+    if nodes is None:
+        reason = f"no number of further nodes of {shape.slots} slots up to {MOST_NODES} would do for {_counted(by)}"
+    else:
+        more = "node" if nodes == 1 else "nodes"
+        reason = f"{nodes} more {more} of {shape.slots} slots would do for {_counted(by)}"
+    return WantedNodes(by=by, nodes=nodes, slots_per_node=shape.slots, gpu_type=shape.gpu_type, reason=reason), out
+
+
+def _in_order(wants: Iterable[Want]) -> tuple[Want, ...]:
+    def key(want: Want) -> tuple[float, str, str]:
+        return (INFINITY if want.deadline_s is None else want.deadline_s, want.job_id, want.run_id)
+
+    return tuple(sorted(wants, key=key))

@@ -1,0 +1,372 @@
+"""What will become of everything due by a time, and where something is missed, what is missing: slots, or hours.
+
+Works on a copy of a scheduler, which it may change. Jobs that wait for capacity, and then expected runs in the order in
+which they are expected to come, are taken one after another, as admission control would take them, each with a joint
+plan; uncertain ones as if they came.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.config import Objective
+from elasticflow_airflow.scheduler_core.model.explain import duration, moment
+from elasticflow_airflow.scheduler_core.model.recurring_work import CalendarPolicy, ExpectedRun, stand_in_id
+from elasticflow_airflow.scheduler_core.model.values import Node, Phase
+from elasticflow_airflow.scheduler_core.model.work import INFINITY, Work
+from elasticflow_airflow.scheduler_core.planning.planner import Planner
+from elasticflow_airflow.scheduler_core.planning.proof import deadline_order, prove
+from elasticflow_airflow.scheduler_core.planning.reservations import beside, place_from, stand_in
+from elasticflow_airflow.scheduler_core.scheduler import Scheduler
+
+MOST_NODES = 64
+"""More additional nodes than this are not looked for."""
+MOST_OFFERS = 32
+"""Of more that are missed nobody looks for a deadline that would do: each takes several plans."""
+_PROBES = 8
+
+
+class Outcome(StrEnum):
+    """How one deadline looks."""
+
+    KEPT = "kept"
+    AT_RISK = "at_risk"
+    """Promised, and no longer on course."""
+    UNDECIDED = "undecided"
+    """Nobody can say yet: it is being measured, or waits though it would fit, since others are worth more."""
+    MISSED = "missed"
+    """Expected, or waits for capacity, and would be rejected as things stand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """One deadline: of a live job (``job_id``) or of an expected run (``run_id``). Times are UTC seconds.
+
+    ``projected_s``: when it is expected to be done, tail included; None when nobody can say. ``earliest_deadline_s``:
+    of what is missed, the deadline that would do; of a run that is kept by a later deadline, as it allows, that one.
+    """
+
+    outcome: Outcome
+    deadline_s: float
+    reason: str
+    job_id: str = ""
+    run_id: str = ""
+    task: str = ""
+    due_s: float | None = None
+    probability: float = 1.0
+    projected_s: float | None = None
+    earliest_deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """The outlook of every deadline, soonest first.
+
+    ``extra_nodes`` more nodes of ``extra_slots`` each would keep them all (0: nothing is missing; None: no number that
+    was tried would do).
+    """
+
+    outlooks: tuple[Outlook, ...]
+    extra_nodes: int | None = 0
+    extra_slots: int = 0
+
+
+def forecast(scheduler: Scheduler, now: float, until_s: float) -> Forecast:
+    """What will become of everything that is due by ``until_s``. Changes ``scheduler``: give a copy."""
+    scheduler.handle(ev.WakeUp(), now)
+    found = _outlooks(scheduler, now, until_s)
+    shape = commonest(scheduler.nodes())
+    if all(map(_is_well, found)) or shape is None:
+        return Forecast(outlooks=found)
+    # With each node that joins all who wait would be asked about, one after another.
+    waiting = _judged(scheduler.set_waiting_aside(), until_s)
+
+    def enough(count: int) -> bool:
+        twin = scheduler.twin()
+        join(twin, shape, range(count), now)
+        planner, jobs, policy = twin.open_books(now)
+        if not all(_is_well(outlook_of(job)) for job in _judged(jobs, until_s)):
+            return False
+        return all(map(_is_well, _Expecting(planner, policy, offers=0).each(_due(twin, until_s), waiting)))
+
+    return Forecast(outlooks=found, extra_nodes=fewest(enough, MOST_NODES), extra_slots=shape.slots)
+
+
+def _is_well(outlook: Outlook) -> bool:
+    return outlook.outcome in (Outcome.KEPT, Outcome.UNDECIDED)
+
+
+def commonest(nodes: Iterable[Node]) -> Node | None:
+    """A node as there are most, of equally many the largest; None without any. Who goes away counts if all do."""
+    known = list(nodes)
+    stay = [node for node in known if node.draining_until_s is None] or known
+    shapes = Counter((node.slots, node.gpu_type) for node in stay)
+    if not shapes:
+        return None
+    slots, gpu_type = max(shapes, key=lambda shape: (shapes[shape], shape))
+    return Node(node_id="~more", slots=slots, gpu_type=gpu_type)
+
+
+def join(scheduler: Scheduler, shape: Node, numbers: Iterable[int], now: float) -> None:
+    """Let further nodes like ``shape`` come; each number makes one."""
+    for event in joining(shape, numbers):
+        scheduler.handle(event, now)
+
+
+def joining(shape: Node, numbers: Iterable[int]) -> list[ev.NodeJoined]:
+    """That further nodes like ``shape`` come; each number makes one."""
+    return [ev.NodeJoined(replace(shape, node_id=f"~more{number:04}")) for number in numbers]
+
+
+def fewest(enough: Callable[[int], bool], most: int) -> int | None:
+    """The least number from 1 to ``most`` that is enough, by doubling, then halving; None when none is."""
+    low, high = 0, min(1, most)
+    while high == 0 or not enough(high):
+        if high >= most:
+            return None
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def _outlooks(scheduler: Scheduler, now: float, until_s: float) -> tuple[Outlook, ...]:
+    planner, jobs, policy = scheduler.open_books(now)
+    judged = _judged(jobs, until_s)
+    waiting = [job for job in judged if job.phase is Phase.WAITING]
+    found = [outlook_of(job) for job in judged if job.phase is not Phase.WAITING]
+    found += _Expecting(planner, policy).outlooks(_due(scheduler, until_s), waiting)
+    return tuple(sorted(found, key=lambda one: (one.deadline_s, one.job_id, one.run_id)))
+
+
+def _judged(jobs: Iterable[LiveJob], until_s: float) -> list[LiveJob]:
+    """Jobs with a deadline by then; who fell back to best effort keeps the figure, and has none."""
+    due = [job for job in jobs if job.job.deadline_s is not None and job.job.deadline_s <= until_s]
+    return [job for job in due if not job.best_effort]
+
+
+def missed_runs(scheduler: Scheduler, now: float, until_s: float) -> tuple[Outlook, ...]:
+    """The runs expected by ``until_s`` that would be missed, without what would do for them. Changes nothing.
+
+    One joint plan where it keeps them all, else one for each run.
+    """
+    planner, _, policy = scheduler.open_books(now)
+    runs, expecting = _due(scheduler, until_s), _Expecting(planner, policy, offers=0)
+    if expecting.all_fit(runs):
+        return ()
+    return tuple(one for one in expecting.outlooks(runs) if one.outcome is Outcome.MISSED)
+
+
+def keeps_runs(scheduler: Scheduler, now: float, run_ids: Container[str]) -> bool:
+    """Whether one joint plan keeps all these expected runs, and every promise. Changes nothing."""
+    planner, _, policy = scheduler.open_books(now)
+    runs = [run for run in _due(scheduler, INFINITY) if run.run_id in run_ids]
+    return _Expecting(planner, policy).all_fit(runs)
+
+
+def _due(scheduler: Scheduler, until_s: float) -> list[ExpectedRun]:
+    """Expected runs in the order in which they are likely to come."""
+    runs = [run for run in scheduler.expected_runs() if run.due_s <= until_s]
+    return sorted(runs, key=lambda run: (run.due_s + run.lateness.quantile(0.5), run.run_id))
+
+
+def outlook_of(job: LiveJob) -> Outlook:
+    """How the deadline of a live job looks by the stored plan.
+
+    Raises:
+        ValueError: the job is best effort.
+    """
+    deadline = job.job.deadline_s
+    assert deadline is not None  # the caller looked
+    course = job.course
+    projected = course.promised_s if course is not None and course.promised_s < INFINITY else None
+    if job.best_effort:
+        raise ValueError(f"job {job.job_id!r} is best effort; it has no deadline")
+    if job.phase is not Phase.ADMITTED:
+        measured = job.phase is Phase.PROFILING
+        state = "its speed is still being measured" if measured else f"it is {job.phase.value}"
+        outcome, reason = Outcome.UNDECIDED, f"not promised yet: {state}"
+    elif job.at_risk or projected is None or projected > deadline:
+        outcome = Outcome.AT_RISK
+        if projected is None:
+            late = "no slots can be had for it"
+        elif projected > deadline:
+            late = f"projected {duration(projected - deadline)} late"
+        else:
+            late = "it should have ended by now, and has not said so"
+        reason = f"promised, and no longer on course: {late}"
+    else:
+        outcome, reason = Outcome.KEPT, f"promised; {duration(deadline - projected)} to spare"
+    return Outlook(
+        outcome=outcome,
+        deadline_s=deadline,
+        reason=reason,
+        job_id=job.job_id,
+        task=job.job.task,
+        projected_s=projected,
+    )
+
+
+class _Expecting:
+    """Takes jobs that wait and expected runs in turn, each beside the promises and those taken before it."""
+
+    def __init__(self, planner: Planner, policy: CalendarPolicy, *, offers: int = MOST_OFFERS) -> None:
+        """``offers``: for how many of those missed a deadline that would do is looked for: each takes several plans."""
+        self.planner, self.policy, self.offers = planner, policy, offers
+        self.taken: list[Work] = []
+        self.ends: dict[str, float] = {}
+
+    def outlooks(self, runs: Sequence[ExpectedRun], waiting: Sequence[LiveJob] = ()) -> list[Outlook]:
+        """One for each job that waits, and then for each run; projections are those of the last joint plan."""
+        found = list(self.each(runs, waiting))
+        return [
+            replace(one, projected_s=self.ends.get(one.job_id or stand_in_id(one.run_id)))
+            if one.outcome is Outcome.KEPT
+            else one
+            for one in found
+        ]
+
+    def each(self, runs: Sequence[ExpectedRun], waiting: Sequence[LiveJob]) -> Iterator[Outlook]:
+        """The same one after another, without projections."""
+        yield from (self._admit(job) for job in waiting)
+        yield from (self._take(run) for run in runs)
+
+    def all_fit(self, runs: Sequence[ExpectedRun]) -> bool:
+        """Whether one joint plan keeps them all: the one with which :meth:`outlooks` would end if it kept them."""
+        works = [work for work in (self._work(run) for run in runs) if work is not None]
+        return len(works) == len(runs) and self._fit(works)
+
+    def _work(self, run: ExpectedRun) -> Work | None:
+        planner, parts = self.planner, (self.policy.quantile, 0.5)
+        return stand_in(run, planner.layout, planner.config, planner.now, parts, self.policy.unseen)
+
+    def _admit(self, job: LiveJob) -> Outlook:
+        """A job that waits for capacity."""
+        planner, deadline = self.planner, job.job.deadline_s
+        assert deadline is not None  # the caller looked
+        outlook = Outlook(outcome=Outcome.KEPT, deadline_s=deadline, reason="", job_id=job.job_id, task=job.job.task)
+        work = job.work(planner.layout, planner.config)
+        work = replace(work, limit_s=deadline - planner.config.deadline_margin_s)
+        if not work.sizes:
+            reason = f"waits for capacity: no usable number of workers: it needs at least {job.job.min_workers}"
+            return replace(outlook, outcome=Outcome.MISSED, reason=reason)
+        if self._fits(work):
+            if planner.config.objective is not Objective.FIRST_COME:
+                reason = (
+                    "not promised yet: it waits, though it would fit, since others are expected that are worth more"
+                )
+                return replace(outlook, outcome=Outcome.UNDECIDED, reason=reason)
+            self.taken.append(work)
+            return replace(outlook, reason="waits, and fits beside all that is promised")
+        reason = f"waits for capacity: it does not fit beside {self._others()}"
+        least = planner.now + work.least_time_s()
+        earliest = self._earliest(work, max(work.limit_s, least))
+        return replace(outlook, outcome=Outcome.MISSED, reason=reason, earliest_deadline_s=earliest)
+
+    def _others(self) -> str:
+        """Whom there is no room beside."""
+        jobs = sum(1 for job in self.planner.jobs if job.promised)
+        said = f"{jobs} promised {'job' if jobs == 1 else 'jobs'}"
+        more = len(self.taken)
+        return f"{said} and {more} that {'comes' if more == 1 else 'come'} before it" if more else said
+
+    def _take(self, run: ExpectedRun) -> Outlook:
+        planner = self.planner
+        outlook = Outlook(
+            outcome=Outcome.KEPT,
+            deadline_s=run.deadline_s,
+            reason="",
+            run_id=run.run_id,
+            task=run.task,
+            due_s=run.due_s,
+            probability=run.probability,
+        )
+        work = self._work(run)
+        if work is None:
+            patient = stand_in(
+                replace(run, deadline_after_s=1e9),
+                planner.layout,
+                planner.config,
+                planner.now,
+                (self.policy.quantile,),
+                0.0,
+            )
+            if patient is None:
+                size = f"no usable number of workers: it needs at least {run.min_workers}"
+                return replace(outlook, outcome=Outcome.MISSED, reason=size)
+            least = patient.release_s + patient.least_time_s()
+            reason = (
+                f"too long even with the cluster to itself: expected from {moment(patient.release_s)}, it needs"
+                f" {duration(patient.least_time_s())} at its fastest"
+            )
+            return self._later(run, replace(outlook, outcome=Outcome.MISSED, reason=reason), patient, least)
+        if self._fits(work):
+            self.taken.append(work)
+            return replace(outlook, reason="fits beside all that is promised and expected before it")
+        others = sum(1 for job in planner.jobs if job.promised)
+        reason = (
+            f"does not fit beside {others} promised {'job' if others == 1 else 'jobs'} and {len(self.taken)} expected"
+            f" {'run' if len(self.taken) == 1 else 'runs'} that come before it"
+        )
+        return self._later(run, replace(outlook, outcome=Outcome.MISSED, reason=reason), work, work.limit_s)
+
+    def _later(self, run: ExpectedRun, missed: Outlook, work: Work, low: float) -> Outlook:
+        """What is missed, with the deadline that would do: kept by that one, where the run allows it."""
+        earliest, margin = self._earliest(work, low), self.planner.config.deadline_margin_s
+        missed = replace(missed, earliest_deadline_s=earliest)
+        if run.latest_s is None:
+            return missed
+        agreed = run.latest_s if earliest is None else min(run.latest_s, earliest)
+        later = replace(work, limit_s=agreed - margin)
+        if not self._fits(later):
+            return missed
+        self.taken.append(later)
+        reason = f"{missed.reason}; promised by {moment(agreed)} instead, as it allows"
+        return replace(missed, outcome=Outcome.KEPT, earliest_deadline_s=agreed, reason=reason)
+
+    def _fits(self, work: Work) -> bool:
+        """Whether a joint plan with everything taken so far keeps all limits; remembers the ends that it gives."""
+        return self._fit([*self.taken, work])
+
+    def _fit(self, works: Sequence[Work]) -> bool:
+        planner = self.planner
+        ordered = deadline_order([*planner.promised(), *works])
+        courses, _ = prove(
+            planner.layout, planner.free, ordered, planner.now, planner.held(), planner.config.proof_rounds
+        )
+        if courses is None:
+            draft = beside(planner.stored(), works)
+            if draft is None:
+                return False
+            courses = draft.courses
+        self.ends.update({one.job_id: courses[one.job_id].promised_s for one in works})
+        return True
+
+    def _earliest(self, work: Work, low: float) -> float | None:
+        """The earliest deadline that would do, by bisection; None if no free time was found for it at all."""
+        if not self.offers:
+            return None
+        self.offers -= 1
+        planner, margin = self.planner, self.planner.config.deadline_margin_s
+        ends = dict(self.ends)
+        draft = beside(planner.stored(), self.taken) or planner.stored()
+        course = place_from(draft, replace(work, limit_s=INFINITY))
+        high = course.promised_s if course is not None else INFINITY
+        if high == INFINITY:
+            return None
+        high = max(high, low)
+        if not self._fits(replace(work, limit_s=high)):
+            return None
+        for _ in range(_PROBES):
+            if high - low <= 60.0:
+                break
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._fits(replace(work, limit_s=middle)) else (middle, high)
+        self.ends = ends
+        return high + margin

@@ -1,0 +1,150 @@
+"""Which nodes can go without anybody losing what they have: tried with the very events of draining and removing them.
+
+Works on copies of a scheduler. Who wants more is decided elsewhere (:mod:`capacity`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.explain import moment
+from elasticflow_airflow.scheduler_core.model.values import Node, Phase
+from elasticflow_airflow.scheduler_core.model.work import INFINITY
+from elasticflow_airflow.scheduler_core.outlook.forecast import Outcome, fewest, keeps_runs, missed_runs, outlook_of
+from elasticflow_airflow.scheduler_core.planning.plan_draft import mask_at
+from elasticflow_airflow.scheduler_core.scheduler import Scheduler
+
+_LATER_S = 1.0
+"""Who is late anyway may not become later by more than this when nodes are released."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnneededNode:
+    """A node that nobody needs. ``idle``: nobody stands on it now; else who does moves when it is drained."""
+
+    node_id: str
+    slots: int
+    idle: bool
+    reason: str
+
+
+def stands(job: LiveJob, now: float) -> bool:
+    """Whether it has slots, or gets them as soon as who should have left them leaves."""
+    return bool(job.mask or mask_at(job.course, now))
+
+
+def least_workers(job: LiveJob) -> int:
+    """Slots of its smallest gang."""
+    return 1 << max(0, job.job.min_workers - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    """What a live job has and must not lose."""
+
+    kept: bool
+    """Promised and on course."""
+    late_s: float | None
+    """When it is done by its plan, if it is promised and late."""
+    stands: bool
+    least: int
+    """Slots of its smallest gang."""
+
+
+class Releasing:
+    """The search for nodes that can go, on copies of ``scheduler``."""
+
+    def __init__(self, scheduler: Scheduler, now: float, until_s: float) -> None:
+        self.now, self.until_s = now, until_s
+        for state in scheduler.states():
+            if state.phase is Phase.PARKED:  # its owner may be back at any time
+                scheduler.handle(ev.JobUnparked(state.job.job_id), now)
+        missed = {run.run_id for run in missed_runs(scheduler, now, until_s)}
+        self.runs = {run.run_id for run in scheduler.expected_runs() if run.due_s <= until_s} - missed
+        self.busy = bool(missed or self.runs or scheduler.states())
+        self.before, self.largest = self._standings(scheduler)
+        self.good, self.gone = scheduler, 0
+        """The smallest cluster that was proven to do, and how many nodes are gone there."""
+
+    def search(self, standing: Mapping[str, int]) -> list[UnneededNode]:
+        """The nodes that can go, in order; ``standing`` is how many slots of each node are held now.
+
+        Whoever is idle first, then who holds least. A node that cannot go speaks for all later ones of its shape: who
+        stands there would only have to move besides.
+        """
+        rest = [node for node in self.good.nodes() if node.draining_until_s is None and not node.busy]
+        rest.sort(key=lambda node: (standing.get(node.node_id, 0), node.node_id))
+        most = len(rest) - 1 if self.busy else len(rest)
+        found: list[Node] = []
+        while rest and len(found) < most:
+            room = min(len(rest), most - len(found))
+            order = [*found, *rest]
+            first_bad = self._first_bad(order, len(found), room)
+            if first_bad is None:
+                found += rest[:room]
+                break
+            bad = rest[first_bad - 1]
+            found += rest[: first_bad - 1]
+            rest = [node for node in rest[first_bad:] if _shape(node) != _shape(bad)]
+        return [self._tell(node, standing.get(node.node_id, 0)) for node in found]
+
+    def _first_bad(self, order: Sequence[Node], gone: int, room: int) -> int | None:
+        """With how many after the first ``gone`` of ``order`` it does not do any more; None: never."""
+        return fewest(lambda count: not self._can_go(order[: gone + count]), room)
+
+    def _tell(self, node: Node, held: int) -> UnneededNode:
+        until = moment(self.until_s)
+        if not self.busy:
+            reason = f"no job is live, and no run is expected by {until}"
+        elif held:
+            reason = f"who holds {held} of its {node.slots} slots can move, and all that is promised by {until} is kept"
+        else:
+            reason = f"nobody stands on it, and without it all that is promised or expected by {until} is kept"
+        return UnneededNode(node_id=node.node_id, slots=node.slots, idle=not held, reason=reason)
+
+    def _can_go(self, nodes: Sequence[Node]) -> bool:
+        """Whether all these can: drained, then taken away, one after the other. They begin with those that are gone."""
+        twin = self.good.twin()
+        for node in nodes[self.gone :]:
+            twin.handle(ev.NodeDraining(node.node_id, self.now), self.now)
+            if any(slot.node_id == node.node_id for state in twin.states() for slot in state.placement.slots):
+                return False
+            if not self._still(twin):  # what the next event would mend has stopped somebody, and alarmed people
+                return False
+            twin.handle(ev.NodeLost(node.node_id), self.now)
+        if not self._still(twin) or not keeps_runs(twin, self.now, self.runs):
+            return False
+        self.good, self.gone = twin, len(nodes)
+        return True
+
+    def _still(self, twin: Scheduler) -> bool:
+        """Whether everybody who is live has what they had."""
+        after, largest = self._standings(twin)
+        for job_id, was in self.before.items():
+            now = after.get(job_id)
+            if now is None or (was.kept and not now.kept) or (was.stands and not now.stands):
+                return False
+            if was.late_s is not None and (now.late_s or 0.0) > was.late_s + _LATER_S:
+                return False
+            if was.least <= self.largest and now.least > largest:
+                return False
+        return True
+
+    def _standings(self, scheduler: Scheduler) -> tuple[dict[str, _Standing], int]:
+        """Of everybody who is live; and the largest block of slots that the cluster has."""
+        planner, jobs, _ = scheduler.open_books(self.now)
+        found = {}
+        for job in jobs:
+            outlook = outlook_of(job) if job.promised else None
+            kept = outlook is not None and outlook.outcome is Outcome.KEPT
+            late_s = None if outlook is None or kept else outlook.projected_s or INFINITY
+            unpromised = not job.promised and job.phase is not Phase.WAITING
+            found[job.job_id] = _Standing(kept, late_s, unpromised and stands(job, self.now), least_workers(job))
+        return found, planner.layout.largest(planner.layout.usable_at(self.now))
+
+
+def _shape(node: Node) -> tuple[int, str, bool]:
+    return (node.slots, node.gpu_type, bool(node.avoided))

@@ -1,0 +1,301 @@
+"""Admission control: one newcomer at a time, admitted only with a joint plan that proves every promise.
+
+ElasticFlow, ASPLOS 2023, section 4.1. A job that is at risk already does not veto newcomers. When filling in deadline
+order fails, other placements in time and other orders are tried; a rejection offers the earliest deadline that this
+same procedure admits at this moment.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from elasticflow_airflow.scheduler_core.cluster.placement import Layout
+from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
+from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob
+from elasticflow_airflow.scheduler_core.model.explain import duration, moment, workers
+from elasticflow_airflow.scheduler_core.model.values import Job, OnReject
+from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Work, course_of
+from elasticflow_airflow.scheduler_core.planning.allocation import share_later, share_now
+from elasticflow_airflow.scheduler_core.planning.minimum_share import fill, minimum_share
+from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft
+from elasticflow_airflow.scheduler_core.planning.planner import Planner
+from elasticflow_airflow.scheduler_core.planning.proof import deadline_order
+from elasticflow_airflow.scheduler_core.planning.protection_price import Protection
+from elasticflow_airflow.scheduler_core.planning.reservations import beside
+
+_DOUBLINGS = 6
+
+
+@dataclass(slots=True)
+class AdmissionVerdict:
+    """The outcome: a draft that includes the newcomer (``anew``: only promises are in it), or why not."""
+
+    draft: Draft | None
+    anew: bool
+    reason: str
+    earliest_deadline_s: float | None
+
+
+def no_block(job: Job, layout: Layout, now: float) -> str:
+    """Say of a job that fits no block of the cluster what it needs, and what there is."""
+    largest = layout.largest(layout.usable_at(now))
+    known = f", its speed is known at {sorted(job.curve.steps_per_s)}" if job.curve is not None else ""
+    return (
+        f"no usable number of workers: it needs at least {job.min_workers}"
+        + (f" and at most {job.max_workers}" if job.max_workers else "")
+        + f"{known}, and the largest block of the cluster is {largest} {'slot' if largest == 1 else 'slots'}"
+    )
+
+
+class AdmissionControl:
+    """Admission of one newcomer beside the jobs of a planner."""
+
+    def __init__(
+        self, planner: Planner, newcomer: LiveJob, protection: Protection | None = None, *, thorough: bool = True
+    ) -> None:
+        """``thorough``: also other orders, and when refused the reason and an offer; else quickly yes or no."""
+        self.planner = planner
+        self.job = newcomer
+        self.protection = protection
+        self.thorough = thorough
+        self.priced_out = False
+        """Whether the last try failed by what is kept free for others, whatever else there is."""
+        self.stored = planner.reserve(planner.stored())
+        self.stored.drop(newcomer.job_id)
+        self.room = beside(self.stored, planner.expected) if planner.expected else self.stored
+        """The stored plan with the expected runs beside it; None when they do not all fit there."""
+        self.base_known = False
+        self.base: Draft | None = None
+
+    def decide(self) -> AdmissionVerdict:
+        """Try everything for the newcomer's own deadline."""
+        config = self.planner.config
+        work = self.job.work(self.planner.layout, config)
+        deadline = self.job.job.deadline_s
+        if deadline is None:
+            raise ValueError(f"job {self.job.job_id!r} has no deadline; only a deadline needs admission")
+        problem = self._impossible(work)
+        if problem is not None:
+            return AdmissionVerdict(None, False, problem, None)
+        tries = self._effort(config.rescue_orders) if self.thorough else 0
+        found = self._try(work, deadline - config.deadline_margin_s, tries)
+        if found is None and not self.thorough:
+            return AdmissionVerdict(None, False, "nothing has changed for it", None)
+        if found is not None:
+            draft, anew = found
+            return AdmissionVerdict(draft, anew, self._why_admitted(draft), deadline)
+        reason = self._why_not(work, deadline)  # before other deadlines are tried
+        return AdmissionVerdict(None, False, reason, self._earliest(work))
+
+    def _effort(self, tries: int) -> int:
+        """Bound tries by how much each costs, so that a decision among many jobs stays quick."""
+        return min(tries, max(2, self.planner.config.rescue_effort // (len(self.planner.jobs) + 1))) if tries else 0
+
+    def _impossible(self, work: Work) -> str | None:
+        if not work.sizes:
+            return no_block(self.job.job, self.planner.layout, self.planner.now)
+        if work.speeds[work.sizes[-1]] <= 0.0:
+            return "its speed is not known, so no deadline can be promised; give scaling_curve= (steps/s by workers)"
+        if work.remaining == INFINITY:
+            return (
+                "the number of steps is not known, so no deadline can be promised; give steps=, or epochs= and samples="
+            )
+        return None
+
+    def _base_draft(self) -> Draft | None:
+        """The other promises planned afresh, when they alone can be."""
+        if not self.base_known:
+            self.base_known = True
+            self.base = self.planner.fresh(guarded=True)
+            if self.base is not None:
+                self.base.drop(self.job.job_id)
+        return self.base
+
+    def _try(self, work: Work, limit: float, rescue: int) -> tuple[Draft, bool] | None:
+        newcomer = replace(work, limit_s=limit)
+        if self.planner.now + self._least(work) > limit + TOLERANCE_S:
+            return None
+        self.priced_out = not self._leaves_room(newcomer, limit)
+        if self.priced_out:
+            found = self._as_reserved(newcomer, limit)
+            self.priced_out = found is None
+            return found
+        if self.room is not None and (course := share_now(self.room, newcomer, limit)) is not None:
+            return self._with(self.room, course), False
+        draft = self.planner.fresh(newcomer, guarded=True)
+        if draft is not None:
+            return self.planner.unguarded(draft), True
+        if self.room is not None and (course := share_later(self.room, newcomer, limit)) is not None:
+            return self._with(self.room, course), False
+        base = self._base_draft()
+        if base is not None:
+            course = share_later(base, newcomer, limit)
+            if course is not None:
+                return self.planner.unguarded(self._with(base, course)), True
+        # Not before the others: what they find is often less, and leaves the rest of it to somebody else.
+        if (found := self._as_reserved(newcomer, limit)) is not None:
+            return found
+        if rescue:
+            draft = self.planner.fresh(newcomer, rescue=rescue, guarded=True)
+            if draft is not None:
+                return self.planner.unguarded(draft), True
+        return None
+
+    def _as_reserved(self, work: Work, limit: float) -> tuple[Draft, bool] | None:
+        """What was kept free for the job before it came, where that still does."""
+        kept, now = self.job.reservation, self.planner.now
+        if kept is None:
+            return None
+        holdings = [h._replace(start_s=max(h.start_s, now)) for h in kept.holdings if h.end_s > now + TOLERANCE_S]
+        if not holdings:
+            return None
+        if holdings[-1].end_s < limit:
+            holdings[-1] = holdings[-1]._replace(end_s=limit)
+        course = course_of(work, holdings, now)
+        free = all(not h.mask & ~self.stored.book.free_over(h.start_s, h.end_s) for h in course.holdings)
+        return (self._with(self.stored, course), False) if free and course.promised_s <= limit + TOLERANCE_S else None
+
+    def _leaves_room(self, work: Work, limit: float) -> bool:
+        """Whether it finds a share beside what cheaper arrivals are expected to use (always, if first come).
+
+        Beside them as they are expected, or, as they may come at other times, by slot-seconds until the limit.
+        """
+        if self.protection is None:
+            return True
+        planner = self.planner
+        expected = self.protection.expectation(work, self._worth(limit), planner.now, limit)
+        if expected is None:
+            return False
+        if not expected.slots.any():
+            return True
+        free = planner.free.copy()
+        earlier = [other for other in planner.promised() if other.limit_s <= limit and other.job_id != work.job_id]
+        fill(free, deadline_order(earlier), planner.now, {})
+        if free.slot_seconds(planner.now, limit) - expected.slot_seconds >= expected.footprint:
+            return True
+        left = free.copy()
+        for start, end, slots in expected.reservations():
+            left.withhold(start, end, slots)
+        return minimum_share(left, work, planner.now) is not None
+
+    def _worth(self, limit: float) -> float:
+        """The newcomer's value when it is promised for ``limit``."""
+        return self.job.job.value_at(limit + self.planner.config.deadline_margin_s)
+
+    def _with(self, draft: Draft, course: Course) -> Draft:
+        twin = draft.copy()
+        twin.put(self.job.job_id, course)
+        return twin
+
+    def _least(self, work: Work) -> float:
+        """Seconds to the promise with all the cluster to itself."""
+        return work.soonest_s(self.planner.now) - self.planner.now
+
+    def _earliest(self, work: Work) -> float | None:
+        """The earliest deadline that would be admitted now, by bisection between hopeless and surely possible."""
+        config, now = self.planner.config, self.planner.now
+        certain = INFINITY
+        for draft in (self.room, self._base_draft()):
+            if draft is not None:
+                course = share_later(draft, replace(work, limit_s=INFINITY), INFINITY)
+                if course is not None:
+                    certain = min(certain, course.promised_s)
+        if certain == INFINITY:
+            return None
+        asked = self.job.job.deadline_s
+        low = max(now + self._least(work), (asked - config.deadline_margin_s) if asked is not None else now)
+        # Whose value falls with time gains no room by waiting for what is kept free for others.
+        hopes = self.protection is not None and self.job.job.on_reject is not OnReject.LATE
+        for _ in range(_DOUBLINGS if hopes else 0):
+            if self._try(work, certain, 0) is not None:
+                break
+            certain = now + 2.0 * (certain - now)  # what is kept free for others leaves room only later
+        high = certain
+        for _ in range(self._effort(config.offer_probes)):
+            if high - low <= max(1.0, 0.01 * (high - now)):
+                break
+            middle = (low + high) / 2
+            if self._try(work, middle, 0) is not None:
+                high = middle
+            else:
+                low = middle
+        for limit in (high, certain):
+            offer = limit + config.deadline_margin_s + config.offer_margin_s
+            for rounded in (math.ceil(offer / config.offer_round_s) * config.offer_round_s, offer):
+                if self._try(work, rounded - config.deadline_margin_s, 0) is not None:
+                    return rounded
+        return None
+
+    def _why_admitted(self, draft: Draft) -> str:
+        course = draft.courses[self.job.job_id]
+        first = course.holdings[0]
+        start = "now" if first.start_s <= self.planner.now + TOLERANCE_S else f"at {moment(first.start_s)}"
+        deadline = self.job.job.deadline_s or 0.0
+        return (
+            f"the plan begins {start} with {workers(first.mask.bit_count())} and is done at "
+            f"{moment(course.promised_s)}, {duration(deadline - course.promised_s)} before the deadline "
+            f"{moment(deadline)}"
+        )
+
+    def _why_not(self, work: Work, deadline: float) -> str:
+        """Name the capacity that is missing and when."""
+        now = self.planner.now
+        limit = deadline - self.planner.config.deadline_margin_s
+        if self.priced_out:
+            return (
+                "would take slots that jobs which need fewer for the same value are expected to need before "
+                f"{moment(deadline)} (objective: value)"
+            )
+        costs = f"start-up {duration(work.startup_s)} and tail {duration(work.tail_s)} included"
+        if deadline <= now:
+            return f"the deadline {moment(deadline)} is past: it is {moment(now)} now"
+        if limit <= now:
+            margin = duration(self.planner.config.deadline_margin_s)
+            return (
+                f"hopeless: promises are kept {margin} early, and {duration(deadline - now)} are left before "
+                f"{moment(deadline)}"
+            )
+        window = limit - now
+        enough = None
+        for size in work.sizes:
+            cost = max(0.0, work.since_s - now) if size == work.size else work.cost_of_change(now, size)
+            needed = cost + work.left_at(now) / work.speeds[size] + work.tail_s
+            if needed <= window + TOLERANCE_S:
+                enough = (size, needed)
+                break
+        if enough is None:
+            size = work.sizes[-1]
+            fastest = "the fastest size that is known of it" if self.job.job.partial else "its fastest size here"
+            return (
+                f"hopeless even with the cluster to itself: {workers(size)}, {fastest}, need "
+                f"{duration(self._least(work))} ({costs}), and {duration(window)} are left before {moment(deadline)}"
+            )
+        size, needed = enough
+        base = self._base_draft() or self.stored
+        worst, free = self._scarcest(base, size, limit)
+        slots = self.planner.layout.usable_at(now).bit_count()
+        others = sum(1 for job in self.planner.jobs if job.promised)
+        between = f"between {moment(worst[0])} and {moment(worst[1])}"
+        count = len(self.planner.expected)
+        coming = f" and {count} expected {'runs' if count > 1 else 'run'}" if count else ""
+        have = f"at most {workers(free)} at a time" if free else "none"
+        return (
+            f"needs {workers(size)} for {duration(needed)} ({costs}) before {moment(deadline)}; beside the "
+            f"{others} promised jobs{coming}, of the cluster's {slots} slots {have} can be had {between}"
+        )
+
+    def _scarcest(self, draft: Draft, size: int, limit: float) -> tuple[tuple[float, float], int]:
+        """Find the stretch before ``limit`` in which least is free beside the promises."""
+        now = self.planner.now
+        free = FreeCapacity(self.planner.layout, now)
+        promised = {job.job_id for job in self.planner.jobs if job.promised}
+        promised |= {work.job_id for work in self.planner.expected}
+        for job_id, course in draft.courses.items():
+            if job_id in promised:
+                for start, end, mask in course.holdings:
+                    free.reserve(max(start, now), end, mask.bit_count())
+        sizes = tuple(1 << level for level in range(size.bit_length()))
+        runs = free.placeable(sizes, now, limit)
+        start, end, least = min(runs, key=lambda run: (run[2], run[0] - run[1]))
+        return (start, end), least

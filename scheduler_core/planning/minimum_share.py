@@ -1,0 +1,198 @@
+"""Minimum satisfactory share by progressive filling (ElasticFlow, ASPLOS 2023, section 4.1, Algorithm 1).
+
+Jobs are taken one after another; each gets the smallest level that finishes it in time in what the ones before it left
+free. Unlike the paper's, the filling pays for every start-up, change of size and tail, and needs no concave curve.
+Works on counts per block size; where the gangs stand is decided by
+:mod:`~elasticflow_airflow.scheduler_core.planning.seat_shares`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import NamedTuple
+
+from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
+from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Work
+
+_HALVINGS = 7
+"""How often the moment of a change of level is halved in search of the best."""
+
+
+class ShareStretch(NamedTuple):
+    """A stretch of a job's minimum satisfactory share: ``size`` slots from ``start_s`` until ``end_s``."""
+
+    start_s: float
+    end_s: float
+    size: int
+
+
+class ShareShape(StrEnum):
+    """How a share uses the time until its limit, where one level would end well before it."""
+
+    FLAT = "flat"
+    """One level throughout."""
+    FALLING = "falling"
+    """The level as briefly as possible, then the next smaller size to the limit: fewer slot-seconds, a pause more."""
+    RISING = "rising"
+    """The next smaller size first, for as long as possible."""
+
+
+def fill(
+    free: FreeCapacity,
+    works: Iterable[Work],
+    now: float,
+    extra_pauses: Mapping[str, int],
+    shape: ShareShape = ShareShape.FLAT,
+) -> tuple[dict[str, list[ShareStretch]], str | None]:
+    """Fill in the given order; the shares so far and the id of the first job that did not fit (None: all did).
+
+    ``extra_pauses`` are migrations that a job must be able to afford. ``free`` is used up.
+    """
+    shares: dict[str, list[ShareStretch]] = {}
+    for work in works:
+        extra_s = extra_pauses.get(work.job_id, 0) * work.pause_s
+        share = minimum_share(free, work, now, extra_s)
+        if share is not None and shape is not ShareShape.FLAT:
+            share = _slimmed(free, work, now, extra_s, shape, share)
+        if share is None:
+            return shares, work.job_id
+        for start, end, size in share:
+            free.reserve(start, end, size)
+        shares[work.job_id] = share
+    return shares, None
+
+
+def minimum_share(free: FreeCapacity, work: Work, now: float, extra_s: float = 0.0) -> list[ShareStretch] | None:
+    """Find the smallest level at which the job ends by its limit, or None. Does not reserve."""
+    now = max(now, work.release_s)
+    limit = work.limit_s + TOLERANCE_S / 2
+    left = work.left_at(now)
+    runs: list[tuple[float, float, int]] | None = None
+    for level in work.sizes:
+        if level == work.size:
+            finish = work.since_s + extra_s + work.remaining / work.speeds[level]
+        else:
+            finish = now + work.cost_of_change(now, level) + extra_s + left / work.speeds[level]
+        end = finish + work.tail_s
+        if end > limit:
+            continue
+        if end <= now:
+            return [ShareStretch(now, now + TOLERANCE_S, level)]
+        if free.fits(now, end, level):
+            return [ShareStretch(now, end, level)]
+        if runs is None:
+            horizon = limit
+            if limit == INFINITY:
+                horizon = max(free.times[-1], now) + 10.0 * len(work.sizes) * (work.least_time_s() + extra_s) + 1e6
+            runs = free.placeable(work.sizes, now, horizon)
+        share = _follow(work, now, extra_s, _capped(runs, level))
+        if share is not None:
+            return share
+    return None
+
+
+def _slimmed(
+    free: FreeCapacity, work: Work, now: float, extra_s: float, shape: ShareShape, share: list[ShareStretch]
+) -> list[ShareStretch]:
+    """The share with a part at the next smaller size, so that it ends just in time; itself if that is no less.
+
+    Between two sizes of a concave curve every mixture costs fewer slot-seconds than the larger one throughout.
+    """
+    level = max(piece.size for piece in share)
+    place = work.sizes.index(level) if level in work.sizes else 0
+    limit = work.limit_s
+    if place == 0 or limit == INFINITY or work.release_s > now:
+        return share
+    smaller = work.sizes[place - 1]
+    runs = free.placeable(work.sizes, now, limit)
+    best, least = share, _slot_seconds(share)
+    enough, too_short = (limit, now) if shape is ShareShape.FALLING else (now, limit)
+    for _ in range(_HALVINGS):
+        switch = (enough + too_short) / 2
+        first, second = (level, smaller) if shape is ShareShape.FALLING else (smaller, level)
+        capped = _capped([run for run in _cut(runs, switch) if run[1] <= switch], first)
+        capped += _capped([run for run in _cut(runs, switch) if run[0] >= switch], second)
+        found = _follow(work, now, extra_s, capped)
+        if found is None:
+            too_short = switch
+            continue
+        enough = switch
+        if (cost := _slot_seconds(found)) < least:
+            best, least = found, cost
+    return best
+
+
+def _slot_seconds(share: list[ShareStretch]) -> float:
+    return sum(piece.size * (piece.end_s - piece.start_s) for piece in share)
+
+
+def _cut(runs: list[tuple[float, float, int]], at_s: float) -> list[tuple[float, float, int]]:
+    """``runs`` with a border at ``at_s``."""
+    out = []
+    for start, end, fit in runs:
+        if start < at_s < end:
+            out += [(start, at_s, fit), (at_s, end, fit)]
+        else:
+            out.append((start, end, fit))
+    return out
+
+
+def _follow(work: Work, now: float, extra_s: float, runs: list[tuple[float, float, int]]) -> list[ShareStretch] | None:
+    """Hold what ``runs`` say at every moment, changing only where a change repays its pause."""
+    shares: list[ShareStretch] = []
+    left, size, ready, starting = work.left_at(now), work.size, work.since_s, work.starting
+    joined = work.joined_s
+    owed = extra_s
+    for start, end, fit in runs:
+        if fit == 0:
+            size = 0
+            continue
+        target = fit
+        if (
+            size
+            and size < fit
+            and work.speed(fit) * max(0.0, end - start - work.pause_between(size, fit))
+            <= work.speed(size) * (end - max(start, min(ready, end)))
+        ):
+            target = size
+        if target != size:
+            interrupted = starting and ready > start + TOLERANCE_S
+            cost = work.startup_s
+            if size and not interrupted:
+                cost = work.pause_between(size, target, joining=start < joined)
+            starting = size == 0 or interrupted
+            joined = -INFINITY if starting else work.joined_after(start)
+            ready, size = start + cost, target
+        begin = max(start, ready)
+        speed = work.speed(size)
+        if shares and shares[-1].end_s == start and shares[-1].size == size:
+            shares[-1] = ShareStretch(shares[-1].start_s, end, size)
+        else:
+            shares.append(ShareStretch(start, end, size))
+        if begin >= end:
+            continue
+        paid = min(owed, end - begin)
+        owed -= paid
+        begin += paid
+        finish = begin + left / speed
+        if owed == 0.0 and finish + work.tail_s <= end:
+            shares[-1] = ShareStretch(shares[-1].start_s, finish + work.tail_s, size)
+            return shares
+        left = max(0.0, left - speed * (end - begin))
+    return None
+
+
+def _capped(runs: list[tuple[float, float, int]], level: int) -> list[tuple[float, float, int]]:
+    """Cut the sizes of ``runs`` at ``level`` and join what has become equal."""
+    if not runs:
+        return []
+    joined: list[tuple[float, float, int]] = []
+    since, before = runs[0][0], min(level, runs[0][2])
+    for start, _, fit in runs:
+        size = fit if fit < level else level
+        if size != before:
+            joined.append((since, start, before))
+            since, before = start, size
+    joined.append((since, runs[-1][1], before))
+    return joined

@@ -1,0 +1,409 @@
+"""Plans for all jobs together: keep what is stored, or plan afresh; then give what is left to those without a promise.
+
+*The plan is the proof*: a draft is adopted only when every promised job that was fine keeps its limit in it, every
+start-up, pause, migration and tail paid. Stored courses stay valid as long as reality follows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from elasticflow_airflow.scheduler_core.cluster.placement import Layout
+from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
+from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob, overdue
+from elasticflow_airflow.scheduler_core.jobs.profiling import is_measured_at, known_speeds, sizes_to_measure, window_s
+from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.values import Phase
+from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Holding, Work
+from elasticflow_airflow.scheduler_core.planning.allocation import as_soon_as_possible, grow, while_free, window
+from elasticflow_airflow.scheduler_core.planning.exploring import try_next_size
+from elasticflow_airflow.scheduler_core.planning.minimum_share import ShareShape
+from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft, mask_at
+from elasticflow_airflow.scheduler_core.planning.proof import deadline_order, prove, rescues
+from elasticflow_airflow.scheduler_core.planning.salvaging import salvage
+
+_ANEW = 64
+"""How many jobs without a course are given the best there is; all others keep what the stored plan has, if it is free:
+they can grow into what is better."""
+
+
+class Planner:
+    """Plans over one layout of the cluster at one moment. Reads jobs, never changes them."""
+
+    def __init__(self, config: SchedulerConfig, layout: Layout, jobs: Sequence[LiveJob], now: float) -> None:
+        self.config = config
+        self.layout = layout
+        self.jobs = jobs
+        self.now = now
+        self._free: FreeCapacity | None = None
+        self.expected: Sequence[Work] = ()
+        """Stand-ins for expected runs, which a newcomer must fit beside."""
+        self.reservations: Mapping[str, Course] = {}
+        """Where the stored plan keeps slots free for expected runs."""
+
+    @property
+    def free(self) -> FreeCapacity:
+        """Capacity without any job."""
+        if self._free is None:
+            self._free = FreeCapacity(self.layout, self.now)
+        return self._free
+
+    def work(self, job: LiveJob) -> Work:
+        """A job as work; one that should have ended holds its slots a little longer."""
+        work = job.work(self.layout, self.config)
+        course = job.course
+        if course is not None and overdue(job, self.now):
+            size = job.mask.bit_count()
+            end = course.holdings[-1].end_s if course.holdings else self.now + self.config.overdue_s
+            rest = max(end, self.now + 2 * TOLERANCE_S) - work.tail_s
+            return replace(
+                work, remaining=0.0, since_s=rest, sizes=(size,), speeds={size: 1.0}, speed_now=1.0, limit_s=INFINITY
+            )
+        return work
+
+    def bound(self, job: LiveJob, work: Work) -> Work:
+        """Limit an admitted job's plan by its deadline less the margin, if it still can keep that."""
+        margin = self.config.deadline_margin_s
+        if margin == 0.0 or work.limit_s == INFINITY:
+            return work
+        planned = job.course.promised_s if job.course is not None else INFINITY
+        return replace(work, limit_s=max(work.limit_s - margin, min(work.limit_s, planned)))
+
+    def promised(self) -> list[Work]:
+        """Jobs whose promise must be kept by any plan."""
+        return [self.bound(job, self.work(job)) for job in self.jobs if job.promised and not job.at_risk]
+
+    def turns(self) -> list[Work]:
+        """Best-effort jobs that waited too long, as work that newcomers may not push away: a turn each, as planned."""
+        turns: list[Work] = []
+        for job in self.jobs:
+            if not (job.competes and job.best_effort and job.course is not None and job.course.holdings):
+                continue
+            work, first = job.work(self.layout, self.config), job.course.holdings[0]
+            if job.mask and self.now < job.turn_until_s:
+                end = job.turn_until_s
+            elif not job.mask and self._aged(job):
+                end = max(first.start_s, self.now) + self.config.ageing_s
+            else:
+                continue
+            size = first.mask.bit_count()
+            end = min(end, first.end_s)
+            seconds = max(0.0, min(end - first.start_s, end - self.now) - (0.0 if job.mask else work.startup_s))
+            turns.append(_stand_in(work, size, seconds, max(work.since_s, self.now), end))
+        return turns
+
+    def kept_at_risk(self) -> list[Work]:
+        """Jobs at risk, as work that newcomers must leave room for.
+
+        Who may yet make it is not pushed off the slots that it holds. Who is late ends at the latest when it would have
+        with its fewest workers from its deadline on, or as now planned, if that is later: however many come after it.
+        """
+        stand_ins: list[Work] = []
+        late: list[tuple[int, Work]] = []
+        for job in self.jobs:
+            if not (job.promised and job.at_risk) or overdue(job, self.now):
+                continue
+            work = job.work(self.layout, self.config)
+            if not work.sizes:
+                continue
+            if work.soonest_s(self.now) > work.limit_s + TOLERANCE_S:
+                slowest = work.speeds[work.sizes[0]]
+                if job.competes and slowest > 0.0 and job.course is not None and job.course.finish_s < INFINITY:
+                    rest_s = work.startup_s + work.left_at(self.now) / slowest + work.tail_s
+                    end = max(work.limit_s + rest_s, job.course.promised_s)
+                    late.append((job.promise, replace(work, limit_s=end + TOLERANCE_S)))
+                continue
+            if not job.mask:
+                continue
+            end = work.limit_s
+            if job.course is not None and job.course.holdings:
+                end = min(end, max(job.course.promised_s, job.course.holdings[-1].end_s))
+            begin = max(work.since_s, self.now)
+            if end > begin + TOLERANCE_S:
+                stand_ins.append(_stand_in(work, work.size, end - begin, begin, end))
+        late.sort(key=lambda one: one[0])
+        return stand_ins + [work for _, work in late[:_MOST_AT_RISK]]
+
+    def _aged(self, job: LiveJob) -> bool:
+        """Whether a best-effort job has waited too long."""
+        return (
+            job.competes
+            and job.best_effort
+            and not job.mask
+            and self.now - job.waiting_since_s >= self.config.ageing_s - TOLERANCE_S
+        )
+
+    def held(self) -> int:
+        """All slots that jobs hold now."""
+        mask = 0
+        for job in self.jobs:
+            mask |= job.mask
+        return mask
+
+    def stored(self) -> Draft:
+        """The stored courses."""
+        return Draft(self.layout, self.now, {job.job_id: job.course for job in self.jobs if job.course is not None})
+
+    def fresh(self, newcomer: Work | None = None, *, rescue: int = 0, guarded: bool = False) -> Draft | None:
+        """Plan all promises anew (and the newcomer's); None when no order that was tried proves them all.
+
+        ``guarded``: with the turns of best-effort jobs that waited too long and with what jobs at risk need, as
+        stand-ins that :meth:`unguarded` drops, and with the expected runs, whose stand-ins stay as their reservations.
+        """
+        works = self.promised()
+        if guarded:
+            works += [*self.turns(), *self.kept_at_risk(), *self.expected]
+        if newcomer is not None:
+            works.append(newcomer)
+        draft, _ = self._proven(deadline_order(works))
+        if draft is not None or not rescue or not all(work.sizes for work in works):
+            return draft
+        attempts = rescues(works, self.now, rescue)
+        attempt = next(attempts, None)
+        while attempt is not None:
+            draft, unfit = self._proven(*attempt)
+            if draft is not None:
+                return draft
+            try:
+                attempt = attempts.send(unfit)
+            except StopIteration:
+                break
+        return None
+
+    def unguarded(self, draft: Draft) -> Draft:
+        """Take the stand-ins of jobs out again; the jobs themselves are placed there by :meth:`complete`."""
+        for job in self.jobs:
+            if job.best_effort or job.at_risk:
+                draft.drop(job.job_id)
+        return draft
+
+    def reserve(self, draft: Draft) -> Draft:
+        """Add the reservations for expected runs that the draft has no other for, and that are free in it."""
+        for job_id, course in self.reservations.items():
+            if job_id not in draft.courses and all(
+                not mask & ~draft.book.free_over(start, end) for start, end, mask in course.holdings
+            ):
+                draft.put(job_id, course)
+        return draft
+
+    def _proven(self, ordered: list[Work], shape: ShareShape = ShareShape.FLAT) -> tuple[Draft | None, str | None]:
+        """A draft of all, or whom it did not fit."""
+        courses, unfit = prove(self.layout, self.free, ordered, self.now, self.held(), self.config.proof_rounds, shape)
+        return (None, unfit) if courses is None else (self._draft(courses), None)
+
+    def _draft(self, courses: dict[str, Course]) -> Draft:
+        for job in self.jobs:
+            if job.course is not None and job.job_id in courses and overdue(job, self.now):
+                booked = courses[job.job_id].holdings
+                courses[job.job_id] = Course(booked, job.course.finish_s, job.course.promised_s)
+        draft = Draft(self.layout, self.now, courses)
+        draft.shares = {job_id: mask_at(course, self.now).bit_count() for job_id, course in courses.items()}
+        return draft
+
+    def salvage(self) -> Draft:
+        """Keep as many promises as can be kept, the older promise first; the others are left out of the draft."""
+        age = {job.job_id: job.promise for job in self.jobs}
+        rounds = self.config.proof_rounds
+        return self._draft(salvage(self.layout, self.free, self.promised(), age, self.now, self.held(), rounds))
+
+    def complete(self, draft: Draft) -> Draft:
+        """Plan those without a (keepable) promise into what is left, then let jobs grow. Changes and returns ``draft``.
+
+        ``anew``: nothing but promises is in the draft yet. Otherwise courses that exist are kept.
+        """
+        measured = [job for job in self.jobs if job.phase is Phase.PROFILING]
+        for job in measured:
+            if job.profiling is None:  # what it trains on until it can be measured with more is anybody's
+                draft.drop(job.job_id)
+        in_need = self._in_need(draft)
+        for job in in_need:
+            if not job.mask:  # where it waits for its turn is free for those before it
+                draft.drop(job.job_id)
+        for place, job in enumerate(in_need):
+            draft.drop(job.job_id)
+            course = self._as_before(draft, job) if place >= _ANEW else None
+            course = course or self._place(draft, job)
+            if course is not None:
+                draft.put(job.job_id, course)
+        for job in measured:
+            meanwhile = None if job.job_id in draft.courses or job.trial else self._train_meanwhile(draft, job)
+            if meanwhile is not None:
+                draft.put(job.job_id, meanwhile)
+        grow(draft, (self.work(job) for job in self.jobs if job.competes), self.config)
+        self._explore(draft)
+        return draft
+
+    def _as_before(self, draft: Draft, job: LiveJob) -> Course | None:
+        """The stored course of a job that is at risk, if that is free still."""
+        if job.best_effort or job.course is None or not job.course.holdings or not draft.is_free(job.course):
+            return None
+        return job.course
+
+    def _explore(self, draft: Draft) -> None:
+        """Let running jobs try a size that was never measured, if nobody goes without for it."""
+        if self.config.explore_gain <= 0.0 or any(self._hungry(job) for job in self.jobs if not job.mask):
+            return
+        for job in self.jobs:
+            if job.competes and job.mask and not overdue(job, self.now):
+                course = try_next_size(draft, job, self.work(job), self.config)
+                if course is not None:
+                    draft.drop(job.job_id)
+                    draft.put(job.job_id, course)
+
+    def _in_need(self, draft: Draft) -> list[LiveJob]:
+        """Jobs that want a course: at risk first, then profiling, then best effort by turn."""
+        risk: list[LiveJob] = []
+        profiling: list[LiveJob] = []
+        best_effort: list[LiveJob] = []
+        for job in self.jobs:
+            course = draft.courses.get(job.job_id)
+            if course is not None and overdue(job, self.now):
+                continue
+            if job.phase is Phase.PROFILING:
+                profiling.append(job)
+            elif not job.competes:
+                continue
+            elif course is None or not course.holdings or (job.best_effort and not mask_at(course, self.now)):
+                (best_effort if job.best_effort else risk).append(job)
+            elif not job.best_effort and course.finish_s == INFINITY:
+                risk.append(job)  # slots may have become free in which more of it can be done
+        risk.sort(key=lambda job: job.promise)
+        profiling.sort(key=lambda job: (job.mask == 0, job.number))
+        aged = self._somebody_aged()
+        best_effort.sort(key=lambda job: self._turn(job, aged))
+        return risk + profiling + best_effort
+
+    def _turn(self, job: LiveJob, aged: bool) -> tuple[int, float, int]:
+        """Whose turn it is: who waited long, before who runs, before who waits, before who ran long.
+
+        ``aged``: somebody has waited too long.
+        """
+        if job.mask == 0:
+            return (0 if self._aged(job) else 2, job.waiting_since_s, job.number)
+        ran = self.now - job.running_since_s
+        return (3 if ran >= self.config.ageing_s and aged else 1, job.running_since_s, job.number)
+
+    def _somebody_aged(self) -> bool:
+        return any(self._aged(job) for job in self.jobs)
+
+    def _place(self, draft: Draft, job: LiveJob) -> Course | None:
+        work = self.work(job)
+        if job.phase is Phase.PROFILING:
+            return self._profile(draft, job)
+        if not work.sizes:
+            return None
+        if not job.best_effort:
+            return as_soon_as_possible(draft, work)
+        size = work.sizes[0]
+        if work.size > size and work.size in work.sizes:
+            free = draft.book.everything & ~draft.book.taken[0]
+            part = self.layout.find(work.mask & free, size)
+            if part and not self._hungry(job):
+                kept = while_free(draft, work, work.size)
+                if kept is not None and mask_at(kept, self.now) == work.mask:
+                    return kept
+        return while_free(draft, work, size)
+
+    def _hungry(self, but: LiveJob) -> bool:
+        """Whether anybody else has nothing and wants something."""
+        return any(
+            job is not but and not job.mask and (job.phase is Phase.PROFILING or job.competes) for job in self.jobs
+        )
+
+    def _profile(self, draft: Draft, job: LiveJob) -> Course | None:
+        run = job.profiling
+        if run is not None and job.mask:
+            holding = window(draft, job.mask, run.size, max(run.until_s - self.now, 2 * TOLERANCE_S))
+            if holding is not None and holding.mask == job.mask:
+                return Course((holding,), INFINITY, INFINITY)
+            return None
+        for size in sizes_to_measure(job, self.layout, self.now, self.config):
+            held = window(draft, job.mask, size, window_s(job, self.config))
+            if held is not None:
+                return Course((held,), INFINITY, INFINITY)
+        return None
+
+    def _train_meanwhile(self, draft: Draft, job: LiveJob) -> Course | None:
+        """Have a job train that waits for slots to be measured on, at a size that it knows: where it is, if it can."""
+        work = self.work(job)
+        sizes = sorted(known_speeds(job).keys() & set(work.sizes), key=lambda size: (size != work.size, -size))
+        for size in sizes:
+            course = while_free(draft, work, size)
+            if course is not None and mask_at(course, self.now):
+                return Course(course.holdings, INFINITY, INFINITY)
+        return None
+
+    def starved(self, draft: Draft) -> int:
+        """How many jobs get nothing soon although they want a first worker; who waited too long counts twice."""
+        pauses = max((job.job.costs.pause_s for job in self.jobs if job.mask), default=0.0)
+        patience = self.now + self.config.patience_pauses * pauses + TOLERANCE_S
+        count = 0
+        for job in self.jobs:
+            if (job.phase is Phase.PROFILING or job.competes) and not overdue(job, self.now):
+                course = draft.courses.get(job.job_id)
+                late = course is None or not course.holdings or course.holdings[0].start_s > patience
+                if late or (job.phase is Phase.PROFILING and not self._measures(draft, job)):
+                    count += 2 if self._aged(job) else 1
+        return count
+
+    def lateness(self, draft: Draft) -> tuple[int, float]:
+        """How many promised jobs have no end in sight, and by how many seconds the others end late together.
+
+        Of many late ones the oldest promises count: the others are behind them in any plan.
+        """
+        late: list[tuple[int, str, float]] = []
+        for job in self.jobs:
+            deadline = job.job.deadline_s
+            if not job.promised or deadline is None or overdue(job, self.now):
+                continue
+            course = draft.courses.get(job.job_id)
+            by_s = course.promised_s - deadline if course is not None else INFINITY
+            if by_s > TOLERANCE_S:
+                late.append((job.promise, job.job_id, by_s))
+        oldest = [by_s for _, _, by_s in sorted(late)[:_MOST_AT_RISK]]
+        return oldest.count(INFINITY), sum(by_s for by_s in oldest if by_s < INFINITY)
+
+    @staticmethod
+    def _measures(draft: Draft, job: LiveJob) -> bool:
+        """Whether a job that is profiled gets slots of a size at which its speed is to be measured."""
+        return job.profiling is not None or is_measured_at(job, draft.mask_now(job.job_id).bit_count())
+
+    def luxury(self, draft: Draft) -> bool:
+        """Whether planning afresh could free slots: somebody holds more than its share, or slots lie idle."""
+        idle = self.layout.usable_at(self.now) & ~draft.book.taken[0]
+        if idle:
+            return True
+        aged = self._somebody_aged()
+        for job in self.jobs:
+            if job.competes:
+                size = draft.mask_now(job.job_id).bit_count()
+                work = job.work(self.layout, self.config)
+                least = work.sizes[0] if job.best_effort and work.sizes else job.share
+                if size > least:
+                    return True
+                if job.best_effort and size and aged:
+                    return True
+        return False
+
+
+_MOST_AT_RISK = 16
+
+
+def _stand_in(work: Work, size: int, seconds: float, begin: float, end: float) -> Work:
+    """So many seconds on ``size`` slots from ``begin`` until ``end``, as work that has to be done by then."""
+    return replace(
+        work,
+        remaining=seconds,
+        since_s=begin,
+        speed_now=1.0,
+        sizes=(size,),
+        speeds={size: 1.0},
+        tail_s=0.0,
+        limit_s=end + TOLERANCE_S,
+    )
+
+
+def without(courses: Iterable[Holding], now: float) -> tuple[Holding, ...]:
+    """Holdings that are not over."""
+    return tuple(h for h in courses if h.end_s > now + TOLERANCE_S)

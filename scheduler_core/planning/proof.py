@@ -1,0 +1,117 @@
+"""Joint plans that prove themselves: filled by counts, placed on slots, every pause of every migration checked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Sequence
+from typing import NamedTuple
+
+from elasticflow_airflow.scheduler_core.cluster.placement import Layout
+from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
+from elasticflow_airflow.scheduler_core.model.work import TOLERANCE_S, Course, Work, course_of
+from elasticflow_airflow.scheduler_core.planning.minimum_share import ShareShape, fill
+from elasticflow_airflow.scheduler_core.planning.seat_shares import NoPlaceError, place
+
+
+def prove(
+    layout: Layout,
+    free: FreeCapacity,
+    ordered: Sequence[Work],
+    now: float,
+    avoid: int,
+    rounds: int,
+    shape: ShareShape = ShareShape.FLAT,
+) -> tuple[dict[str, Course] | None, str | None]:
+    """Plan all jobs in the given order so that each meets its limit; (None, who did not fit) if that fails.
+
+    Each round fills with as many extra pauses per job as placing the round before made migrations. ``free`` is the
+    capacity without any of the jobs; it stays as it is.
+    """
+    extra: dict[str, int] = {}
+    top = max((work.sizes[-1] for work in ordered if work.sizes), default=1)
+    late: str | None = None
+    for _ in range(rounds):
+        shares, unfit = fill(free.copy(top), ordered, now, extra, shape)
+        if unfit is not None:
+            return None, unfit
+        try:
+            holdings, migrations = place(layout, ordered, shares, now, avoid)
+        except NoPlaceError:
+            return None, late
+        courses: dict[str, Course] = {}
+        late = None
+        for work in ordered:
+            course = course_of(work, holdings[work.job_id], now)
+            courses[work.job_id] = course
+            if course.promised_s > work.limit_s + TOLERANCE_S:
+                late = work.job_id
+                extra[work.job_id] = max(extra.get(work.job_id, 0) + 1, migrations.get(work.job_id, 0))
+        if late is None:
+            return courses, None
+    return None, late
+
+
+def deadline_order(works: Sequence[Work]) -> list[Work]:
+    """Earliest limit first; equal ones by id, so that the order does not depend on history."""
+    return sorted(works, key=lambda work: (work.limit_s, work.job_id))
+
+
+class Attempt(NamedTuple):
+    """An order of filling, and the shape of its shares."""
+
+    order: list[Work]
+    shape: ShareShape
+
+
+def rescues(works: Sequence[Work], now: float, count: int) -> Generator[Attempt, str | None, None]:
+    """What is worth trying when the deadline order with one level each does not do; always the same for the same jobs.
+
+    The deadline order with two levels, then up to ``count`` other orders with one and with two: by the latest possible
+    start at the fastest size, at the smallest; then in turn random perturbations of the deadline order and, like a
+    squeaky wheel that gets the grease (Joslin and Clements, JAIR 1999), the order before with whoever did not fit (sent
+    by the caller after each attempt) filled earlier.
+    """
+    by_id = {work.job_id: work for work in works}
+    first = [work.job_id for work in deadline_order(works)]
+    for shape in (ShareShape.FALLING, ShareShape.RISING):
+        yield Attempt([by_id[job_id] for job_id in first], shape)
+
+    def slack(work: Work, size: int) -> float:
+        return work.limit_s - work.left_at(now) / work.speeds[size]
+
+    chaos = random.Random(len(works))
+    seen = {tuple(first)}
+    made, last, unfit = 0, first, None
+    for attempt in range(4 * count):
+        if made >= count:
+            return
+        order: list[str] | None
+        if attempt == 0:
+            order = [w.job_id for w in sorted(works, key=lambda w: (slack(w, w.sizes[-1]), w.job_id))]
+        elif attempt == 1:
+            order = [w.job_id for w in sorted(works, key=lambda w: (slack(w, w.sizes[0]), w.job_id))]
+        else:
+            order = _promoted(last, unfit, seen) if attempt % 2 else None
+            if order is None:
+                blur = {w.job_id: chaos.uniform(-0.3, 0.3) * max(1.0, w.limit_s - now) for w in works}
+                order = [w.job_id for w in sorted(works, key=lambda w: (w.limit_s + blur[w.job_id], w.job_id))]
+        if tuple(order) not in seen:
+            seen.add(tuple(order))
+            made += 1
+            for shape in ShareShape:
+                unfit = yield Attempt([by_id[job_id] for job_id in order], shape)
+            last = order
+
+
+def _promoted(order: list[str], unfit: str | None, seen: set[tuple[str, ...]]) -> list[str] | None:
+    """The order with ``unfit`` moved to the front by half its place, or further; None when all that was tried."""
+    if unfit is None:
+        return None
+    place = order.index(unfit)
+    while place > 0:
+        place //= 2
+        rest = [job_id for job_id in order if job_id != unfit]
+        rest.insert(place, unfit)
+        if tuple(rest) not in seen:
+            return rest
+    return None

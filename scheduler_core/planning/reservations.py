@@ -1,0 +1,216 @@
+"""Expected runs as work that newcomers have to fit beside: who is reserved for, how much, and from when on.
+
+A stand-in is planned like any work, only that it cannot begin before it is expected to have come. Where the joint plan
+that admits a newcomer puts it is its reservation: part of the stored plan, kept while it can be, so that the run that
+comes finds its place. Promises may push it aside, nothing else may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from elasticflow_airflow.scheduler_core.cluster.placement import Layout
+from elasticflow_airflow.scheduler_core.jobs.learned_speed import promised
+from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.recurring_work import CalendarPolicy, ExpectedRun, stand_in_id
+from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Holding, Work, course_of
+from elasticflow_airflow.scheduler_core.planning.minimum_share import minimum_share
+from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft
+from elasticflow_airflow.scheduler_core.planning.planner import Planner
+from elasticflow_airflow.scheduler_core.planning.proof import deadline_order
+
+_HALF = 0.5
+_TRIES = 2
+"""How many other orders are tried before stand-ins are given up."""
+
+
+def stand_in(
+    run: ExpectedRun, layout: Layout, config: SchedulerConfig, now: float, parts: Sequence[float], unseen: float
+) -> Work | None:
+    """An expected run as work, at the first of the quantiles ``parts`` at which it can be done in time alone.
+
+    With few runs seen the largest was probably not among them: lengths and latenesses count as longer by ``unseen``
+    divided by their number (except at the median, which is the last resort).
+
+    None when it cannot at any: what cannot be kept is not reserved for.
+    """
+    largest = layout.largest_block
+    otherwise = config.speed_sigma if run.speed_sigma is None else run.speed_sigma
+    believed = promised(run.curve, lambda size: run.speed_sigmas.get(size, otherwise), config)
+    speeds = believed.usable(run.min_workers, min(run.max_workers or largest, largest))
+    if not speeds:
+        return None
+    limit = run.deadline_s - config.deadline_margin_s
+    seen = len(run.steps.values)
+    for part in parts:
+        longer = 1.0 + (unseen / seen if part > _HALF else 0.0)
+        release = max(now, run.due_s + run.lateness.quantile(part) * longer)
+        work = Work(
+            job_id=stand_in_id(run.run_id),
+            remaining=run.steps.quantile(part) * longer,
+            since_s=release,
+            mask=0,
+            size=0,
+            speed_now=0.0,
+            starting=False,
+            sizes=tuple(speeds),
+            speeds=speeds,
+            startup_s=run.costs.startup_s,
+            pause_s=run.costs.pause_s,
+            join_s=run.costs.join_s,
+            tail_s=run.costs.tail_s,
+            limit_s=limit,
+            release_s=release,
+        )
+        if release + work.least_time_s() <= limit + TOLERANCE_S:
+            return work
+    return None
+
+
+def stand_ins(
+    runs: Iterable[ExpectedRun], layout: Layout, config: SchedulerConfig, policy: CalendarPolicy, now: float
+) -> list[Work]:
+    """A stand-in for each of the runs that can be done in time alone, as long and as late as the policy believes."""
+    parts = (policy.quantile, _HALF)
+    found = (stand_in(run, layout, config, now, parts, policy.unseen) for run in runs)
+    return [work for work in found if work is not None]
+
+
+def footprint(work: Work) -> float:
+    """Least slot-seconds that keep the limit from the release on."""
+    window = work.limit_s - work.release_s
+    least = INFINITY
+    for size in work.sizes:
+        seconds = work.startup_s + work.remaining / work.speeds[size] + work.tail_s
+        if seconds <= window + TOLERANCE_S:
+            least = min(least, size * seconds)
+    return least
+
+
+def reserved(
+    runs: Iterable[ExpectedRun], layout: Layout, config: SchedulerConfig, policy: CalendarPolicy, now: float
+) -> list[Work]:
+    """Stand-ins for the runs that are reserved for, in order of their release.
+
+    Sure runs all have one. Of uncertain ones whose times overlap, as many as their expected use adds up to: each adds
+    its footprint times its probability to what is owed, and gets a stand-in when at least half of it is owed. One run
+    that comes three times in ten is not reserved for; of ten such runs, three are.
+    """
+    found = [(run, work) for run in runs for work in stand_ins([run], layout, config, policy, now)]
+    found.sort(key=lambda item: (item[1].release_s, item[1].job_id))
+    kept: list[Work] = []
+    owed, until = 0.0, -INFINITY
+    for run, work in found:
+        if run.probability >= policy.sure:
+            kept.append(work)
+            continue
+        if work.release_s >= until:
+            owed = 0.0
+        until = max(until, work.limit_s)
+        use = footprint(work)
+        owed += run.probability * use
+        if owed >= _HALF * use:
+            kept.append(work)
+            owed -= use
+    return kept
+
+
+def keepable(planner: Planner, works: Sequence[Work]) -> list[Work]:
+    """Those of the stand-ins that can be kept beside the promises, so that one that cannot does not veto everybody.
+
+    All, if they fit beside the stored plan as it is, or if a joint plan proves them. Else whoever fits in order of
+    deadlines among the promises, after them, or beside the stored plan, whichever way keeps most.
+    """
+    fitting = _fitting(planner, works)
+    if len(fitting) == len(works):
+        return fitting
+    promises = [*planner.promised(), *planner.turns(), *planner.kept_at_risk()]
+    left_out = _left_out(planner, deadline_order([*promises, *works]), {work.job_id for work in works})
+    if left_out is not None:
+        kept = [work for work in works if work.job_id not in left_out]
+        if _joint(planner, kept):
+            return kept
+    if _joint(planner, works, rescue=_TRIES):
+        return list(works)
+    after = [*deadline_order(promises), *deadline_order(works)]
+    left_out = _left_out(planner, after, {work.job_id for work in works})
+    kept = [] if left_out is None else [work for work in works if work.job_id not in left_out]
+    return kept if len(kept) > len(fitting) else fitting
+
+
+def _joint(planner: Planner, works: Sequence[Work], rescue: int = 0) -> bool:
+    """Whether a plan proves the promises and the stand-ins together."""
+    before, planner.expected = planner.expected, works
+    proven = planner.fresh(guarded=True, rescue=rescue) is not None
+    planner.expected = before
+    return proven
+
+
+def _left_out(planner: Planner, ordered: Sequence[Work], may: Collection[str]) -> set[str] | None:
+    """Which of the works named in ``may`` do not fit by counts in this order; None when another does not."""
+    free, left_out = planner.free.copy(), set[str]()
+    for work in ordered:
+        share = minimum_share(free, work, planner.now)
+        if share is not None:
+            for start, end, size in share:
+                free.reserve(start, end, size)
+        elif work.job_id in may:
+            left_out.add(work.job_id)
+        else:
+            return None
+    return left_out
+
+
+def _fitting(planner: Planner, works: Sequence[Work]) -> list[Work]:
+    """As many stand-ins as fit beside the stored plan."""
+    return _place(planner.reserve(planner.stored()), works)
+
+
+def beside(draft: Draft, works: Sequence[Work]) -> Draft | None:
+    """The draft with all stand-ins booked beside what is in it; None when one does not fit. ``draft`` stays."""
+    twin = draft.copy()
+    return twin if len(_place(twin, works)) == len(works) else None
+
+
+def _place(draft: Draft, works: Sequence[Work]) -> list[Work]:
+    """Book stand-ins, the earliest deadline first: where the draft has them, if that still does, else anew.
+
+    Where there is no room for a run that is now expected to be later or longer, what was kept free for it stays.
+    """
+    placed, anew = list[Work](), list[Work]()
+    for work in sorted(works, key=lambda work: (work.limit_s, work.job_id)):
+        before = draft.courses.get(work.job_id)
+        (placed if before is not None and _does(work, before, draft.now) else anew).append(work)
+    for work in anew:
+        before = draft.drop(work.job_id)
+        course = place_from(draft, work) or before
+        if course is not None:
+            draft.put(work.job_id, course)
+            placed.append(work)
+    return placed
+
+
+def _does(work: Work, course: Course, now: float) -> bool:
+    """Whether an earlier reservation still suffices: a run may be expected to be later or longer since."""
+    begins = course.holdings[0].start_s
+    return (
+        begins >= work.release_s - TOLERANCE_S
+        and course_of(work, course.holdings, now).promised_s <= work.limit_s + TOLERANCE_S
+    )
+
+
+def place_from(draft: Draft, work: Work) -> Course | None:
+    """The earliest start from the release on at which a size keeps the limit in free slots, the smallest such size."""
+    book, limit = draft.book, work.limit_s + TOLERANCE_S / 2
+    release = max(work.release_s, draft.now)
+    for start in [release, *(when for when in book.times if when > release)]:
+        if start == INFINITY or start + work.least_time_s() > limit:
+            break
+        for size in work.sizes:
+            end = start + work.startup_s + work.remaining / work.speeds[size] + work.tail_s
+            if end > limit:
+                continue
+            block = draft.layout.find(book.free_over(start, end), size)
+            if block:
+                return Course((Holding(start, end, block),), end - work.tail_s, end)
+    return None

@@ -1,0 +1,344 @@
+"""The scheduler's memory: nodes, live jobs, stored courses; keeps them true as time passes and adopts drafts.
+
+Turns an adopted draft into decisions. What to plan is decided elsewhere (:mod:`planner`, :mod:`scheduler`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from elasticflow_airflow.scheduler_core.cluster.nodes import neighbours
+from elasticflow_airflow.scheduler_core.cluster.placement import Layout
+from elasticflow_airflow.scheduler_core.cluster.timeline import Bookings
+from elasticflow_airflow.scheduler_core.jobs.at_risk import who_is_at_risk
+from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob, ProfilingRun, overdue
+from elasticflow_airflow.scheduler_core.jobs.profiling import is_measured_at, wait_limit, window_s
+from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.decisions import (
+    Decision,
+    Purpose,
+    Resize,
+    Suspend,
+    WakeMeAt,
+)
+from elasticflow_airflow.scheduler_core.model.explain import change, workers
+from elasticflow_airflow.scheduler_core.model.recurring_work import Calendar, CalendarPolicy, stand_in_id
+from elasticflow_airflow.scheduler_core.model.values import Node, Phase, Placement
+from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Holding, course_of
+from elasticflow_airflow.scheduler_core.planning.exploring import unmeasured
+from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft, mask_at
+from elasticflow_airflow.scheduler_core.planning.planner import Planner
+
+_SLACK_S = 1e-3
+"""Ends that move by less than this leave the booked slots as they are."""
+
+
+class SchedulerState:
+    """Everything the scheduler remembers."""
+
+    def __init__(self, config: SchedulerConfig, nodes: Iterable[Node], calendar: CalendarPolicy | None = None) -> None:
+        self.config = config
+        self.calendar = Calendar(calendar)
+        self.reservations: dict[str, Course] = {}
+        """Where slots are kept free for expected runs, by the ids of their stand-ins: part of the stored plan."""
+        self.nodes = {node.node_id: node for node in nodes}
+        self.jobs: dict[str, LiveJob] = {}
+        self.layout = Layout(self.nodes.values())
+        self.hopeful_s = -INFINITY
+        """When it is next tried whether all planned anew helps those at risk, after it was tried in vain."""
+        self.ask_again_s = -INFINITY
+        """When those who wait are asked for again at the latest, as somebody has left without a promise."""
+        self.broken = False
+        """Stored courses no longer prove their promises: everything must be planned afresh."""
+        self._cut: set[str] = set()
+        """Jobs whose stored course is only what is left of one."""
+        self.late: set[str] = set()
+        """Jobs whose stored course must be computed again from what really is."""
+
+    def constants(self) -> dict[int, object]:
+        """What is replaced and never changed, by identity: a copy of the state may share it."""
+        found: list[object] = [self.config, self.layout, *self.nodes.values(), *self.calendar.runs.values()]
+        for job in self.jobs.values():
+            found += job.constants()
+        return {id(value): value for value in found}
+
+    def planner(self, now: float) -> Planner:
+        """A planner over the present jobs."""
+        return self.planner_over(list(self.jobs.values()), now)
+
+    def planner_over(self, jobs: Sequence[LiveJob], now: float) -> Planner:
+        """A planner over some of the jobs; it knows the reservations of runs that may still come in time for them."""
+        planner = Planner(self.config, self.layout, jobs, now)
+        if self.reservations:
+            names = {stand_in_id(run_id) for run_id in self.calendar.runs}
+            planner.reservations = {
+                name: course
+                for name, course in self.reservations.items()
+                if name in names and course.holdings[0].start_s > now + TOLERANCE_S
+            }
+        return planner
+
+    # -- the cluster ---------------------------------------------------------------------------------------------
+
+    def change_nodes(self, nodes: Iterable[Node]) -> None:
+        """Take over a new set of nodes; stored courses move to the new addresses, or break."""
+        old = self.layout
+        self.nodes = {node.node_id: node for node in nodes}
+        self.reservations = {}
+        self.layout = layout = Layout(self.nodes.values(), neighbours(job.placement for job in self.jobs.values()))
+        for job in self.jobs.values():
+            job.mask = layout.mask_of(job.placement)
+            job.changed()
+            if job.course is None:
+                continue
+            holdings = []
+            for start, end, mask in job.course.holdings:
+                slots = [old.slots[i] for i in range(mask.bit_length()) if mask >> i & 1]
+                moved = layout.mask_of(Placement(tuple(slots)))
+                usable = layout.usable_at(start) & layout.usable_at(end - TOLERANCE_S)
+                if moved.bit_count() != len(slots) or moved & ~usable:
+                    self._break(job)
+                    break
+                holdings.append(Holding(start, end, moved))
+            else:
+                job.course = Course(tuple(holdings), job.course.finish_s, job.course.promised_s)
+
+    def _break(self, job: LiveJob) -> None:
+        job.course = None
+        if job.promised:
+            self.broken = True
+
+    # -- time passes ---------------------------------------------------------------------------------------------
+
+    def refresh(self, now: float) -> None:
+        """Make stored courses true again: drop what is over, follow what came later or otherwise than planned."""
+        for job in list(self.jobs.values()):
+            course = job.course
+            if course is None:
+                continue
+            holdings = course.holdings
+            if holdings and holdings[0].end_s <= now + TOLERANCE_S:
+                holdings = tuple(h for h in holdings if h.end_s > now + TOLERANCE_S)
+                course = job.course = Course(holdings, course.finish_s, course.promised_s)
+            if not holdings:
+                self._ran_out(job, course, now)
+                continue
+            first = holdings[0]
+            behind = first.start_s < now - TOLERANCE_S and first.mask != job.mask
+            if behind or job.job_id in self.late:
+                self.late.discard(job.job_id)
+                self._follow(job, holdings, now)
+        self.late.clear()
+
+    def _ran_out(self, job: LiveJob, course: Course, now: float) -> None:
+        """Nothing is booked any more: the job should have ended and keeps its slots, or it has to be planned.
+
+        At first nothing is booked for it, for the word of its end may be on its way; whoever should have its slots
+        waits (see ``_order``). After ``overdue_s`` it is booked for a little longer, again and again.
+        """
+        if not job.mask or course.finish_s == INFINITY or job.phase is not Phase.ADMITTED:
+            self._break(job)
+        elif now >= course.promised_s + self.config.overdue_s - TOLERANCE_S:
+            until = now + self.config.overdue_s
+            job.course = Course((Holding(now, until, job.mask),), course.finish_s, course.promised_s)
+            for other in self.jobs.values():
+                booked = other.course.holdings if other is not job and other.course is not None else ()
+                if any(h.mask & job.mask and h.start_s < until and h.end_s > now for h in booked):
+                    self._break(other)
+
+    def _follow(self, job: LiveJob, holdings: tuple[Holding, ...], now: float) -> None:
+        """Compute a course again from the job's real state; book longer if it needs longer and nobody minds."""
+        work = job.work(self.layout, self.config)
+        before = job.course
+        last = holdings[-1]
+        open_end = [*holdings[:-1], Holding(last.start_s, INFINITY, last.mask)]
+        course = course_of(work, open_end, now)
+        if course.finish_s == INFINITY:
+            job.course = Course(holdings, INFINITY, INFINITY)
+            if job.promised:
+                self._break(job)
+            return
+        need = course.promised_s
+        if len(course.holdings) == len(holdings) and abs(need - last.end_s) <= _SLACK_S:
+            job.course = Course(holdings, course.finish_s, course.promised_s)
+        elif len(course.holdings) < len(holdings) or need < last.end_s:
+            if before is None or self._matters(before, course, now) or len(course.holdings) < len(holdings):
+                job.course = course if course.holdings[-1].end_s > now + TOLERANCE_S else before
+                if job.course is not None:
+                    job.course = Course(job.course.holdings, course.finish_s, course.promised_s)
+            else:
+                job.course = Course(holdings, course.finish_s, course.promised_s)
+        else:
+            others = Bookings.of(
+                self.layout,
+                now,
+                (h for o in self.jobs.values() if o is not job and o.course is not None for h in o.course.holdings),
+            )
+            if others.free_until(last.mask, max(last.end_s, now)) >= need:
+                job.course = course
+            elif need - last.end_s <= self.config.deviation_s and before is not None:
+                job.course = Course(holdings, course.finish_s, course.promised_s)
+            else:
+                self._break(job)
+                return
+        deadline = job.job.deadline_s
+        if job.promised and deadline is not None and course.promised_s > deadline + TOLERANCE_S and not job.at_risk:
+            self.broken = True
+
+    def _matters(self, before: Course, after: Course, now: float) -> bool:
+        moved = abs(before.finish_s - after.finish_s)
+        left = max(0.0, before.finish_s - now) if before.finish_s < INFINITY else INFINITY
+        return moved > self.config.deviation_s and moved > self.config.deviation_fraction * left
+
+    # -- adopting ------------------------------------------------------------------------------------------------
+
+    def adopt(self, draft: Draft, now: float, out: list[Decision], why: str) -> None:
+        """Store the courses of ``draft`` and order what they say for now."""
+        self._store(draft)
+        out += who_is_at_risk(self.jobs.values(), self.config, now)
+        self._order(now, out, why)
+
+    def keep(self, draft: Draft, now: float) -> None:
+        """Store the promises of ``draft`` and order nothing yet; others keep their courses where those are free in it.
+
+        Best effort keeps what is left of a course before somebody else is booked there, until all is planned again:
+        :meth:`forget_what_was_cut`. Changes ``draft``.
+        """
+        for job in self.jobs.values():
+            course = job.course
+            if course is None or job.job_id in draft.courses:
+                continue
+            free = [(h, draft.book.free_until(h.mask, max(h.start_s, now))) for h in course.holdings]
+            if all(until >= h.end_s for h, until in free):
+                draft.put(job.job_id, course)
+            elif job.best_effort:
+                self._cut.add(job.job_id)
+                first, until = free[0]
+                if until > max(first.start_s, now):
+                    holdings = (first._replace(end_s=min(first.end_s, until)),)
+                    draft.put(job.job_id, course._replace(holdings=holdings))
+        self._store(draft)
+
+    def forget_what_was_cut(self) -> None:
+        """Have those whose courses were cut planned anew."""
+        for job_id in self._cut & self.jobs.keys():
+            self.jobs[job_id].course = None
+        self._cut.clear()
+
+    def _store(self, draft: Draft) -> None:
+        names = [stand_in_id(run_id) for run_id in self.calendar.runs]
+        self.reservations = {name: draft.courses[name] for name in names if name in draft.courses}
+        for job in self.jobs.values():
+            job.course = draft.courses.get(job.job_id)
+            if draft.shares is not None:
+                job.share = draft.shares.get(job.job_id, 0)
+        if draft.shares is not None:
+            self.broken = False
+
+    def _order(self, now: float, out: list[Decision], why: str) -> None:
+        """Resize and suspend so that every job holds what its course says for now."""
+        wanted: list[tuple[int, int, LiveJob, int]] = []
+        for job in self.jobs.values():
+            if job.phase is Phase.PARKED or job.phase is Phase.WAITING:
+                target = 0
+            elif overdue(job, now):
+                target = job.mask
+            else:
+                target = mask_at(job.course, now)
+            if target != job.mask:
+                wanted.append((target.bit_count() - job.mask.bit_count(), job.number, job, target))
+        wanted.sort(key=lambda item: item[:2])
+        changing = {job.job_id for _, _, job, _ in wanted}
+        staying = 0
+        for job in self.jobs.values():
+            if job.job_id not in changing:
+                staying |= job.mask
+        while True:  # whoever must wait for an overdue gang keeps its slots, which may make others wait
+            held = [item for item in wanted if item[3] & staying]
+            if not held:
+                break
+            for item in held:
+                wanted.remove(item)
+                staying |= item[2].mask
+                self.late.add(item[2].job_id)
+        for _, _, job, target in wanted:
+            if target == 0:
+                out.append(Suspend(job.job_id, f"gives up its slots: {why}"))
+        for _, _, job, target in wanted:
+            if target:
+                self._resize(job, target, now, out, why)
+            else:
+                job.hold(self.layout, self.config, 0, now)
+                job.profiling = None
+
+    def _resize(self, job: LiveJob, target: int, now: float, out: list[Decision], why: str) -> None:
+        work = job.work(self.layout, self.config)
+        before, after = job.mask.bit_count(), target.bit_count()
+        cost = work.standstill_s(now)
+        end = job.course.finish_s if job.course is not None else INFINITY
+        saved = None
+        if 0 < before < after and work.speed(before) > 0.0:
+            saved = max(now, work.since_s) + work.left_at(now) / work.speed(before) - end
+        purpose = Purpose.PROFILE if job.phase is Phase.PROFILING else Purpose.TRAIN
+        job.hold(self.layout, self.config, target, now)
+        if purpose is Purpose.PROFILE and not is_measured_at(job, after):
+            reason = f"trains with {workers(after)} on slots that nobody needs, until it can be measured with more"
+        elif purpose is Purpose.PROFILE:
+            job.profiling = ProfilingRun(after, now + window_s(job, self.config))
+            reason = f"measures its speed with {after} on slots that no promise needs"
+            reason += ": its curve alone is not sure enough for a promise" if job.trial else ""
+        elif after > before > 0 and unmeasured(job, after):
+            job.failed_sizes.add(after)  # once; if its speed gets known, the curve says so
+            reason = f"tries {workers(after)} instead of {before}: its speed there is not known, and slots are idle"
+        else:
+            reason = change(before, after, cost_s=cost, saved_s=saved, end_s=end, why=why)
+        out.append(Resize(job.job_id, job.placement, purpose, reason))
+
+    # -- when to look again --------------------------------------------------------------------------------------
+
+    def is_due(self, now: float) -> bool:
+        """Whether a stored course says that its job should hold other slots by now."""
+        return any(
+            job.course is not None and not overdue(job, now) and mask_at(job.course, now) != job.mask
+            for job in self.jobs.values()
+            if job.job_id not in self.late
+        )
+
+    def wake(self, now: float) -> list[Decision]:
+        """The next time at which the plan itself asks for something."""
+        times: list[float] = []
+        for job in self.jobs.values():
+            course = job.course
+            if course is not None:
+                held = job.mask if overdue(job, now) else mask_at(course, now)
+                if overdue(job, now) and not course.holdings:
+                    times.append(course.promised_s + self.config.overdue_s)
+                for start, end, _ in course.holdings:
+                    if start > now + TOLERANCE_S:
+                        times.append(start)
+                        break
+                    if end > now + TOLERANCE_S and end < INFINITY:
+                        done = course.finish_s < INFINITY and end >= course.promised_s - TOLERANCE_S
+                        times.append(end + self.config.overdue_s if done and course.promised_s > now else end)
+                if held != job.mask:  # a change is due, and was not ordered: nothing was planned at this moment
+                    times.append(now + (1.0 if job.job_id in self.late else 2 * TOLERANCE_S))
+            if job.phase is Phase.PROFILING:
+                if job.profiling is not None:
+                    times.append(job.profiling.until_s)
+                elif (limit := wait_limit(job, self.layout, now, self.config)) is not None:
+                    times.append(max(limit, now + 1.0))  # it moves away while the job trains
+                    if job.judged:
+                        times.append(max(job.thorough_s, now + 1.0))
+            elif job.phase is Phase.WAITING and job.job.deadline_s is not None:
+                # However often something else happens: a time that has come is not put off.
+                due = (job.until_s, job.asked_s + self.config.waiting_retry_s)
+                times += [max(at_s, now + 2 * TOLERANCE_S) for at_s in due]
+            elif job.competes and job.best_effort and not job.mask:
+                times.append(job.waiting_since_s + self.config.ageing_s)
+        if any(job.phase is Phase.WAITING for job in self.jobs.values()):
+            expiry = self.calendar.next_expiry()
+            times += [self.ask_again_s] if expiry is None else [self.ask_again_s, expiry]
+        if any(job.at_risk for job in self.jobs.values()) and any(job.mask for job in self.jobs.values()):
+            times.append(self.hopeful_s)
+        later = [t for t in times if t > now + TOLERANCE_S]
+        return [WakeMeAt(min(later))] if later else []

@@ -1,0 +1,1 @@
+"""What several policies of the literature share: gangs, rounds, bookings and prices."""

@@ -1,0 +1,29 @@
+"""What policies share that decide in rounds: when the next one is, and what happens between two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elasticflow_airflow.scheduler_core.model.work import TOLERANCE_S
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.gang import Claim
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import JobView
+
+
+def next_round(last_s: float, now: float, interval_s: float) -> float:
+    """When the round after the one at ``last_s`` is due; at most ``now`` means that it is due now."""
+    due = last_s + interval_s
+    return now if due <= now + TOLERANCE_S else due
+
+
+def keep_and_start(jobs: Sequence[JobView], sizes: dict[str, tuple[int, ...]] | None = None) -> list[Claim]:
+    """Between two rounds: whoever runs goes on, whoever waits starts on what is idle, first come first.
+
+    ``sizes`` are those that a waiting job may start with, best first; by default its smallest.
+    """
+    running = [Claim(job.job_id, (job.size,), "goes on") for job in jobs if job.size]
+    waiting = [
+        Claim(job.job_id, (sizes or {}).get(job.job_id, job.rising[:1]), "slots are idle")
+        for job in jobs
+        if not job.size
+    ]
+    return [*running, *waiting]

@@ -1,0 +1,148 @@
+"""Tells a scheduler in a simulation what the workflow engine would tell it: which runs are due when. Never the future.
+
+Known at any time are the timetables (a task's period and its first due time) and the runs that were submitted by then;
+whether a due run will come, when, and how long it will be is learned from those alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.decisions import Decision
+from elasticflow_airflow.scheduler_core.model.recurring_work import PastRun, expect
+from elasticflow_airflow.scheduler_core.model.values import Job
+from elasticflow_airflow.scheduler_core.scheduler import Scheduler
+from elasticflow_airflow.scheduler_core.simulator.inputs.trace import TraceJob
+
+_KEPT = 30
+"""How many past runs of a task are remembered."""
+_SAME_S = 60.0
+"""Due times of a task that are closer than this are one: cron knows no shorter period."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timetable:
+    """When a task is due: first at ``first_s``, then every ``period_s``, up to and including ``last_s``."""
+
+    first_s: float
+    period_s: float
+    last_s: float
+
+    def due(self, after_s: float, until_s: float) -> list[float]:
+        """Due times later than ``after_s`` and not later than ``until_s``."""
+        number = max(0, int((after_s - self.first_s) // self.period_s) + 1)
+        found = []
+        while (when := self.first_s + number * self.period_s) <= min(until_s, self.last_s):
+            found.append(when)
+            number += 1
+        return found
+
+
+def timetables(rows: Iterable[TraceJob]) -> dict[str, Timetable]:
+    """The timetables of a trace's expected tasks: the smallest distance of two due times is the period.
+
+    A task with one due time has no period and is left out: nothing can be expected of it. Due times within a minute are
+    one, so that no slip of the clock makes a task of every second.
+    """
+    dues: dict[str, set[float]] = defaultdict(set)
+    last = 0.0
+    for row in rows:
+        last = max(last, row.submitted_s)
+        if row.expected and row.due_s is not None:
+            dues[row.task].add(row.due_s)
+    found = {}
+    for task, times in dues.items():
+        ordered: list[float] = []
+        for due in sorted(times):
+            if not ordered or due - ordered[-1] >= _SAME_S:
+                ordered.append(due)
+        if len(ordered) > 1:
+            found[task] = Timetable(ordered[0], min(b - a for a, b in pairwise(ordered)), last)
+    return found
+
+
+@dataclass(slots=True)
+class _Task:
+    timetable: Timetable
+    history: list[PastRun] = field(default_factory=list)
+    open: list[float] = field(default_factory=list)
+    """Due times that were announced and neither came nor were given up."""
+    last: Job | None = None
+
+
+class CalendarFeed:
+    """A policy: the scheduler, told of expected runs ``horizon_s`` ahead at every submission."""
+
+    def __init__(
+        self, scheduler: Scheduler, tables: Mapping[str, Timetable], dues: Mapping[str, float], horizon_s: float
+    ) -> None:
+        self._scheduler, self._horizon_s = scheduler, horizon_s
+        self._tasks = {task: _Task(table) for task, table in tables.items()}
+        self._dues = dues
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, rows: Sequence[TraceJob], horizon_s: float = 2 * 86400.0) -> CalendarFeed:
+        """A feed for the tasks of a trace."""
+        dues = {row.job_id: row.due_s for row in rows if row.expected and row.due_s is not None}
+        return cls(scheduler, timetables(rows), dues, horizon_s)
+
+    def handle(self, event: ev.Event, now: float) -> list[Decision]:
+        """Pass an event on; a submission also tells what is expected next."""
+        if not isinstance(event, ev.JobSubmitted):
+            return self._scheduler.handle(event, now)
+        for name, task in self._tasks.items():
+            self._give_up(name, task, now)
+        decided = self._scheduler.handle(event, now)
+        submitted, due = self._tasks.get(event.job.task), self._dues.get(event.job.job_id)
+        if submitted is not None and due is not None:
+            self._learn(submitted, event.job, due, now)
+        for name, task in self._tasks.items():
+            self._announce(name, task, now, anew=task is submitted)
+        return decided
+
+    def _learn(self, task: _Task, job: Job, due: float, now: float) -> None:
+        if due in task.open:
+            task.open.remove(due)
+        late, after = now - due, 0.0 if job.deadline_s is None else job.deadline_s - due
+        run = PastRun(due_s=due, late_s=late, steps=job.total_steps or 0.0, deadline_after_s=after)
+        task.history = [*task.history, run][-_KEPT:]
+        task.last = job
+
+    def _give_up(self, name: str, task: _Task, now: float) -> None:
+        known = {run.run_id for run in self._scheduler.expected_runs()}
+        for due in [when for when in task.open if when < now]:
+            if _run_id(name, due) not in known:  # the scheduler has released it
+                task.open.remove(due)
+                task.history = [*task.history, PastRun(due_s=due, came=False)][-_KEPT:]
+
+    def _announce(self, name: str, task: _Task, now: float, *, anew: bool) -> None:
+        """Announce what has come within the horizon; ``anew``: all of it, as more is known of the task."""
+        job = task.last
+        if job is None or job.curve is None:
+            return
+        known = set(task.open)
+        for due in task.timetable.due(now, now + self._horizon_s):
+            if due in known and not anew:
+                continue
+            run = expect(
+                task.history,
+                run_id=_run_id(name, due),
+                task=name,
+                due_s=due,
+                curve=job.curve,
+                costs=job.costs,
+                min_workers=job.min_workers,
+                max_workers=job.max_workers,
+            )
+            if run is not None:
+                if due not in known:
+                    task.open.append(due)
+                self._scheduler.handle(ev.RunExpected(run), now)
+
+
+def _run_id(task: str, due_s: float) -> str:
+    return f"{task} {due_s:.0f}"

@@ -1,0 +1,1 @@
+"""What a simulation leaves: schedules as files, series of numbers, and plots."""
