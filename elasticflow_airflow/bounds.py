@@ -60,8 +60,6 @@ MOST_LABELS: Final = 100
 METRICS_BYTES: Final = 64 * 1024
 METRICS_DEPTH: Final = 16
 _YEAR_S: Final = 366 * 86400.0
-_FIRST_S: Final = datetime(1, 1, 1, tzinfo=UTC).timestamp()
-_LAST_S: Final = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 
 
 def time_problem(at_s: float) -> str | None:
@@ -234,11 +232,6 @@ def clean_text(text: str, most: int = MESSAGE_CHARACTERS, *, tail: bool = False)
     if len(text) > most:
         text = f"... {text[-most:]}" if tail else f"{text[:most]} ..."
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()
-
-
-def utc(at_s: float) -> datetime:
-    """The moment, or the nearest one that a calendar has: what is worked out from slow speeds may be far beyond."""
-    return datetime.fromtimestamp(min(_LAST_S, at_s) if at_s >= _FIRST_S else _FIRST_S, UTC)
 
 
 def shown(number: float) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowNotFoundException
 
 from elasticflow_airflow.client import ElasticFlowError, IncompatibleService, ServiceUnavailable, Unauthorized
+from elasticflow_airflow.times import duration
 
 
 class JobRejected(AirflowFailException):
@@ -58,6 +59,6 @@ def as_task_error(error: ElasticFlowError) -> AirflowException:
 
 def after_waiting(error: ElasticFlowError | AirflowException, away_s: float) -> AirflowException:
     """Say as an exception of a task why a wait for the service was given up after so many seconds."""
-    why = f"{error}; it has been away for {away_s:.0f} s"
+    why = f"{error}; it has been away for {duration(away_s)}"
     refused = isinstance(error, (Unauthorized, IncompatibleService, AirflowFailException))
     return ServiceRefused(why) if refused else ServiceAway(why)

@@ -33,7 +33,7 @@ from elasticflow_airflow.client import (
 )
 from elasticflow_airflow.deadlines.clock import now_s
 from elasticflow_airflow.deadlines.dag_deadline import alerts_of, check_time_from_dag, dag_of
-from elasticflow_airflow.deadlines.parse import DeadlineError, show_duration, zone_name
+from elasticflow_airflow.deadlines.parse import DeadlineError, zone_name
 from elasticflow_airflow.exceptions import (
     JobCancelled,
     JobFailed,
@@ -63,6 +63,7 @@ from elasticflow_airflow.task.run_deadline import ended_jobs
 from elasticflow_airflow.task.submitting import InFlight, acknowledge_for_clear, attach_for_retry
 from elasticflow_airflow.task.task_submission import Prepared, RunFacts, check_downstream, prepare, run_facts
 from elasticflow_airflow.task.telemetry import count_ended, count_submitted
+from elasticflow_airflow.times import duration
 from elasticflow_airflow.triggers import ElasticFlowJobTrigger
 from elasticflow_airflow.waiting.dag_test_leases import LeasedJob, lease_renewer
 from elasticflow_airflow.waiting.killing import KILL_WITHIN_S, Kill, come_back
@@ -297,7 +298,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
             raise JobTakenOver(f"a newer attempt of this task has taken job {job_id} over: this one stops")
         if outcome == "away":
             raise ServiceAway(
-                f"{endpoint} did not answer for {show_duration(settings.service_away_s)}; a retry attaches to job"
+                f"{endpoint} did not answer for {duration(settings.service_away_s)}; a retry attaches to job"
                 f" {job_id} again"
             )
         if outcome == "refused":
@@ -471,7 +472,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
             f", {status.verdict.reason}" if status.verdict.reason else "",
         )
         if status.best_effort and submission.deadline_at is not None and submission.deadline_at < now:
-            passed = show_duration(now - submission.deadline_at)
+            passed = duration(now - submission.deadline_at)
             self.log.warning("the deadline passed %s ago: training as best effort", passed)
         if self._kill.happened:
             self.on_kill()  # the signal came before there was a job to cancel

@@ -29,7 +29,7 @@ from elasticflow_airflow.scheduler_core.model.decisions import (
     Wait,
     WakeMeAt,
 )
-from elasticflow_airflow.scheduler_core.model.explain import duration, moment, workers
+from elasticflow_airflow.scheduler_core.model.explain import workers
 from elasticflow_airflow.scheduler_core.model.recurring_work import ExpectedRun, stand_in_id
 from elasticflow_airflow.scheduler_core.model.values import (
     Job,
@@ -46,6 +46,7 @@ from elasticflow_airflow.scheduler_core.planning.protection_price import Arrival
 from elasticflow_airflow.scheduler_core.planning.repair import mend
 from elasticflow_airflow.scheduler_core.planning.reservations import keepable, reserved, stand_ins
 from elasticflow_airflow.scheduler_core.scheduler_state import SchedulerState
+from elasticflow_airflow.times import duration, moment
 
 _LOOKS = 30
 """So often within ``waiting_retry_s`` it is looked whether all planned anew helps those at risk."""

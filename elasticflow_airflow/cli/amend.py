@@ -12,9 +12,9 @@ from rich.console import Console
 from elasticflow_airflow.api import AmendRequest, JobStatus
 from elasticflow_airflow.api.training_options import MOMENT_FORMS
 from elasticflow_airflow.cli.connection import JobId, StateDir, Url, check_name, client, fail
-from elasticflow_airflow.cli.terminal.display import moment
 from elasticflow_airflow.cli.terminal.moments import moment_of
 from elasticflow_airflow.cli.unowned import SILENT, cancel_unowned
+from elasticflow_airflow.times import local_moment
 
 _NOT_PROMISED = 3
 
@@ -45,7 +45,7 @@ def amend(
         _print(f"{job_id}: {answer.reason}")
         return
     offer = answer.earliest_deadline_at
-    more = "" if offer is None else f"; the earliest deadline that can be promised is {moment(offer)}"
+    more = "" if offer is None else f"; the earliest deadline that can be promised is {local_moment(offer)}"
     fail(f"not promised, and what held before holds on: {answer.reason}{more}", _NOT_PROMISED)
 
 

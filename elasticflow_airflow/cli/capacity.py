@@ -11,8 +11,8 @@ from rich.text import Text
 
 from elasticflow_airflow.cli.connection import StateDir, Url, client
 from elasticflow_airflow.cli.forecast import Hours
-from elasticflow_airflow.cli.terminal.display import moment
 from elasticflow_airflow.cli.terminal.tables import Column, print_table
+from elasticflow_airflow.times import local_moment
 
 if TYPE_CHECKING:
     from elasticflow_airflow.api.insight import CapacityWant, ReleasableNode
@@ -47,4 +47,4 @@ def _node_row(node: ReleasableNode) -> tuple[str | Text, ...]:
 
 def _want_row(want: CapacityWant, mark: str) -> tuple[str | Text, ...]:
     need = mark + want.need.replace("_", " ")
-    return moment(want.deadline_at), want.task, Text(need, style="red"), want.reason
+    return local_moment(want.deadline_at), want.task, Text(need, style="red"), want.reason

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from elasticflow_airflow.api import ForecastAnswer, ForecastItem
 from elasticflow_airflow.cli.connection import BAD_INPUT, StateDir, Url, client
-from elasticflow_airflow.cli.terminal.display import moment
 from elasticflow_airflow.cli.terminal.tables import Column, print_table
+from elasticflow_airflow.times import local_moment
 
 MISSED, NOT_KEPT = 1, 3
 """Statuses for ``--fail-on-miss`` and ``--check``; 2 when the question could not be asked."""
@@ -58,12 +58,12 @@ def _outlook_row(item: ForecastItem) -> tuple[str | Text, ...]:
     if item.kind == "expected":
         sure = "" if item.probability > 0.995 else f" (comes {item.probability:.0%})"
         planned = "planned, " if item.planned else ""
-        outlook = f"{outlook}, {planned}due {moment(item.due_at)}{sure}"
+        outlook = f"{outlook}, {planned}due {local_moment(item.due_at)}{sure}"
     return (
-        moment(item.deadline_at),
+        local_moment(item.deadline_at),
         item.task,
         Text(outlook, style=_STYLES[item.outcome]),
-        moment(item.projected_at),
-        moment(item.earliest_deadline_at),
+        local_moment(item.projected_at),
+        local_moment(item.earliest_deadline_at),
         item.reason,
     )

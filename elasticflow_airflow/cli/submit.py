@@ -17,10 +17,10 @@ from elasticflow_airflow.api import JobStatus, JobSubmission, State, Verdict
 from elasticflow_airflow.api.training_options import on_wire
 from elasticflow_airflow.cli.connection import BAD_INPUT, StateDir, Url, client, fail, program, what_is_wrong
 from elasticflow_airflow.cli.logs import read
-from elasticflow_airflow.cli.terminal.display import moment
 from elasticflow_airflow.cli.terminal.moments import moment_of
 from elasticflow_airflow.cli.training_flags import with_training_flags
 from elasticflow_airflow.client import ElasticFlowClient, Snapshot, SnapshotError, snapshot_script
+from elasticflow_airflow.times import local_moment
 
 NAMESPACE = "command-line"
 """Keeps these jobs apart from those of every Airflow."""
@@ -195,9 +195,9 @@ def _say(job_id: str, verdict: Verdict, projected_at: float | None, meanwhile: s
     reason = verdict.reason or meanwhile
     _print(f"{job_id}: {verdict.decision.replace('_', ' ')}{f', {reason}' if reason else ''}")
     if projected_at is not None:
-        _print(f"projected finish {moment(projected_at)}")
+        _print(f"projected finish {local_moment(projected_at)}")
     if verdict.earliest_deadline_at is not None:
-        _print(f"the earliest deadline that can be promised is {moment(verdict.earliest_deadline_at)}")
+        _print(f"the earliest deadline that can be promised is {local_moment(verdict.earliest_deadline_at)}")
 
 
 def _new_run(now: float) -> str:

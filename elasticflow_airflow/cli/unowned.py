@@ -10,9 +10,9 @@ from rich.console import Console
 
 from elasticflow_airflow.api.owners import UnownedJob
 from elasticflow_airflow.cli.connection import fail
-from elasticflow_airflow.cli.terminal.display import moment
 from elasticflow_airflow.cli.terminal.tables import Column, print_table
 from elasticflow_airflow.client import ElasticFlowClient, JobNotFound, StaleClaim
+from elasticflow_airflow.times import local_moment
 
 SILENT = "With --unowned: nobody has asked for it for so many seconds."
 _COLUMNS = (
@@ -66,7 +66,7 @@ def _row(one: UnownedJob) -> tuple[str, ...]:
     identity = one.job.identity
     index = "" if identity.map_index < 0 else f"[{identity.map_index}]"
     task = f"{identity.dag_id}.{identity.task_id}{index}, run {identity.run_id}"
-    return one.job.job_id, task, str(one.job.state), str(one.job.workers), moment(one.since_at), one.why
+    return one.job.job_id, task, str(one.job.state), str(one.job.workers), local_moment(one.since_at), one.why
 
 
 def _print(line: str) -> None:

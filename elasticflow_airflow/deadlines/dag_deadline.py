@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from elasticflow_airflow.deadlines.parse import DeadlineError, TimeFromDag, show_duration
+from elasticflow_airflow.deadlines.parse import DeadlineError, TimeFromDag
 from elasticflow_airflow.deadlines.timetables import TimetableError, recurs
+from elasticflow_airflow.times import duration
 
 _LOGICAL_DATE: Final = "DagRunLogicalDateDeadline"
 _QUEUED_AT: Final = "DagRunQueuedAtDeadline"
@@ -68,7 +69,7 @@ def time_from_dag(
         interval = _interval(alert.interval, name, variable)
         seconds = interval.total_seconds()
         sign = "-" if seconds < 0 else "+"
-        found.append((base + interval, f"{name}: {said} {sign} {show_duration(abs(seconds))}"))
+        found.append((base + interval, f"{name}: {said} {sign} {duration(abs(seconds))}"))
     unused = f"; cannot be evaluated in a worker: {'; '.join(left_out)}" if left_out else ""
     if found:
         at, said = min(found, key=lambda one: one[0])

@@ -17,7 +17,8 @@ from airflow.sdk.exceptions import AirflowRuntimeError
 from airflow.sdk.execution_time import task_runner
 from airflow.sdk.execution_time.comms import GetDagRun, GetPreviousDagRun, GetPreviousTI, GetTaskBreadcrumbs
 
-from elasticflow_airflow.deadlines.parse import DAG_RUN, Reserve, declared_reserve, show_duration, target_name
+from elasticflow_airflow.deadlines.parse import DAG_RUN, Reserve, declared_reserve, target_name
+from elasticflow_airflow.times import duration
 
 log = logging.getLogger(__name__)
 
@@ -91,13 +92,13 @@ def reserve_for(
         why = "no earlier run shows how long it takes"
         return declared_reserve(downstream_reserve, deadline_of, why), (
             f"{why} from the end of training to the end of {target}: using downstream_reserve"
-            f" ({show_duration(declared_s)}) as declared"
+            f" ({duration(declared_s)}) as declared"
         )
     after_s = quantile(seen, QUANTILE)
     runs = f"{len(seen)} run{'s' if len(seen) > 1 else ''}"
     if len(seen) < FEW and declared_s > after_s:
         return declared_reserve(downstream_reserve, deadline_of, f"more than the {runs} so far have shown"), None
-    spread = show_duration(seen[0]) if len(seen) == 1 else f"{show_duration(min(seen))} to {show_duration(max(seen))}"
+    spread = duration(seen[0]) if len(seen) == 1 else f"{duration(min(seen))} to {duration(max(seen))}"
     said = (
         f"p{QUANTILE * 100:.0f} of the last {runs} ({spread}), from the end of training to the end of"
         f" {target}, queueing included{upper}"

@@ -20,6 +20,8 @@ from typing import Final, TypeAlias
 import pendulum
 from pendulum import DateTime
 
+from elasticflow_airflow.times import duration, zoned_moment
+
 DeadlineGiven: TypeAlias = "str | time | timedelta | datetime"
 
 DAG_RUN: Final = "dag_run"
@@ -148,50 +150,29 @@ def training_deadline(
         target_at = resolve(given, run_due=run_due, timezone=timezone, argument=argument)
         said = f"{argument}={_short(given)}"
         if isinstance(given, timedelta):
-            said += f" after the run was due at {show(due)}"
+            said += f" after the run was due at {zoned_moment(due)}"
         elif isinstance(given, time) or (isinstance(given, str) and _TIME_OF_DAY.fullmatch(given.strip())):
-            said += f", its first after the run was due at {show(due)}"
+            said += f", its first after the run was due at {zoned_moment(due)}"
     at = target_at
     rows: list[tuple[str, str, str]] = []
     if reserve is not None:
         at = target_at - timedelta(seconds=reserve.total_s)
-        rows.append((f"{target_name(deadline_of)} must end by", show(target_at), said))
-        rows.append(("minus what comes after", show_duration(reserve.after_s), reserve.said))
+        rows.append((f"{target_name(deadline_of)} must end by", zoned_moment(target_at), said))
+        rows.append(("minus what comes after", duration(reserve.after_s), reserve.said))
         if reserve.margin_s:
-            rows.append(("minus a margin", show_duration(reserve.margin_s), reserve.margin_said))
+            rows.append(("minus a margin", duration(reserve.margin_s), reserve.margin_said))
         said = ""
-    rows.append(("the training must end by", show(at), said))
+    rows.append(("the training must end by", zoned_moment(at), said))
     left_s = at.timestamp() - now.timestamp()
-    rows.append(("which is", f"in {show_duration(left_s)}" if left_s >= 0 else f"{show_duration(-left_s)} ago", ""))
+    rows.append(("which is", f"in {duration(left_s)}" if left_s >= 0 else f"{duration(-left_s)} ago", ""))
     wide, broad = (max(len(row[i]) for row in rows) for i in (0, 1))
     lines = [f"  {a:<{wide}}  {b:<{broad}}{f'  ({c})' if c else ''}".rstrip() for a, b, c in rows]
     return TrainingDeadline(at=at, target_at=target_at, arithmetic="\n".join(["Deadline:", *lines]))
 
 
-def show(moment: datetime) -> str:
-    """Write a moment for people: weekday, date, time and zone."""
-    return f"{moment:%a %Y-%m-%d %H:%M:%S %Z}".replace(":00 ", " ")
-
-
 def show_at(at_s: float, timezone: tzinfo) -> str:
     """Write UTC seconds for people, in a time zone."""
-    return show(pendulum.from_timestamp(at_s).in_timezone(_named(timezone)))
-
-
-def show_duration(seconds: float) -> str:
-    """Write a duration for people: its two largest units."""
-    whole = round(abs(seconds))
-    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    parts: list[str] = []
-    for unit, size in units:
-        count, whole = divmod(whole, size)
-        if count:
-            parts.append(f"{count} {unit}")
-        elif parts:
-            break
-        if len(parts) == 2:
-            break
-    return ("-" if seconds < 0 and parts else "") + (" ".join(parts) or "0 s")
+    return zoned_moment(pendulum.from_timestamp(at_s).in_timezone(_named(timezone)))
 
 
 def zone_name(timezone: tzinfo) -> str:
@@ -274,5 +255,5 @@ def _is_template(text: str) -> bool:
 
 def _short(given: DeadlineGiven) -> str:
     if isinstance(given, timedelta):
-        return show_duration(given.total_seconds())
+        return duration(given.total_seconds())
     return repr(given) if isinstance(given, str) else written(given)

@@ -16,9 +16,10 @@ from airflow.sdk import BaseNotifier
 
 from elasticflow_airflow.api import EventKind, JobStatus, State
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError
-from elasticflow_airflow.deadlines.parse import show_at, show_duration
+from elasticflow_airflow.deadlines.parse import show_at
 from elasticflow_airflow.task.callables import loaded
 from elasticflow_airflow.task.outcomes import result_of
+from elasticflow_airflow.times import duration
 from elasticflow_airflow.waiting.progress import progress_line
 from elasticflow_airflow.waiting.task_log import Logger
 from elasticflow_airflow.waiting.task_memory import TaskMemory
@@ -106,7 +107,7 @@ def message_of(status: JobStatus, timezone: tzinfo, said: str = "") -> str:
         if status.deadline_at is not None:
             head += f" {show_at(status.deadline_at, timezone)}"
             if status.slack_s is not None and status.slack_s < 0:
-                head += f" by {show_duration(-status.slack_s)}"
+                head += f" by {duration(-status.slack_s)}"
     elif status.state is State.SUCCEEDED:
         missed = status.result is not None and status.result.met is False
         head = f"Training {who} succeeded{', after its deadline' if missed else ''}"

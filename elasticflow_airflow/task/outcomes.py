@@ -11,7 +11,8 @@ from typing import Any
 import pendulum
 
 from elasticflow_airflow.api import JobStatus
-from elasticflow_airflow.deadlines.parse import show_at, show_duration
+from elasticflow_airflow.deadlines.parse import show_at
+from elasticflow_airflow.times import duration
 
 _WHEN_TOO_EARLY = (
     "  what you can do: give a later deadline; train less (steps, epochs); on_reject='best_effort' to train"
@@ -58,7 +59,7 @@ def success_line(status: JobStatus, timezone: tzinfo) -> str:
     if status.deadline_at is None or result.slack_s is None:
         return line
     side = "before" if result.slack_s >= 0 else "AFTER"
-    return f"{line}, {show_duration(abs(result.slack_s))} {side} its deadline {show_at(status.deadline_at, timezone)}"
+    return f"{line}, {duration(abs(result.slack_s))} {side} its deadline {show_at(status.deadline_at, timezone)}"
 
 
 def rejection_message(status: JobStatus, timezone: tzinfo, now: float) -> str:
@@ -102,4 +103,4 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _from_now(seconds: float) -> str:
-    return f"in {show_duration(seconds)}" if seconds >= 0 else f"{show_duration(-seconds)} ago"
+    return f"in {duration(seconds)}" if seconds >= 0 else f"{duration(-seconds)} ago"

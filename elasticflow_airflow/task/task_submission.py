@@ -23,7 +23,7 @@ from elasticflow_airflow.api.training_options import OPTIONS, ValueKind, names_o
 from elasticflow_airflow.client import Snapshot, SnapshotError, snapshot_module, snapshot_script
 from elasticflow_airflow.deadlines.clock import now_s
 from elasticflow_airflow.deadlines.downstream import EndedJob
-from elasticflow_airflow.deadlines.parse import DAG_RUN, DeadlineError, show_at, show_duration
+from elasticflow_airflow.deadlines.parse import DAG_RUN, DeadlineError, show_at
 from elasticflow_airflow.settings import AirflowSettings
 from elasticflow_airflow.task.arguments import (
     ArgumentError,
@@ -43,6 +43,7 @@ from elasticflow_airflow.task.run_deadline import (
     run_of_dag,
 )
 from elasticflow_airflow.task.telemetry import trace_labels
+from elasticflow_airflow.times import duration
 from elasticflow_airflow.waiting.dag_test_leases import LEASE_S, ORPHAN_S
 from elasticflow_airflow.waiting.task_memory import TaskMemory
 
@@ -193,7 +194,7 @@ def prepare(
     late_s = _began_late_s(facts, last_at)
     if late_s is not None and last_at is not None and task.on_past_deadline == "auto":
         warnings.append(
-            f"this run began {show_duration(late_s)} after it was due, when its deadline"
+            f"this run began {duration(late_s)} after it was due, when its deadline"
             f" {show_at(last_at, facts.timezone)} had passed: it trains as best effort (on_past_deadline='fail' refuses"
             " such a run)"
         )

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
 
 from elasticflow_airflow.api import Event, JobStatus, State
+from elasticflow_airflow.times import duration
 
 T = TypeVar("T")
 
@@ -144,7 +145,7 @@ class JobOutcome:
         if self.sizes:
             said += f", workers {' → '.join(map(str, self.sizes))}"
         if self.slack_s is not None and self.state is State.SUCCEEDED:
-            said += f", {abs(self.slack_s):.0f} s {'before' if self.slack_s >= 0 else 'AFTER'} its deadline"
+            said += f", {duration(abs(self.slack_s))} {'before' if self.slack_s >= 0 else 'AFTER'} its deadline"
         return said
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from datetime import tzinfo
 
 from elasticflow_airflow.api import Event, JobStatus, State
-from elasticflow_airflow.deadlines.parse import show_at, show_duration
+from elasticflow_airflow.deadlines.parse import show_at
+from elasticflow_airflow.times import duration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,7 @@ def progress_line(status: JobStatus, timezone: tzinfo) -> str:
         parts.append(f"done about {show_at(status.projected_finish_at, timezone)}")
     if status.slack_s is not None and status.deadline_at is not None:
         side = "before" if status.slack_s >= 0 else "AFTER"
-        parts.append(f"{show_duration(abs(status.slack_s))} {side} the deadline")
+        parts.append(f"{duration(abs(status.slack_s))} {side} the deadline")
     if status.state is not State.RUNNING:
         parts.append(status.state.value)
     if status.at_risk:

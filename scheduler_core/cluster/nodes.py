@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from elasticflow_airflow.scheduler_core.model import events as ev
-from elasticflow_airflow.scheduler_core.model.explain import moment
 from elasticflow_airflow.scheduler_core.model.values import Node, Placement
+from elasticflow_airflow.times import moment
 
 
 def nodes_after(

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob, overdue
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.model.decisions import AtRisk, OnTrack
-from elasticflow_airflow.scheduler_core.model.explain import duration, moment
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S
+from elasticflow_airflow.times import duration, moment
 
 
 def who_is_at_risk(jobs: Iterable[LiveJob], config: SchedulerConfig, now: float) -> Iterator[AtRisk | OnTrack]:

@@ -14,7 +14,7 @@ from enum import StrEnum
 from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.decisions import Reject
-from elasticflow_airflow.scheduler_core.model.explain import duration, moment, workers
+from elasticflow_airflow.scheduler_core.model.explain import workers
 from elasticflow_airflow.scheduler_core.model.values import Job, OnReject, Phase
 from elasticflow_airflow.scheduler_core.model.work import INFINITY
 from elasticflow_airflow.scheduler_core.outlook.forecast import (
@@ -28,6 +28,7 @@ from elasticflow_airflow.scheduler_core.outlook.forecast import (
 )
 from elasticflow_airflow.scheduler_core.outlook.node_release import Releasing, UnneededNode, least_workers, stands
 from elasticflow_airflow.scheduler_core.scheduler import Scheduler
+from elasticflow_airflow.times import duration, moment
 
 
 class Need(StrEnum):

@@ -15,7 +15,6 @@ from enum import StrEnum
 from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.config import Objective
-from elasticflow_airflow.scheduler_core.model.explain import duration, moment
 from elasticflow_airflow.scheduler_core.model.recurring_work import CalendarPolicy, ExpectedRun, stand_in_id
 from elasticflow_airflow.scheduler_core.model.values import Node, Phase
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, Work
@@ -23,6 +22,7 @@ from elasticflow_airflow.scheduler_core.planning.planner import Planner
 from elasticflow_airflow.scheduler_core.planning.proof import deadline_order, prove
 from elasticflow_airflow.scheduler_core.planning.reservations import beside, place_from, stand_in
 from elasticflow_airflow.scheduler_core.scheduler import Scheduler
+from elasticflow_airflow.times import duration, moment
 
 MOST_NODES = 64
 """More additional nodes than this are not looked for."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob
 from elasticflow_airflow.scheduler_core.model import events as ev
-from elasticflow_airflow.scheduler_core.model.explain import moment
 from elasticflow_airflow.scheduler_core.model.values import Node, Phase
 from elasticflow_airflow.scheduler_core.model.work import INFINITY
 from elasticflow_airflow.scheduler_core.outlook.forecast import Outcome, fewest, keeps_runs, missed_runs, outlook_of
 from elasticflow_airflow.scheduler_core.planning.plan_draft import mask_at
 from elasticflow_airflow.scheduler_core.scheduler import Scheduler
+from elasticflow_airflow.times import moment
 
 _LATER_S = 1.0
 """Who is late anyway may not become later by more than this when nodes are released."""

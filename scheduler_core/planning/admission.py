@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from elasticflow_airflow.scheduler_core.cluster.placement import Layout
 from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob
-from elasticflow_airflow.scheduler_core.model.explain import duration, moment, workers
+from elasticflow_airflow.scheduler_core.model.explain import workers
 from elasticflow_airflow.scheduler_core.model.values import Job, OnReject
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Work, course_of
 from elasticflow_airflow.scheduler_core.planning.allocation import share_later, share_now
@@ -23,6 +23,7 @@ from elasticflow_airflow.scheduler_core.planning.planner import Planner
 from elasticflow_airflow.scheduler_core.planning.proof import deadline_order
 from elasticflow_airflow.scheduler_core.planning.protection_price import Protection
 from elasticflow_airflow.scheduler_core.planning.reservations import beside
+from elasticflow_airflow.times import duration, moment
 
 _DOUBLINGS = 6
 

@@ -15,7 +15,6 @@ from elasticflow_airflow.deadlines.parse import (
     check_deadline,
     declared_reserve,
     resolve,
-    show_duration,
     training_deadline,
     written,
     zone_from,
@@ -279,14 +278,6 @@ def test_own_deadline_needs_no_reserve():
     )
     assert found.at == found.target_at == at("2026-11-20T06:00")
     assert "1 h ago" in found.arithmetic
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0 s"), (59.6, "1 min"), (61, "1 min 1 s"), (3600, "1 h"), (90061, "1 d 1 h"), (-90, "-1 min 30 s")],
-)
-def test_durations_show_two_units(seconds, text):
-    assert show_duration(seconds) == text
 
 
 @pytest.mark.parametrize("zone", [BERLIN, pendulum.UTC, timezone(timedelta(hours=-3)), ZoneInfo("Asia/Tokyo")])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elasticflow_airflow.api import Health, JobIdentity, JobStatus, SlotStatus, Verdict
-from elasticflow_airflow.cli.terminal.display import health_lines, job_lines, moment
+from elasticflow_airflow.cli.terminal.display import health_lines, job_lines
+from elasticflow_airflow.times import local_moment
 
 
 def status(**given):
@@ -71,4 +72,7 @@ def test_an_avoided_slot_says_until_when():
         live_jobs=0,
         slots=[SlotStatus(node_id="n", index=0), SlotStatus(node_id="n", index=1, avoided_until=700.0)],
     )
-    assert health_lines(health)[2:] == ["  n:0  free", f"  n:1  free; avoided until {moment(700.0)}: a worker was slow"]
+    assert health_lines(health)[2:] == [
+        "  n:0  free",
+        f"  n:1  free; avoided until {local_moment(700.0)}: a worker was slow",
+    ]

@@ -455,7 +455,7 @@ def test_what_nobody_wants_is_listed_and_cancelled_after_a_question(command, scr
     time.sleep(1.1)  # the shortest silence that can be asked for
     silent = ("--unowned", "--silent", "1")
     listed = command("jobs", *silent).output
-    row = rf"^{identity.job_id}\s+daily\.train\[3\], run run1\s.*nobody has asked for it for \d+ s"
+    row = rf"^{identity.job_id}\s+daily\.train\[3\], run run1\s.*nobody has asked for it for [\d.]+ s"
     assert re.search(row, listed, re.MULTILINE), listed
     assert wanted not in listed
     assert "no such jobs" in command("jobs", *silent, "--dag", "other").output

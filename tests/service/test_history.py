@@ -221,3 +221,20 @@ def test_one_start_that_hung_does_not_keep_the_next_runs_out(world):
         run = world.submit(run=f"run{number}", fake={"startup_s": startup_s}, scaling_curve={1: 10.0}, lease_s=1e5)
         world.until(lambda run=run: world.status(run).state.terminal, "it ends", limit_s=3000.0, every=5.0)
     assert world.row(run).costs.startup_s < 120.0
+
+
+def test_a_start_that_takes_longer_than_planned_counts_before_the_speed_is_known(world):
+    """Also for the plans of its own run: who is stopped and started in turn loses as much each time."""
+    job = world.submit(fake={"startup_s": 40.0}, scaling_curve={1: 0.2}, max_workers=1, within=4000.0, steps=100)
+    world.until(lambda: world.status(job).state == "running", "it trains")
+    assert not world.row(job).speeds
+    planned_s = world.reconciler.copy_scheduler().state(job.job.job_id).job.costs.startup_s
+    assert world.row(job).costs.startup_s == planned_s
+    assert 40.0 <= planned_s < 45.0
+    assert world.ended(job).state == "succeeded"
+
+
+def test_a_start_that_is_quicker_than_planned_waits_for_its_measurement(world):
+    job = world.submit(fake={"startup_s": 2.0}, scaling_curve={1: 0.2}, max_workers=1, within=4000.0, steps=100)
+    world.until(lambda: world.status(job).state == "running", "it trains")
+    assert world.row(job).costs.startup_s is None

@@ -123,7 +123,7 @@ def test_a_hopeless_deadline_is_rejected_with_the_earliest_one_and_that_one_is_k
 
 def test_the_sentence_and_the_number_name_the_same_deadline(world):
     verdict = world.submit(within=20, steps=3000, scaling_curve=CURVE).job.verdict
-    named = re.findall(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d", verdict.reason.split("promised now", 1)[1])
+    named = re.findall(r"\d{4}-\d\d-\d\d \d\d:\d\d(?::\d\d)? UTC", verdict.reason.split("promised now", 1)[1])
     assert len(set(named)) == 1, f"one offer, not two: {verdict.reason}"
 
 

@@ -100,7 +100,7 @@ def test_a_job_that_nobody_asks_for_is_unowned_long_before_its_lease(world, owne
     world.run(20, every=10)
     (one,) = owners.unowned()
     assert (one.job.job_id, one.since_at, one.job.state) == (job.job.job_id, heard_at, "running")
-    assert one.why == "nobody has asked for it for 70 s"
+    assert one.why == "nobody has asked for it for 1 min 10 s"
     world.job_service.renew(job.job.job_id, job.claim)
     world.step()  # which writes down who has asked since the last
     assert owners.unowned() == []

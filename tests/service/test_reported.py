@@ -82,7 +82,7 @@ def test_nothing_took_longer_than_its_workers_have_lived():
     told = {"window_steps": 3, "window_s": 4000.0, "pause_s": 3e8, "save_s": -5.0, "data_s": 50.0}
     found = within_bounds(progress(**told), 0, NOW, lived_s=3600.0)
     assert found.report.data == {"window_steps": 3, "data_s": 50.0}
-    assert found.refused["window_s"] == "4000 s are more than the 3600 s that the workers have lived"
+    assert found.refused["window_s"] == "4000 s are more than the 1 h that the workers have lived"
     assert set(found.refused) == {"window_s", "pause_s"}
 
 

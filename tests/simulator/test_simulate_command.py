@@ -357,20 +357,3 @@ def test_nobody_looks_at_a_file(capsys: pytest.CaptureFixture[str], monkeypatch:
     with Bars(2) as bars:
         bars.start("elasticflow")(1, 0.0)
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("length_s", "said"),
-    [
-        (0.4, "0 s"),
-        (59.4, "59 s"),
-        (61, "1 min"),
-        (3600, "1 h 00 min"),
-        (47.5 * 3600, "47 h 30 min"),
-        (1e6, "11 d 14 h"),
-    ],
-)
-def test_durations_are_said_as_people_say_them(length_s: float, said: str) -> None:
-    from elasticflow_airflow.cli.simulator.display import duration
-
-    assert duration(length_s) == said

@@ -48,7 +48,7 @@ def test_a_job_answers_what_assertions_ask():
     assert one.checkpoint_path == "/c"
     assert (one.deadline - one.finished).total_seconds() == 60
     assert one.kinds() == ["admitted", "started", "rescaled"]
-    assert one.summary() == "admitted, succeeded at step 100 of 100, workers 2 → 4, 60 s before its deadline"
+    assert one.summary() == "admitted, succeeded at step 100 of 100, workers 2 → 4, 1 min before its deadline"
 
 
 def test_a_good_run_is_short():
@@ -56,7 +56,7 @@ def test_a_good_run_is_short():
     assert repr(result_of("success", job(), task)).splitlines() == [
         "daily · run1: success",
         "  train  success",
-        "         job: admitted, succeeded at step 100 of 100, workers 2 → 4, 60 s before its deadline",
+        "         job: admitted, succeeded at step 100 of 100, workers 2 → 4, 1 min before its deadline",
     ]
 
 

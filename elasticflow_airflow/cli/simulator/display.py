@@ -26,6 +26,7 @@ from rich.text import Text
 from elasticflow_airflow.scheduler_core.simulator.compare import Comparison
 from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, Played, Setting
 from elasticflow_airflow.scheduler_core.simulator.smallest_cluster import Capacity
+from elasticflow_airflow.times import duration
 
 T = TypeVar("T")
 
@@ -185,8 +186,8 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("of bound", "of_bound", lambda value: f"{100 * value:.1f} %"),
     ("late", "late_though_admitted", "{:.0f}".format),
     ("rejected", "rejected", "{:.0f}".format),
-    ("mean", "completion_mean_s", lambda value: duration(value)),
-    ("95 % within", "completion_p95_s", lambda value: duration(value)),
+    ("mean", "completion_mean_s", duration),
+    ("95 % within", "completion_p95_s", duration),
     ("slot-hours", "slot_hours", "{:,.0f}".format),
     ("used", "utilisation", lambda value: f"{100 * value:.0f} %"),
     ("changes", "changes", "{:.0f}".format),
@@ -237,16 +238,3 @@ def facts_text(setting: Setting, contenders: Sequence[Contender]) -> str:
     if any(contender.ours for contender in contenders):
         parts.append(setting.settings_name)
     return ", ".join(parts)
-
-
-def duration(length_s: float) -> str:
-    """Seconds as people say them, two units at most."""
-    if length_s < 60:
-        return f"{length_s:.0f} s"
-    minutes = round(length_s / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    if minutes < 48 * 60:
-        return f"{minutes // 60} h {minutes % 60:02} min"
-    hours = round(minutes / 60)
-    return f"{hours // 24} d {hours % 24} h"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
 
 from rich.text import Text
 
 from elasticflow_airflow.api import Event, Health, JobStatus
 from elasticflow_airflow.cli.terminal.tables import Column, print_table
+from elasticflow_airflow.times import duration, local_moment
 
 _JOBS = (
     Column("job", key=True),
@@ -19,11 +19,6 @@ _JOBS = (
     Column("slack", number=True),
 )
 _STYLES = {"succeeded": "green", "failed": "red", "rejected": "red", "cancelled": "yellow", "running": "cyan"}
-
-
-def moment(at: float | None) -> str:
-    """UTC seconds as local time; a dash for none."""
-    return "-" if at is None else datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def print_jobs(jobs: Sequence[JobStatus]) -> None:
@@ -41,9 +36,9 @@ def _job_row(job: JobStatus) -> tuple[str | Text, ...]:
         f"{job.step}{total}",
         _number(job.steps_per_s),
         _number(job.loss),
-        "best effort" if job.best_effort else moment(job.deadline_at),
-        moment(job.result.finished_at if job.result else job.projected_finish_at),
-        "-" if job.slack_s is None else f"{job.slack_s:.0f} s",
+        "best effort" if job.best_effort else local_moment(job.deadline_at),
+        local_moment(job.result.finished_at if job.result else job.projected_finish_at),
+        "-" if job.slack_s is None else duration(job.slack_s),
     )
 
 
@@ -55,8 +50,8 @@ def job_lines(job: JobStatus) -> list[str]:
         f"task        {identity.namespace}: {identity.dag_id}.{identity.task_id}, run {identity.run_id}",
         f"state       {job.state}{': ' + job.state_reason if job.state_reason else ''}",
         f"verdict     {job.verdict.decision}{': ' + job.verdict.reason if job.verdict.reason else ''}",
-        f"deadline    {'best effort' if job.best_effort else moment(job.deadline_at)}",
-        f"projected   {moment(job.projected_finish_at)}",
+        f"deadline    {'best effort' if job.best_effort else local_moment(job.deadline_at)}",
+        f"projected   {local_moment(job.projected_finish_at)}",
         (
             f"progress    step {job.step} of {job.total_steps or '?'}, loss {_number(job.loss)}, "
             f"{_number(job.steps_per_s)} steps/s on {job.workers} workers"
@@ -96,7 +91,7 @@ def _target(job: JobStatus, loss: float) -> str:
 
 def event_line(event: Event) -> str:
     """One event: id, time, kind, reason."""
-    return f"#{event.event_id:<6} {moment(event.at)}  {event.kind:<16} {event.reason}"
+    return f"#{event.event_id:<6} {local_moment(event.at)}  {event.kind:<16} {event.reason}"
 
 
 def health_lines(health: Health) -> list[str]:
@@ -104,15 +99,19 @@ def health_lines(health: Health) -> list[str]:
     lines = [
         (
             f"{health.status}: elasticflow {health.version}, engine {health.engine}, process {health.pid}, "
-            f"since {moment(health.started_at)}, {health.live_jobs} live jobs"
+            f"since {local_moment(health.started_at)}, {health.live_jobs} live jobs"
         ),
         f"state directory {health.state_dir}",
         *(f"problem: {problem}" for problem in health.problems),
     ]
     for slot in health.slots:
         holder = slot.job_id or (f"busy: {slot.busy}" if slot.busy else "free")
-        leaves = "" if slot.draining_until is None else f"; the node goes away at {moment(slot.draining_until)}"
-        slow = "" if slot.avoided_until is None else f"; avoided until {moment(slot.avoided_until)}: a worker was slow"
+        leaves = "" if slot.draining_until is None else f"; the node goes away at {local_moment(slot.draining_until)}"
+        slow = (
+            ""
+            if slot.avoided_until is None
+            else f"; avoided until {local_moment(slot.avoided_until)}: a worker was slow"
+        )
         lines.append(f"  {slot.node_id}:{slot.index}  {holder}{leaves}{slow}")
     return lines
 

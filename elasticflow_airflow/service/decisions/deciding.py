@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from elasticflow_airflow.api import EventKind, State
 from elasticflow_airflow.api.status import AdmissionDecision
-from elasticflow_airflow.bounds import utc
 from elasticflow_airflow.engines.port import GangState
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.decisions import (
@@ -40,6 +39,7 @@ from elasticflow_airflow.service.store.store import DATABASE_AWAY
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.store.transitions import move
 from elasticflow_airflow.service.telemetry import instruments
+from elasticflow_airflow.times import moment
 
 _DECISIONS: Mapping[Terms, AdmissionDecision] = {
     Terms.DEADLINE: "admitted",
@@ -163,7 +163,7 @@ def record(context: PassContext, decision: JobDecision) -> None:
     elif isinstance(decision, OnTrack):
         row.at_risk = False
         row.projected_finish_at = decision.projected_s
-        reason = f"fits its deadline again: projected end {when(decision.projected_s)}"
+        reason = f"fits its deadline again: projected end {moment(decision.projected_s)}"
         context.event(
             EventKind.ON_TRACK, reason, row, deadline_at=decision.deadline_s, projected_at=decision.projected_s
         )
@@ -289,7 +289,7 @@ def _amended(context: PassContext, row: IncarnationRow, decision: Amended) -> No
     row.deadline_at, row.value = decision.deadline_s, decision.value
     row.best_effort = decision.deadline_s is None
     row.deadline_passed = False
-    until = "best effort" if decision.deadline_s is None else f"deadline {when(decision.deadline_s)}"
+    until = "best effort" if decision.deadline_s is None else f"deadline {moment(decision.deadline_s)}"
     reason = f"amended: {until}, value {decision.value:g}"
     told = {"deadline_at": decision.deadline_s, "value": decision.value}
     undecided = row.verdict.decision == "undecided"
@@ -316,13 +316,6 @@ def _amend_rejected(context: PassContext, row: IncarnationRow, decision: AmendRe
     if context.amendment is not None and context.amendment.job_id == row.job_id:
         answer = {"accepted": False, "reason": decision.reason, "earliest_deadline_at": earliest}
         context.amendment.answer = answer
-
-
-def when(at_s: float) -> str:
-    """A time for a sentence, in UTC."""
-    if not math.isfinite(at_s):
-        return "never"
-    return utc(at_s).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def _finite(value: float) -> float | None:

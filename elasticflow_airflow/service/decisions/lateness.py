@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from elasticflow_airflow.api import EventKind, State
 from elasticflow_airflow.scheduler_core.model.values import Job, OnReject
-from elasticflow_airflow.service.decisions.deciding import when
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.store.documents.job_documents import StoredVerdict
 from elasticflow_airflow.service.store.tables import IncarnationRow
+from elasticflow_airflow.times import moment
 
 _TAKEN_ON = ("admitted", "renegotiated", "best_effort")
 
@@ -30,11 +30,11 @@ def settle(context: PassContext, row: IncarnationRow, job: Job) -> Job | None:
     if earlier and on_miss == "finish" and job.on_reject is OnReject.FAIL and context.now < last_s:
         # A retry may end late where the training might have; to refuse it would throw away what was trained.
         return replace(job, on_reject=OnReject.BEST_EFFORT)
-    why = f"its deadline {when(deadline_s)} has passed already"
+    why = f"its deadline {moment(deadline_s)} has passed already"
     policy = row.submission.get("on_past_deadline", "on_miss")
     if context.now >= last_s and policy == "on_miss" and earlier:
         if not any(one.deadline_passed for one in earlier):
-            why = f"missed its deadline {when(deadline_s)} while it did not train, at step {row.step}"
+            why = f"missed its deadline {moment(deadline_s)} while it did not train, at step {row.step}"
             context.event(EventKind.DEADLINE_MISSED, f'{why}; on_miss="{on_miss}"', row)
         row.deadline_passed = True
         if on_miss == "fail":
@@ -68,7 +68,7 @@ def as_asked(job: Job, policy: str, now: float) -> Job | None:
 
 def passed_already(deadline_at: float) -> str:
     """Why a deadline before now is refused."""
-    return f"its deadline {when(deadline_at)} has passed already: choose a later one, or best_effort=True"
+    return f"its deadline {moment(deadline_at)} has passed already: choose a later one, or best_effort=True"
 
 
 def _give_in(context: PassContext, row: IncarnationRow, why: str) -> None:

@@ -16,13 +16,14 @@ from elasticflow_airflow.api import EventKind
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.recurring_work import CalendarPolicy, ExpectedRun, PastRun, expect
 from elasticflow_airflow.service.decisions import task_history
-from elasticflow_airflow.service.decisions.deciding import feed, when
+from elasticflow_airflow.service.decisions.deciding import feed
 from elasticflow_airflow.service.decisions.pass_context import PassContext, costs_from
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store.documents.job_documents import InPlaceRecord
 from elasticflow_airflow.service.store.documents.scheduler_values import curve_from_json
 from elasticflow_airflow.service.store.store import Reader
 from elasticflow_airflow.service.store.tables import IncarnationRow, JobRow, RecurringTaskRow
+from elasticflow_airflow.times import moment
 
 POLICY = CalendarPolicy()
 _SAME_S = 1.0
@@ -119,7 +120,7 @@ def arrive(context: PassContext, job: JobRow, row: IncarnationRow) -> str:
         replace_due(task, dues, row.submitted_at)
         context.event(
             EventKind.RUN_EXPECTED,
-            f"the next run of this task is due {when(dues[0])}"
+            f"the next run of this task is due {moment(dues[0])}"
             + (f", and {len(dues) - 1} more after it" if len(dues) > 1 else ""),
             row,
             due_at=dues,
@@ -182,7 +183,7 @@ def _release(context: PassContext, task: RecurringTaskRow) -> None:
         _remember(task, {"due_s": due_at, "came": False})
         context.tx.add_event(
             EventKind.RUN_MISSED,
-            f"the run of {name_of(task.recurring_key)} that was due {when(due_at)} has not come: nothing is kept free"
+            f"the run of {name_of(task.recurring_key)} that was due {moment(due_at)} has not come: nothing is kept free"
             " for it any more",
             data={"due_at": due_at},
         )

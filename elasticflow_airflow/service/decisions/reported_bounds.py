@@ -14,6 +14,7 @@ from typing import Any
 
 from elasticflow_airflow import bounds
 from elasticflow_airflow.runtime.protocol import Report, ReportKind
+from elasticflow_airflow.times import duration
 
 _WORKER_ID_CHARACTERS = 120
 """What the column holds."""
@@ -64,7 +65,7 @@ def within_bounds(report: Report, step: int, now: float, lived_s: float = math.i
             continue
         taken, problem = read(value)
         if taken is not None and name in _LASTING and taken > lived_s + _CLOCKS_DIFFER_S:
-            taken, problem = None, f"{taken:g} s are more than the {lived_s:.0f} s that the workers have lived"
+            taken, problem = None, f"{taken:g} s are more than the {duration(lived_s)} that the workers have lived"
         if problem is not None:
             refused[name] = problem
         if taken is not None:

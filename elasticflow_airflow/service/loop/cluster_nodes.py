@@ -10,9 +10,10 @@ from elasticflow_airflow.engines.port import EngineNode
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.values import Node
 from elasticflow_airflow.service.decisions import setting_aside
-from elasticflow_airflow.service.decisions.deciding import feed, when
+from elasticflow_airflow.service.decisions.deciding import feed
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.loop import slow_workers
+from elasticflow_airflow.times import moment
 
 
 def nodes_now(context: PassContext, seen: Iterable[EngineNode]) -> list[Node]:
@@ -50,7 +51,7 @@ def tell_nodes(context: PassContext, seen: tuple[EngineNode, ...]) -> None:
             until_s = node.draining_until_s
             reason = f"node {node_id} stays after all"
             if until_s is not None:
-                reason = f"node {node_id} goes away: nothing is planned on it after {when(until_s)}"
+                reason = f"node {node_id} goes away: nothing is planned on it after {moment(until_s)}"
             context.tx.add_event(EventKind.NODE_DRAINING, reason)
         dated = before and replace(before, draining_until_s=node.draining_until_s, avoided=node.avoided)
         if dated == node:

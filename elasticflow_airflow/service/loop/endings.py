@@ -15,11 +15,12 @@ from elasticflow_airflow.runtime.protocol import UNTRAINED, RescaleMode
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.decisions import Purpose
 from elasticflow_airflow.service.decisions import loss_target, task_history
-from elasticflow_airflow.service.decisions.deciding import feed, when
+from elasticflow_airflow.service.decisions.deciding import feed
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.store.documents.generation_notes import OutOfMemory
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.store.transitions import move
+from elasticflow_airflow.times import duration, moment
 
 _NOTHING_KNOWN = (
     "the script ended with status 0, and reported no step: how long it is was not said, and nothing is known of what it"
@@ -82,7 +83,7 @@ def _conclude(context: PassContext, row: IncarnationRow) -> None:
 
 def _beside_the_deadline(deadline_at: float, now: float) -> str:
     side = "before" if now <= deadline_at else "after"
-    return f"{abs(deadline_at - now):.0f} s {side} the deadline {when(deadline_at)}"
+    return f"{duration(abs(deadline_at - now))} {side} the deadline {moment(deadline_at)}"
 
 
 def _measure_tail(context: PassContext, row: IncarnationRow) -> None:

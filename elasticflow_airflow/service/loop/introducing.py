@@ -31,6 +31,7 @@ from elasticflow_airflow.service.store.documents.scheduler_values import curve_f
 from elasticflow_airflow.service.store.tables import AmendmentRow, IncarnationRow
 from elasticflow_airflow.service.store.transitions import move
 from elasticflow_airflow.service.store.views import UNREADABLE
+from elasticflow_airflow.times import duration
 
 
 def introduce(
@@ -322,13 +323,13 @@ class Leases:
 
 def _expire(context: PassContext, row: IncarnationRow, away_s: float) -> None:
     if away_s > row.lease_s + row.orphan_s:
-        reason = f"nobody has asked for the job for {away_s:.0f} s: cancelled"
+        reason = f"nobody has asked for the job for {duration(away_s)}: cancelled"
         context.tx.rely_on(row, "renewals")
         context.end(row, State.CANCELLED, reason)
     elif away_s > row.lease_s and not row.parked and row.job_id not in context.faults:
         context.tx.rely_on(row, "renewals")
         row.parked = True
-        reason = f"nobody has asked for the job for {away_s:.0f} s: suspended with a checkpoint until somebody does"
+        reason = f"nobody has asked for the job for {duration(away_s)}: suspended with a checkpoint until somebody does"
         context.event(EventKind.PARKED, reason, row)
         feed(context, ev.JobParked(row.job_id))
         row.desired_generation = None

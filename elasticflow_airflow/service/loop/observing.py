@@ -131,6 +131,7 @@ def _fold_state(
         _running(context, row, generation)
     if gang.state is GangState.RUNNING:
         _tell_started(context, row, generation)
+        _count_slow_start(context, row, generation)
     if gang.state is GangState.ENDED:
         generation.ended_at = context.now
         generation.outcome = None if gang.outcome is None else gang.outcome.value
@@ -220,6 +221,21 @@ def _tell_started(context: PassContext, row: IncarnationRow, generation: Generat
         started = ev.GangStarted(row.job_id, placement_from_json(generation.placement))
         context.started[row.job_id] = (generation.generation, started)
     _tell_able(context, row, generation)
+
+
+def _count_slow_start(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
+    """A start that takes longer than was planned with counts at once: who has few slots may lose them in a moment.
+
+    Its exact cost is known only with its speed; where the gang is stopped before that, the plans would never learn.
+    """
+    if not generation.fresh_start or generation.purpose == Purpose.PROFILE or generation.notes.cost_measured:
+        return
+    took_s = context.now - generation.created_at
+    if row.ending or took_s <= context.costs_of(row).startup_s:
+        return
+    generation.notes = replace(generation.notes, cost_measured=True)
+    row.costs = row.costs.updated(startup_s=took_s)
+    _tell_costs(context, row)
 
 
 def _tell_able(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:

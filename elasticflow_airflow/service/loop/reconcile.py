@@ -44,6 +44,7 @@ from elasticflow_airflow.service.store.store import Store
 from elasticflow_airflow.service.store.stored_bounds import state_out_of_bounds
 from elasticflow_airflow.service.store.tables import IncarnationRow
 from elasticflow_airflow.service.store.unit_of_work import StaleReadError, UnstorableError, unit_of_work
+from elasticflow_airflow.times import duration
 
 _RETRY_S = 1.0
 _CLOCK_JUMP_S = 5.0
@@ -427,7 +428,7 @@ class Reconciler:
         self._clock_offset_s = offset_s
         if abs(jump_s) > _CLOCK_JUMP_S:
             direction = "forward" if jump_s > 0 else "back"
-            reason = f"the clock of this machine jumped {direction} by {abs(jump_s):.0f} s; leases are not affected"
+            reason = f"the clock of this machine jumped {direction} by {duration(abs(jump_s))}; leases are not affected"
             context.tx.add_event(EventKind.CLOCK_JUMPED, reason)
             log.warning(reason)
 

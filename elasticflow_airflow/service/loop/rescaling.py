@@ -29,6 +29,7 @@ from elasticflow_airflow.service.decisions.pass_context import PassContext, aliv
 from elasticflow_airflow.service.store.documents.scheduler_values import slots_to_json
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.store.transitions import ORDERED
+from elasticflow_airflow.times import duration
 
 LEFT_ALONE_S = 5.0
 """Workers leave a training that is finished within a moment of each other, and whether it is was said before."""
@@ -90,7 +91,7 @@ def recover(context: PassContext, row: IncarnationRow, training: GenerationRow, 
     window_s = context.settings.recovery_window_s
     before = [at for at in row.in_place.recoveries if context.now - at < window_s]
     if len(before) >= context.settings.max_recoveries:
-        again = f"; it is the {_ordinal(len(before) + 1)} time within {window_s:.0f} s" if before else ""
+        again = f"; it is the {_ordinal(len(before) + 1)} time within {duration(window_s)}" if before else ""
         reason = f"{what}{again}: restarts from the last checkpoint"
         context.event(EventKind.WORKER_LOST, reason, row, generation=training.generation, lost=sorted(lost))
         for generation in (desired, training):

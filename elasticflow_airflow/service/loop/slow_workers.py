@@ -21,10 +21,11 @@ from elasticflow_airflow.scheduler_core.model import decisions as de
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.decisions import Purpose
 from elasticflow_airflow.scheduler_core.model.values import JobState
-from elasticflow_airflow.service.decisions.deciding import feed, when
+from elasticflow_airflow.service.decisions.deciding import feed
 from elasticflow_airflow.service.decisions.next_generation import can_continue
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
+from elasticflow_airflow.times import moment
 
 _ASK_AGAIN_S = 30.0
 """A worker that was left where it is: other slots may be free by now."""
@@ -123,7 +124,7 @@ def _answer(context: PassContext, row: IncarnationRow, training: GenerationRow, 
         return
     action = "moved" if workers >= training.workers else "shrunk"
     done = "its gang moves to other slots" if action == "moved" else f"its gang goes on with {workers} of its workers"
-    reason = f"{slow.seen}: {done}, and the slot is avoided until {when(until_s)}"
+    reason = f"{slow.seen}: {done}, and the slot is avoided until {moment(until_s)}"
     context.event(EventKind.SLOW_WORKER, reason, row, action=action, until_at=until_s, **data)
     context.tx.avoid(
         slot.node_id, slot.index, until_s, f"worker {slow.worker.worker_id} of {row.job_id} was slow there"

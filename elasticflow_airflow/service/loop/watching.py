@@ -12,11 +12,12 @@ from elasticflow_airflow.engines.port import GangState
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.decisions import Purpose
-from elasticflow_airflow.service.decisions.deciding import feed, when
+from elasticflow_airflow.service.decisions.deciding import feed
 from elasticflow_airflow.service.decisions.pass_context import PassContext, incarnation_dir
 from elasticflow_airflow.service.job_files.heartbeats import find_hung, read_heartbeat
 from elasticflow_airflow.service.loop.rescaling import fall_back, recover
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
+from elasticflow_airflow.times import duration, moment
 
 _HANG_STEPS = 20
 _SILENT_FRACTION = 0.25
@@ -37,7 +38,7 @@ def _watch_deadline(context: PassContext, row: IncarnationRow) -> None:
         return
     row.deadline_passed = True
     on_miss = row.submission["on_miss"]
-    reason = f"missed its deadline {when(row.deadline_at)} at step {row.step} of {row.total_steps or '?'}"
+    reason = f"missed its deadline {moment(row.deadline_at)} at step {row.step} of {row.total_steps or '?'}"
     context.event(EventKind.DEADLINE_MISSED, f'{reason}; on_miss="{on_miss}"', row)
     if on_miss == "fail":
         context.end(row, State.FAILED, reason, failure=reason)
@@ -93,12 +94,12 @@ def _quiet(context: PassContext, row: IncarnationRow, generation: GenerationRow,
     if generation.state == GangState.STARTING:
         profiled = generation.purpose == Purpose.PROFILE and not generation.notes.measured
         if profiled and quiet_s > s.profile_startup_s and context.knows(row.job_id):
-            _cannot_measure(context, row, generation, f"it did not start within {quiet_s:.0f} s")
+            _cannot_measure(context, row, generation, f"it did not start within {duration(quiet_s)}")
         elif generation.mode == RescaleMode.IN_PLACE:
             if quiet_s > s.in_place_limit_s:
-                fall_back(context, row, generation, f"the workers were not changed in place within {quiet_s:.0f} s")
+                fall_back(context, row, generation, f"the workers were not changed in place within {duration(quiet_s)}")
         elif quiet_s > s.start_limit_s:
-            _hang(context, row, generation, f"did not make a first step within {quiet_s:.0f} s of its start")
+            _hang(context, row, generation, f"did not make a first step within {duration(quiet_s)} of its start")
     elif generation.state == GangState.RUNNING:
         if not row.ever_reported:
             # Counted from the order on: after ``profile_startup_s`` and some more the scheduler gives it up.
@@ -110,13 +111,13 @@ def _quiet(context: PassContext, row: IncarnationRow, generation: GenerationRow,
             return
         if generation.purpose == Purpose.PROFILE and not generation.notes.measured:
             if quiet_s > s.profile_limit_s:
-                _cannot_measure(context, row, generation, f"it made no step for {quiet_s:.0f} s")
+                _cannot_measure(context, row, generation, f"it made no step for {duration(quiet_s)}")
             return
         done = generation.notes.finished is not None or (row.total_steps is not None and row.step >= row.total_steps)
         limit_s = s.tail_limit_s if done else _hang_limit_s(context, row)
         if quiet_s > limit_s:
             where = "after its last step" if done else f"at step {row.step}"
-            _hang(context, row, generation, f"made no progress for {quiet_s:.0f} s {where}")
+            _hang(context, row, generation, f"made no progress for {duration(quiet_s)} {where}")
 
 
 def _hang_limit_s(context: PassContext, row: IncarnationRow) -> float:
@@ -140,7 +141,7 @@ def _give_up_hung(context: PassContext, row: IncarnationRow, generation: Generat
     if not hung:
         return False
     names = ", ".join(sorted(hung))
-    what = f"{'worker' if len(hung) == 1 else 'workers'} {names} held the others up for {quiet_s:.0f} s"
+    what = f"{'worker' if len(hung) == 1 else 'workers'} {names} held the others up for {duration(quiet_s)}"
     recover(context, row, generation, hung, what)
     return True
 

@@ -22,7 +22,6 @@ from elasticflow_airflow.api import (
     JobSubmission,
     State,
 )
-from elasticflow_airflow.service.decisions.deciding import when
 from elasticflow_airflow.service.decisions.pass_context import incarnation_dir
 from elasticflow_airflow.service.decisions.renewals import Question, Renewals
 from elasticflow_airflow.service.job_files.snapshots import SHA256, Snapshots
@@ -34,6 +33,7 @@ from elasticflow_airflow.service.store.documents.columns import readable
 from elasticflow_airflow.service.store.store import Current, Reader, Store, Writer
 from elasticflow_airflow.service.store.tables import AmendmentRow, DrainRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.store.views import UNREADABLE, status_of
+from elasticflow_airflow.times import moment
 
 _NAMED_FILES = 10
 
@@ -299,7 +299,9 @@ class JobService:
         if asked_at is not None and asked_at <= now:
             # A job that lives goes on, however late: nobody can promise what has passed.
             if row.deadline_at is not None and row.deadline_at > now:
-                warnings.append(f"the deadline {when(asked_at)} has passed already; {when(row.deadline_at)} holds on")
+                warnings.append(
+                    f"the deadline {moment(asked_at)} has passed already; {moment(row.deadline_at)} holds on"
+                )
             asked_at = None  # which changes nothing
             wanted |= {"deadline_at": asked.deadline_at, "best_effort": asked.best_effort}
         if wanted == {"deadline_at": asked.deadline_at, "best_effort": asked.best_effort, "value": asked.value}:

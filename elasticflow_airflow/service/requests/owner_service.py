@@ -25,6 +25,7 @@ from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.store.store import Store, Writer, in_parts
 from elasticflow_airflow.service.store.tables import IncarnationRow, JobRow
 from elasticflow_airflow.service.store.views import status_of
+from elasticflow_airflow.times import duration
 
 SILENT_S = 60.0
 """Whoever waits for a job asks every few seconds."""
@@ -140,7 +141,7 @@ class OwnerService:
             since_at = max(heard_at or submitted_at, self.started_at)
             limit_s = silent_s if lease_s < _NOBODY_ASKS_S else lease_s
             if now - since_at > limit_s and (seen_at is None or now - seen_at > _SEEN_S):
-                yield job_id, since_at, False, f"nobody has asked for it for {now - since_at:.0f} s"
+                yield job_id, since_at, False, f"nobody has asked for it for {duration(now - since_at)}"
 
 
 _LIVE = (

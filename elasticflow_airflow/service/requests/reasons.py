@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from elasticflow_airflow.api import State
 from elasticflow_airflow.api.insight import NamedTask
-from elasticflow_airflow.bounds import utc
-from elasticflow_airflow.scheduler_core.model.explain import duration, workers
+from elasticflow_airflow.scheduler_core.model.explain import workers
 from elasticflow_airflow.scheduler_core.model.values import JobState, Phase, Reservation
 from elasticflow_airflow.service.decisions import recurring_runs
 from elasticflow_airflow.service.decisions.foresight import Foresight, overlaps
 from elasticflow_airflow.service.store.tables import IncarnationRow
+from elasticflow_airflow.times import duration, utc
 
 _SAME_S = 1.0
 """Changes closer than this are one."""

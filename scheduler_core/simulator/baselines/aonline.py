@@ -26,7 +26,6 @@ from collections.abc import Iterable, Iterator
 from elasticflow_airflow.scheduler_core.cluster.timeline import Bookings
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.model.decisions import Admit, Decision, Reject, Wait
-from elasticflow_airflow.scheduler_core.model.explain import moment
 from elasticflow_airflow.scheduler_core.model.values import Node, Phase
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Work
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.booking import constant_gangs
@@ -34,6 +33,7 @@ from elasticflow_airflow.scheduler_core.simulator.baselines.common.gang import S
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import GangJob, JobView
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.priced import PricedPolicy
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.prices import PriceRange, Stretch
+from elasticflow_airflow.times import moment
 
 ITERATION_S = 60.0
 LONGEST_S = 1920.0

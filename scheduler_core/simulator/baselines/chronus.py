@@ -34,7 +34,6 @@ import numpy as np
 
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.model.decisions import Admit, AtRisk, Decision, Reject, Terms, Wait
-from elasticflow_airflow.scheduler_core.model.explain import moment
 from elasticflow_airflow.scheduler_core.model.values import Node, Phase
 from elasticflow_airflow.scheduler_core.model.work import TOLERANCE_S
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.gang import Claim, GangPolicy, Scene, Wanted
@@ -48,6 +47,7 @@ from elasticflow_airflow.scheduler_core.simulator.baselines.common.leases import
 )
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import GangJob, JobView
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.seating import Room, seat
+from elasticflow_airflow.times import moment
 
 LEASE_S = 600.0
 _HORIZON = 8192

@@ -31,13 +31,13 @@ from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.model.decisions import Admit, Decision, Reject, Terms, Wait, WakeMeAt
-from elasticflow_airflow.scheduler_core.model.explain import duration
 from elasticflow_airflow.scheduler_core.model.values import Node, Phase, Slot
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Work
 from elasticflow_airflow.scheduler_core.planning.minimum_share import minimum_share
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.gang import Claim, GangPolicy, Scene, Wanted
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import GangJob, JobView
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.seating import Room
+from elasticflow_airflow.times import duration
 
 _LAST_STEP = "last_step_s"
 """In a job's memory: when it makes, or made, its last step. Once that is past, the books know of its tail only now."""

@@ -21,7 +21,6 @@ from elasticflow_airflow.scheduler_core.cluster.timeline import Bookings
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.model.decisions import Admit, AtRisk, Decision, OnTrack, Reject, Terms, Wait
-from elasticflow_airflow.scheduler_core.model.explain import moment
 from elasticflow_airflow.scheduler_core.model.values import Node, Phase, Placement
 from elasticflow_airflow.scheduler_core.model.work import (
     INFINITY,
@@ -34,6 +33,7 @@ from elasticflow_airflow.scheduler_core.model.work import (
 )
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.gang import Claim, GangPolicy, Scene, Wanted
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import GangJob, JobView
+from elasticflow_airflow.times import moment
 
 GUARD_S = 0.01
 """Slots are free for others so long after the end of a booking: ends of floats are not exact."""

@@ -32,7 +32,7 @@ from elasticflow_airflow.scheduler_core.model.decisions import (
     Wait,
     WakeMeAt,
 )
-from elasticflow_airflow.scheduler_core.model.explain import change, duration, moment
+from elasticflow_airflow.scheduler_core.model.explain import change
 from elasticflow_airflow.scheduler_core.model.values import (
     Job,
     OnReject,
@@ -42,6 +42,7 @@ from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import GangJob, JobView
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.policy_state import LEAVE_S, PolicyState
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.seating import Room, seat
+from elasticflow_airflow.times import duration, moment
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,57 @@
+"""Times and durations have one way to be written."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from elasticflow_airflow.times import duration, local_moment, moment
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (0.04, "0 s"),
+        (0.3, "0.3 s"),
+        (5, "5 s"),
+        (9.96, "10 s"),
+        (42.4, "42 s"),
+        (368, "6 min 8 s"),
+        (59.6, "1 min"),
+        (3599.3, "59 min 59 s"),
+        (3599.7, "1 h"),
+        (85000, "23 h 37 min"),
+        (86385, "1 d"),
+        (1e6, "11 d 14 h"),
+        (4500, "1 h 15 min"),
+        (86400 + 59, "1 d"),
+        (3 * 86400 + 4 * 3600 + 59, "3 d 4 h"),
+        (-90, "-1 min 30 s"),
+        (math.inf, "for ever"),
+        (1e15, "11574074074 d 2 h"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("at_s", "text"),
+    [
+        (0, "1970-01-01 00:00 UTC"),
+        (1_780_000_205.2, "2026-05-28 20:30:05 UTC"),
+        (1_780_000_200.0, "2026-05-28 20:30 UTC"),
+        (1_780_000_199.7, "2026-05-28 20:30 UTC"),
+        (1e13, "9999-12-31 23:59:59 UTC"),
+        (math.inf, "never"),
+    ],
+)
+def test_moments(at_s: float, text: str) -> None:
+    assert moment(at_s) == text
+
+
+def test_a_table_has_a_dash_for_no_moment() -> None:
+    assert local_moment(None) == "-"
+    assert len(local_moment(1_780_000_200.0)) == len("2026-05-28 20:30:00")
