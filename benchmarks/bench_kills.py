@@ -32,7 +32,7 @@ from results import add_write, show, table
 from support.gang import Gang
 
 from elasticflow_airflow.runtime.protocol import ReportKind, RescaleMode
-from elasticflow_airflow.runtime.storage.manifest import promote, verify_candidate
+from elasticflow_airflow.runtime.stores.manifest import promote, verify_candidate
 
 INTERVAL_S = 5.0
 

@@ -146,14 +146,14 @@ def reasons(comparison: Comparison) -> list[str]:
     begin_s = played.result.begin_s
 
     def hours(match: re.Match[str]) -> str:
-        at_s = datetime.fromisoformat(match[0]).timestamp()
+        at_s = datetime.fromisoformat(match[1] + "+00:00").timestamp()
         return f"{(at_s - begin_s) / 3600:.1f} h"
 
     lines = []
     for record in played.result.records:
         if record.job_id in bound.chosen and not record.met:
             reason = record.reject_reason.split("; the earliest deadline")[0] or "it was late"
-            reason = re.sub(r"\d{4}-\d\d-\d\dT[\d:.]+Z", hours, reason)
+            reason = re.sub(r"(\d{4}-\d\d-\d\d [\d:]+) UTC", hours, reason)
             lines.append(f"- {record.job_id[:8]}, submitted at {(record.submitted_s - begin_s) / 3600:.1f} h: {reason}")
     if not lines:
         return []

@@ -30,8 +30,8 @@ from torch.utils.data import TensorDataset
 from elasticflow_airflow import runtime
 from elasticflow_airflow.runtime.reporting import FileReporter
 from elasticflow_airflow.runtime.session import Session
-from elasticflow_airflow.runtime.step import loss_target, measuring
-from elasticflow_airflow.runtime.step.gradient_step import GradientStep
+from elasticflow_airflow.runtime.stepping import loss_target, measuring
+from elasticflow_airflow.runtime.stepping.gradient_step import GradientStep
 
 way, kind, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 torch.set_num_threads(1)

@@ -1,6 +1,6 @@
 """What the numbers and texts that others give may be: the limits, and what to do where one is exceeded.
 
-Everything that comes from outside is held to these: requests (``wire.fields``), reports and progress files of training
+Everything that comes from outside is held to these: requests (``api.fields``), reports and progress files of training
 scripts, manifests of checkpoints. They are what the store's columns, a file system, a process and floats can hold, so
 that nobody's number can break what is worked out for all. Pure, and the standard library only: supervisors and training
 interpreters use it as well.

@@ -21,8 +21,51 @@ MOVED = {
     "diagnosis": "api.diagnosis",
     "engines.local.supervisor": "engines.local.workers.supervisor",
     "insight": "api.insight",
+    "runtime.aiming": "runtime.gang.handover",
+    "runtime.checkpointer": "runtime.checkpoints.checkpointer",
+    "runtime.container": "runtime.stores.file_format",
+    "runtime.data": "runtime.samples.sample_order",
+    "runtime.devices": "runtime.stepping.devices",
+    "runtime.fetching": "runtime.samples.fetching",
     "runtime.forkserver": "runtime.process.forkserver",
+    "runtime.group": "runtime.gang.process_group",
+    "runtime.imports": "runtime.process.imports",
+    "runtime.interval": "runtime.checkpoints.interval",
+    "runtime.length_groups": "runtime.samples.length_groups",
+    "runtime.lightning_limits": "runtime.frameworks.lightning_limits",
+    "runtime.lightning_notes": "runtime.frameworks.lightning_notes",
+    "runtime.logical": "runtime.logical_workers",
+    "runtime.machinery": "runtime.stepping.gradient_step",
+    "runtime.measuring": "runtime.stepping.measuring",
+    "runtime.meeting": "runtime.gang.handover",
+    "runtime.meeting_store": "runtime.gang.meeting_store",
+    "runtime.membership": "runtime.gang.membership",
+    "runtime.neighbour": "runtime.gang.neighbour_memory",
+    "runtime.opening": "runtime.stores.open_store",
+    "runtime.reduction": "runtime.stepping.reduction",
+    "runtime.resume": "runtime.gang.resume",
+    "runtime.retrying": "runtime.stores.retrying",
+    "runtime.room": "runtime.stores.disk_space",
+    "runtime.running_statistics": "runtime.stepping.running_statistics",
+    "runtime.saving": "runtime.checkpoints.saving",
+    "runtime.shim": "runtime.process.parent_tie",
+    "runtime.snapshot": "runtime.checkpoints.state_copy",
+    "runtime.stacks": "runtime.process.stacks",
+    "runtime.state": "runtime.checkpoints.state_tree",
+    "runtime.step": "runtime.stepping.optimizer_step",
+    "runtime.storage": "runtime.stores.store",
+    "runtime.stream_checks": "runtime.samples.stream_checks",
+    "runtime.streams": "runtime.samples.streams",
+    "runtime.target": "runtime.stepping.loss_target",
+    "runtime.tensor_bytes": "runtime.checkpoints.tensor_bytes",
+    "runtime.trainer_limits": "runtime.frameworks.trainer_limits",
+    "runtime.trainer_loss": "runtime.frameworks.trainer_loss",
+    "runtime.trainer_progress": "runtime.frameworks.trainer_progress",
+    "runtime.trainer_world": "runtime.frameworks.trainer_world",
+    "runtime.transfer": "runtime.gang.transfer",
+    "runtime.watching": "runtime.gang.watching",
     "runtime.writer": "runtime.checkpoints.writer",
+    "runtime.writer_process": "runtime.checkpoints.writer_process",
     "runtime.zygote": "runtime.process.zygote",
     "service.openapi": "service.http.openapi",
     "training_options": "api.training_options",
@@ -49,7 +92,10 @@ class MovedModules(MetaPathFinder):
         package, _, name = fullname.partition(".")
         if package != _PACKAGE or name not in MOVED:
             return None
-        return ModuleSpec(fullname, _Alias(f"{_PACKAGE}.{MOVED[name]}"), is_package=name == "wire")
+        now = f"{_PACKAGE}.{MOVED[name]}"
+        there = find_spec(now)
+        origin = None if there is None else there.origin
+        return ModuleSpec(fullname, _Alias(now), origin=origin, is_package=name == "wire")
 
 
 class _Alias(InspectLoader):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime
 
-_FIRST_S, _LAST_S = -62135596800.0, 253402300799.0
-"""The first and the last second that a calendar has."""
+_FIRST_S, _LAST_S = -62135596800.0 + 86400.0, 253402300799.0 - 86400.0
+"""A day within what a calendar has, so that it has them in every zone."""
 _UNITS = (("d", 86400, "h", 3600, 30.0), ("h", 3600, "min", 60, 0.5), ("min", 60, "s", 1, 0.5))
 """Each with its seconds, the unit below and its seconds, and by how much less is rounded up to it."""
 
@@ -18,8 +18,8 @@ def utc(at_s: float) -> datetime:
 
 def moment(at_s: float) -> str:
     """UTC seconds as date, time and zone; seconds only where they are not 0. For who knows no other zone."""
-    if not math.isfinite(at_s):
-        return "never" if at_s > 0 else f"{at_s} s"
+    if not _FIRST_S <= at_s < _LAST_S:
+        return "never" if at_s > 0 else f"{at_s:g} s"
     return f"{utc(at_s + 0.5):%Y-%m-%d %H:%M:%S UTC}".replace(":00 ", " ")
 
 

@@ -9,9 +9,9 @@ from datetime import datetime
 from rich.console import Console
 
 from demo_kit.layout import DemoPaths
+from elasticflow_airflow.api import Event, JobStatus
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint
 from elasticflow_airflow.testing import JobOutcome
-from elasticflow_airflow.wire import Event, JobStatus
 
 _LOOK_S, _PROGRESS_S = 0.5, 10.0
 _STYLES = {"admitted": "green", "succeeded": "bold green", "resized": "cyan", "rejected": "red", "failed": "red"}

@@ -27,6 +27,7 @@ from elasticflow_airflow.client import (
     Unauthorized,
 )
 from elasticflow_airflow.client.embedded import did_not_end
+from elasticflow_airflow.times import duration
 
 _SKEW_WARNING_S, _SKEW_PROBLEM_S = 2.0, 30.0
 _SLOW_ANSWER_S = 1.0
@@ -134,7 +135,7 @@ def _clock(service_at: float, asked_at: float, took_s: float) -> Finding:
     if off_s > _SKEW_WARNING_S:
         direction = "ahead of" if service_at > asked_at else "behind"
         make = problem if off_s > _SKEW_PROBLEM_S else warning
-        return make("clock", f"the service's clock is {off_s:.0f} s {direction} this machine's", remedy)
+        return make("clock", f"the service's clock is {duration(off_s)} {direction} this machine's", remedy)
     return ok("clock", "the service's clock shows the same time as this machine's")
 
 

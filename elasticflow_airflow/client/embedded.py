@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from elasticflow_airflow.api import API_VERSION, Health, ServiceCard
 from elasticflow_airflow.client.endpoint import Endpoint
 from elasticflow_airflow.client.errors import EmbeddedStartError, IncompatibleService, NotRunning
+from elasticflow_airflow.times import duration
 
 SOCKET_PATH_LIMIT: Final = 107
 """Bytes that Linux takes in the path of a Unix socket (108 with the closing zero)."""
@@ -140,7 +141,7 @@ def ensure_service(
     if served is not None:
         raise _replaces(directory, served)
     raise EmbeddedStartError(
-        f"the embedded elasticflow service did not answer on {endpoint.socket_path} within {limit_s:.0f} s",
+        f"the embedded elasticflow service did not answer on {endpoint.socket_path} within {duration(limit_s)}",
         f"the end of {directory / 'service.log'} says: {_tail(directory / 'service.log')}",
         "embedded_start",
     )

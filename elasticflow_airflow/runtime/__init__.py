@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from elasticflow_airflow.runtime.checkpoints.checkpoint import load_weights
     from elasticflow_airflow.runtime.session import Session, init
     from elasticflow_airflow.runtime.session_core import NonFiniteLoss
-    from elasticflow_airflow.runtime.storage.manifest import CheckpointError
+    from elasticflow_airflow.runtime.stores.manifest import CheckpointError
 
 __all__ = ["CheckpointError", "NonFiniteLoss", "Session", "init", "load_weights"]
 
 _HOMES = {
-    "CheckpointError": "storage.manifest",
+    "CheckpointError": "stores.manifest",
     "NonFiniteLoss": "session_core",
     "Session": "session",
     "init": "session",

@@ -34,7 +34,7 @@ from elasticflow_airflow.runtime.protocol import (
     SessionConfig,
     session_path,
 )
-from elasticflow_airflow.runtime.storage.manifest import CheckpointError, list_candidates, verify_candidate
+from elasticflow_airflow.runtime.stores.manifest import CheckpointError, list_candidates, verify_candidate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

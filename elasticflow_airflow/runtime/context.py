@@ -20,9 +20,9 @@ from elasticflow_airflow.runtime.protocol import (
     membership_path,
 )
 from elasticflow_airflow.runtime.reporting import ConsoleReporter, FileReporter, Reporter
-from elasticflow_airflow.runtime.storage.manifest import CheckpointError
-from elasticflow_airflow.runtime.storage.open_store import open_store
-from elasticflow_airflow.runtime.storage.store import is_remote
+from elasticflow_airflow.runtime.stores.manifest import CheckpointError
+from elasticflow_airflow.runtime.stores.open_store import open_store
+from elasticflow_airflow.runtime.stores.store import is_remote
 
 CHECKPOINT_DIR_ENV = "ELASTICFLOW_CHECKPOINT_DIR"
 """Environment variable: where a session that runs alone keeps its checkpoints."""

@@ -19,15 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elasticflow_airflow.runtime import earlier_release
+
+earlier_release.forget_if_unused()
+
 from elasticflow_airflow.runtime.context import detect
-from elasticflow_airflow.runtime.data.sample_order import Batch, ElasticLoader
 from elasticflow_airflow.runtime.frameworks import lightning_limits as limits
 from elasticflow_airflow.runtime.frameworks.lightning_notes import Notes, Recorder
-from elasticflow_airflow.runtime.group.membership import Adoption
-from elasticflow_airflow.runtime.group.process_group import GroupBroken
+from elasticflow_airflow.runtime.gang.membership import Adoption
+from elasticflow_airflow.runtime.gang.process_group import GroupBroken
+from elasticflow_airflow.runtime.samples.sample_order import Batch, ElasticLoader
 from elasticflow_airflow.runtime.session import Session
-from elasticflow_airflow.runtime.step.gradient_step import Sums
-from elasticflow_airflow.runtime.step.optimizer_step import Step
+from elasticflow_airflow.runtime.stepping.gradient_step import Sums
+from elasticflow_airflow.runtime.stepping.optimizer_step import Step
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 

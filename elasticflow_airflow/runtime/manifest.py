@@ -1,9 +1,13 @@
-"""Where ``runtime/storage/manifest.py`` was once: workers of such a release look for it here, late in their lives."""
+"""Where ``stores/manifest.py`` was once: workers of such a release look for it here, late in their lives."""
 
 from __future__ import annotations
 
 import sys
 
-from elasticflow_airflow.runtime.storage import manifest
+from elasticflow_airflow.runtime import earlier_release
+
+earlier_release.keep()
+
+from elasticflow_airflow.runtime.stores import manifest  # noqa: E402
 
 sys.modules[__name__] = manifest

@@ -1,9 +1,13 @@
-"""Where ``runtime/storage/remote.py`` was once: workers of such a release look for it here, late in their lives."""
+"""Where ``stores/remote.py`` was once: workers of such a release look for it here, late in their lives."""
 
 from __future__ import annotations
 
 import sys
 
-from elasticflow_airflow.runtime.storage import remote
+from elasticflow_airflow.runtime import earlier_release
+
+earlier_release.keep()
+
+from elasticflow_airflow.runtime.stores import remote  # noqa: E402
 
 sys.modules[__name__] = remote

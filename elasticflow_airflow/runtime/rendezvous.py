@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousHandlerCreator
 
-from elasticflow_airflow.runtime.group.meeting_store import publish_store, wait_for_address
+from elasticflow_airflow.runtime.gang.meeting_store import publish_store, wait_for_address
 from elasticflow_airflow.runtime.protocol import (
     GENERATION_ENV,
     WORKER_ENV,

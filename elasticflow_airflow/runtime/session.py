@@ -19,28 +19,28 @@ from torch.utils.data import Dataset, default_collate
 from elasticflow_airflow.runtime import bootstrap
 from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered, Stateful
 from elasticflow_airflow.runtime.context import detect
-from elasticflow_airflow.runtime.data.fetching import make_fetcher
-from elasticflow_airflow.runtime.data.length_groups import SampleLengths
-from elasticflow_airflow.runtime.data.sample_order import (
+from elasticflow_airflow.runtime.gang.process_group import GroupBroken
+from elasticflow_airflow.runtime.logical_workers import choose_logical_workers, owned_by
+from elasticflow_airflow.runtime.protocol import ReportKind
+from elasticflow_airflow.runtime.samples.fetching import make_fetcher
+from elasticflow_airflow.runtime.samples.length_groups import SampleLengths
+from elasticflow_airflow.runtime.samples.sample_order import (
     BatchPlan,
     ElasticLoader,
     Fetcher,
     mix_seed,
     refuse_own_options,
 )
-from elasticflow_airflow.runtime.data.stream_checks import is_stream, refuse_stream_options, stream_reader
-from elasticflow_airflow.runtime.data.streams import Stream, StreamFetcher
-from elasticflow_airflow.runtime.group.process_group import GroupBroken
-from elasticflow_airflow.runtime.logical_workers import choose_logical_workers, owned_by
-from elasticflow_airflow.runtime.protocol import ReportKind
+from elasticflow_airflow.runtime.samples.stream_checks import is_stream, refuse_stream_options, stream_reader
+from elasticflow_airflow.runtime.samples.streams import Stream, StreamFetcher
 from elasticflow_airflow.runtime.session_core import trained_parameters
 from elasticflow_airflow.runtime.session_steps import SessionSteps
-from elasticflow_airflow.runtime.step.gradient_step import GradientStep
-from elasticflow_airflow.runtime.step.measuring import Activity, TimedFetcher
-from elasticflow_airflow.runtime.step.optimizer_step import Step
-from elasticflow_airflow.runtime.step.reduction import refuse_optimizer, refuse_unsupported
-from elasticflow_airflow.runtime.step.running_statistics import batch_norms
-from elasticflow_airflow.runtime.storage.manifest import CheckpointError
+from elasticflow_airflow.runtime.stepping.gradient_step import GradientStep
+from elasticflow_airflow.runtime.stepping.measuring import Activity, TimedFetcher
+from elasticflow_airflow.runtime.stepping.optimizer_step import Step
+from elasticflow_airflow.runtime.stepping.reduction import refuse_optimizer, refuse_unsupported
+from elasticflow_airflow.runtime.stepping.running_statistics import batch_norms
+from elasticflow_airflow.runtime.stores.manifest import CheckpointError
 
 
 class Session(SessionSteps):

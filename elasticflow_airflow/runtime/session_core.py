@@ -31,22 +31,27 @@ from elasticflow_airflow.runtime.checkpoints.interval import SaveInterval
 from elasticflow_airflow.runtime.checkpoints.saving import PARTS_LIMIT_S, Saver
 from elasticflow_airflow.runtime.checkpoints.state_copy import size_of
 from elasticflow_airflow.runtime.context import Context
-from elasticflow_airflow.runtime.data.sample_order import ElasticLoader, mix_seed
-from elasticflow_airflow.runtime.data.streams import PART, StreamBook
-from elasticflow_airflow.runtime.group.membership import Dismissed, GroupMember
-from elasticflow_airflow.runtime.group.process_group import WorkerGroup
-from elasticflow_airflow.runtime.group.resume import agree_on_checkpoint
+from elasticflow_airflow.runtime.gang.membership import Dismissed, GroupMember
+from elasticflow_airflow.runtime.gang.process_group import WorkerGroup
+from elasticflow_airflow.runtime.gang.resume import agree_on_checkpoint
 from elasticflow_airflow.runtime.protocol import Membership, ReportKind, heartbeats_path
 from elasticflow_airflow.runtime.reporting import Speedometer
-from elasticflow_airflow.runtime.step.devices import choose_threads, make_repeatable, pick_device, what_may_not_repeat
-from elasticflow_airflow.runtime.step.gradient_step import GradientStep, Sums
-from elasticflow_airflow.runtime.step.loss_target import LossTrack, Outlook
-from elasticflow_airflow.runtime.step.measuring import Meter, NormSchedule
-from elasticflow_airflow.runtime.step.reduction import broadcast_model
-from elasticflow_airflow.runtime.step.running_statistics import batch_norms, refuse_single_values
-from elasticflow_airflow.runtime.storage.disk_space import lack_of_room, refuse_full_disk
-from elasticflow_airflow.runtime.storage.manifest import CandidateInfo, CheckpointError, remove_leftovers
-from elasticflow_airflow.runtime.storage.store import Part, is_remote
+from elasticflow_airflow.runtime.samples.sample_order import ElasticLoader, mix_seed
+from elasticflow_airflow.runtime.samples.streams import PART, StreamBook
+from elasticflow_airflow.runtime.stepping.devices import (
+    choose_threads,
+    make_repeatable,
+    pick_device,
+    what_may_not_repeat,
+)
+from elasticflow_airflow.runtime.stepping.gradient_step import GradientStep, Sums
+from elasticflow_airflow.runtime.stepping.loss_target import LossTrack, Outlook
+from elasticflow_airflow.runtime.stepping.measuring import Meter, NormSchedule
+from elasticflow_airflow.runtime.stepping.reduction import broadcast_model
+from elasticflow_airflow.runtime.stepping.running_statistics import batch_norms, refuse_single_values
+from elasticflow_airflow.runtime.stores.disk_space import lack_of_room, refuse_full_disk
+from elasticflow_airflow.runtime.stores.manifest import CandidateInfo, CheckpointError, remove_leftovers
+from elasticflow_airflow.runtime.stores.store import Part, is_remote
 
 SHARD_ABOVE_GB = 4.0
 """A larger state is written in parts, one a worker, unless the script says otherwise."""

@@ -15,17 +15,17 @@ from typing import Any, NamedTuple, NoReturn
 
 from elasticflow_airflow.runtime import bootstrap
 from elasticflow_airflow.runtime.checkpoints.saving import turn_of_survivors
-from elasticflow_airflow.runtime.data.length_groups import OTHER_LENGTHS
-from elasticflow_airflow.runtime.data.sample_order import Batch
-from elasticflow_airflow.runtime.data.stream_checks import OTHER_ORDERS
-from elasticflow_airflow.runtime.group.membership import Adoption, Dismissed, JoinerSilent
-from elasticflow_airflow.runtime.group.process_group import GroupBroken
+from elasticflow_airflow.runtime.gang.membership import Adoption, Dismissed, JoinerSilent
+from elasticflow_airflow.runtime.gang.process_group import GroupBroken
 from elasticflow_airflow.runtime.logical_workers import owned_by
 from elasticflow_airflow.runtime.protocol import GENERATION_ENV, Report, ReportKind, read_reports, report_path
 from elasticflow_airflow.runtime.reporting import WORKER_EVERY
+from elasticflow_airflow.runtime.samples.length_groups import OTHER_LENGTHS
+from elasticflow_airflow.runtime.samples.sample_order import Batch
+from elasticflow_airflow.runtime.samples.stream_checks import OTHER_ORDERS
 from elasticflow_airflow.runtime.session_core import Leaving, SessionCore, finite_or_none, trained_parameters
-from elasticflow_airflow.runtime.step.gradient_step import Sums, from_rows, to_row
-from elasticflow_airflow.runtime.step.measuring import Activity
+from elasticflow_airflow.runtime.stepping.gradient_step import Sums, from_rows, to_row
+from elasticflow_airflow.runtime.stepping.measuring import Activity
 
 REHEARSALS = 4
 """Steps that a joiner makes on its own before it joins: its first ones are several times slower."""

@@ -22,8 +22,11 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback, TrainerState
 
+from elasticflow_airflow.runtime import earlier_release
+
+earlier_release.forget_if_unused()
+
 from elasticflow_airflow.runtime.context import detect
-from elasticflow_airflow.runtime.data.sample_order import Batch, ElasticLoader, steps_per_epoch
 from elasticflow_airflow.runtime.frameworks.trainer_limits import (
     refuse_sharding,
     refuse_sharding_at_once,
@@ -32,8 +35,9 @@ from elasticflow_airflow.runtime.frameworks.trainer_limits import (
 from elasticflow_airflow.runtime.frameworks.trainer_loss import divides_by_items, item_count
 from elasticflow_airflow.runtime.frameworks.trainer_progress import TrainerProgress
 from elasticflow_airflow.runtime.frameworks.trainer_world import hide_world, set_rank
+from elasticflow_airflow.runtime.samples.sample_order import Batch, ElasticLoader, steps_per_epoch
 from elasticflow_airflow.runtime.session import Session
-from elasticflow_airflow.runtime.step.optimizer_step import Step
+from elasticflow_airflow.runtime.stepping.optimizer_step import Step
 
 __all__ = ["ElasticCallback", "ElasticOptions", "ElasticTrainer"]
 

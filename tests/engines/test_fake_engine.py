@@ -12,7 +12,7 @@ import pytest
 from elasticflow_airflow.engines.fake.engine import BEHAVIOUR_ENV, FakeBehaviour, FakeEngine, fake_nodes
 from elasticflow_airflow.engines.port import EngineError, GangOutcome, GangSpec, GangState
 from elasticflow_airflow.runtime.protocol import Promotion, Report, ReportKind, RescaleMode
-from elasticflow_airflow.runtime.storage.manifest import CheckpointError, verify_candidate
+from elasticflow_airflow.runtime.stores.manifest import CheckpointError, verify_candidate
 from elasticflow_airflow.scheduler_core.model.values import Slot
 
 if TYPE_CHECKING:

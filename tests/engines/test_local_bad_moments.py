@@ -24,7 +24,7 @@ STEPS = 45 * 6
 
 DIES = """
 import os, runpy, signal
-from elasticflow_airflow.runtime.group import transfer
+from elasticflow_airflow.runtime.gang import transfer
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)

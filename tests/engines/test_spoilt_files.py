@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from elasticflow_airflow.engines.local.files import worker_logs
 from elasticflow_airflow.engines.port import EngineError, GangState
 from elasticflow_airflow.runtime.protocol import read_json, read_some_reports
-from elasticflow_airflow.runtime.storage.manifest import CheckpointError, verify_candidate
+from elasticflow_airflow.runtime.stores.manifest import CheckpointError, verify_candidate
 from elasticflow_airflow.scheduler_core.model.values import Slot
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elasticflow_airflow.runtime.group.cuda_group import CudaGroup, Seat, choose_backend, seat_of
+from elasticflow_airflow.runtime.gang.cuda_group import CudaGroup, Seat, choose_backend, seat_of
 
 LIMIT = datetime.timedelta(seconds=60)
 

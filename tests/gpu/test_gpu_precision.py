@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.gang import Gang
 
-from elasticflow_airflow.runtime.step.devices import make_repeatable
-from elasticflow_airflow.runtime.step.optimizer_step import seed_everything
+from elasticflow_airflow.runtime.stepping.devices import make_repeatable
+from elasticflow_airflow.runtime.stepping.optimizer_step import seed_everything
 
 
 def losses(gang: Gang) -> dict[str, str]:

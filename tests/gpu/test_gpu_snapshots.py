@@ -12,7 +12,7 @@ from torch import nn
 from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered, load
 from elasticflow_airflow.runtime.checkpoints.checkpointer import Checkpointer
 from elasticflow_airflow.runtime.checkpoints.state_copy import SharedBuffer
-from elasticflow_airflow.runtime.storage.manifest import verify_candidate
+from elasticflow_airflow.runtime.stores.manifest import verify_candidate
 
 
 @pytest.fixture

@@ -112,6 +112,10 @@ def test_a_folder_needs_little(folder: str) -> None:
         assert not more, f"{file} imports {more}"
 
 
+def test_every_folder_has_its_rule() -> None:
+    assert FORBIDDEN.keys() == FOLDERS.keys(), "say in FORBIDDEN what the new one may not know"
+
+
 def test_what_our_scheduler_is_compared_with_is_known_to_the_simulator_alone() -> None:
     product = [*files_of("scheduler_core"), *files_of("operators"), *(ROOT / PACKAGE).rglob("*.py")]
     for file in {file.resolve() for file in [*product, *(ROOT / "dags").rglob("*.py")]}:

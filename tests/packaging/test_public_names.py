@@ -125,6 +125,26 @@ def test_whatever_the_pages_import_is_published(root: Path, problems: dict[str, 
     assert pages <= set(IMPORTED), "add to public_names.json what users are told to import"
 
 
+MOVES = """
+import importlib, json, sys, warnings
+warnings.simplefilter("ignore")
+from elasticflow_airflow.moved import MOVED
+skipped = json.load(sys.stdin)
+def same(old, now):
+    if any(now.endswith(name) for name in skipped):
+        return True
+    there = importlib.import_module(f"elasticflow_airflow.{now}")
+    return importlib.import_module(f"elasticflow_airflow.{old}") is there
+print(json.dumps([old for old, now in MOVED.items() if not same(old, now)]))
+"""
+
+
+def test_a_module_that_has_moved_is_the_same_by_both_paths(tmp_path: Path) -> None:
+    optional = {"lightning": ["lightning_notes", "lightning_limits"], "transformers": ["trainer_progress"]}
+    missing = [name for library, names in optional.items() if find_spec(library) is None for name in names]
+    assert run(MOVES, missing, tmp_path) == []
+
+
 def test_what_airflow_has_stored_is_read(tmp_path: Path) -> None:
     stored = {name: NAMES[name] for name in ("trigger_arguments", "retry_policy", "link")}
     told = run(STORED, stored, tmp_path)

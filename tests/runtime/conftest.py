@@ -34,7 +34,7 @@ from elasticflow_airflow.runtime.protocol import (
     session_path,
 )
 from elasticflow_airflow.runtime.reporting import ConsoleReporter, FileReporter
-from elasticflow_airflow.runtime.storage.manifest import CandidateInfo, publish, verify_candidate, writing
+from elasticflow_airflow.runtime.stores.manifest import CandidateInfo, publish, verify_candidate, writing
 
 SAMPLES = 20
 

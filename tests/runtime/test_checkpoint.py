@@ -19,9 +19,9 @@ from elasticflow_airflow.runtime import load_weights
 from elasticflow_airflow.runtime.checkpoints import checkpoint
 from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
 from elasticflow_airflow.runtime.checkpoints.tensor_bytes import bytes_of
-from elasticflow_airflow.runtime.storage import file_format
-from elasticflow_airflow.runtime.storage.file_format import Blob
-from elasticflow_airflow.runtime.storage.manifest import (
+from elasticflow_airflow.runtime.stores import file_format
+from elasticflow_airflow.runtime.stores.file_format import Blob
+from elasticflow_airflow.runtime.stores.manifest import (
     CandidateInfo,
     CheckpointError,
     adopt,

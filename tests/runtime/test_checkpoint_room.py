@@ -12,8 +12,8 @@ from torch import nn
 
 from elasticflow_airflow import runtime
 from elasticflow_airflow.runtime.protocol import ReportKind
-from elasticflow_airflow.runtime.storage import retrying
-from elasticflow_airflow.runtime.storage.disk_space import lack_of_room, refuse_full_disk
+from elasticflow_airflow.runtime.stores import retrying
+from elasticflow_airflow.runtime.stores.disk_space import lack_of_room, refuse_full_disk
 
 memory = pytest.importorskip("fsspec.implementations.memory", reason="needs fsspec")
 

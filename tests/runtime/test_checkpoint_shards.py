@@ -22,15 +22,15 @@ from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
 from elasticflow_airflow.runtime.checkpoints.checkpointer import Checkpointer
 from elasticflow_airflow.runtime.checkpoints.state_copy import content_of, shard
 from elasticflow_airflow.runtime.checkpoints.writer import Order, write_checkpoint
-from elasticflow_airflow.runtime.storage.manifest import (
+from elasticflow_airflow.runtime.stores.manifest import (
     CandidateInfo,
     CheckpointError,
     list_candidates,
     promoted,
     verify_candidate,
 )
-from elasticflow_airflow.runtime.storage.open_store import open_store
-from elasticflow_airflow.runtime.storage.store import LocalStore, Part
+from elasticflow_airflow.runtime.stores.open_store import open_store
+from elasticflow_airflow.runtime.stores.store import LocalStore, Part
 
 LIMIT_S = 120.0
 TOKEN = "5eed"
@@ -41,7 +41,7 @@ WORKER = textwrap.dedent("""
     from torch import nn
     from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
     from elasticflow_airflow.runtime.checkpoints.checkpointer import Checkpointer
-    from elasticflow_airflow.runtime.storage.store import Part
+    from elasticflow_airflow.runtime.stores.store import Part
     where, rank, size, mode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(50, 50) for _ in range(6)))

@@ -24,10 +24,10 @@ from elasticflow_airflow.runtime import load_weights
 from elasticflow_airflow.runtime.checkpoints import checkpoint
 from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
 from elasticflow_airflow.runtime.checkpoints.checkpointer import Checkpointer
-from elasticflow_airflow.runtime.storage import retrying
-from elasticflow_airflow.runtime.storage.manifest import CheckpointError
-from elasticflow_airflow.runtime.storage.open_store import open_store
-from elasticflow_airflow.runtime.storage.store import Part
+from elasticflow_airflow.runtime.stores import retrying
+from elasticflow_airflow.runtime.stores.manifest import CheckpointError
+from elasticflow_airflow.runtime.stores.open_store import open_store
+from elasticflow_airflow.runtime.stores.store import Part
 
 fsspec = pytest.importorskip("fsspec", reason="needs fsspec")
 

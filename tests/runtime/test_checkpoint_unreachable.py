@@ -20,9 +20,9 @@ from elasticflow_airflow import runtime
 from elasticflow_airflow.runtime import load_weights, protocol
 from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
 from elasticflow_airflow.runtime.checkpoints.checkpointer import Checkpointer
-from elasticflow_airflow.runtime.storage import manifest, retrying
-from elasticflow_airflow.runtime.storage.manifest import CheckpointUnreachable
-from elasticflow_airflow.runtime.storage.open_store import open_store
+from elasticflow_airflow.runtime.stores import manifest, retrying
+from elasticflow_airflow.runtime.stores.manifest import CheckpointUnreachable
+from elasticflow_airflow.runtime.stores.open_store import open_store
 
 memory = pytest.importorskip("fsspec.implementations.memory", reason="needs fsspec")
 

@@ -23,7 +23,7 @@ from torch import nn
 from elasticflow_airflow.runtime.checkpoints import checkpoint, checkpointer
 from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
 from elasticflow_airflow.runtime.checkpoints.checkpointer import Checkpointer
-from elasticflow_airflow.runtime.storage.manifest import CheckpointError, list_candidates, promoted, verify_candidate
+from elasticflow_airflow.runtime.stores.manifest import CheckpointError, list_candidates, promoted, verify_candidate
 
 LIMIT_S = 60.0
 

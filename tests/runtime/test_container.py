@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elasticflow_airflow.runtime.storage import file_format
-from elasticflow_airflow.runtime.storage.file_format import Blob, ContainerError, Index
+from elasticflow_airflow.runtime.stores import file_format
+from elasticflow_airflow.runtime.stores.file_format import Blob, ContainerError, Index
 
 STATE = {"dict": [["weight", {"tensor": 0}], ["inner", {"list": [{"tensor": 1}, {"tensor": 2}]}], ["lr", 0.1]]}
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
-from elasticflow_airflow.runtime.group import cuda_group
-from elasticflow_airflow.runtime.group.cuda_group import (
+from elasticflow_airflow.runtime.gang import cuda_group
+from elasticflow_airflow.runtime.gang.cuda_group import (
     BACKEND_ENV,
     CudaGroup,
     Seat,
@@ -26,7 +26,7 @@ from elasticflow_airflow.runtime.group.cuda_group import (
     refusal,
     wait_on_host,
 )
-from elasticflow_airflow.runtime.group.process_group import sum_in_tree
+from elasticflow_airflow.runtime.gang.process_group import sum_in_tree
 
 LIMIT = datetime.timedelta(seconds=30)
 

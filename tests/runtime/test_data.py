@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from elasticflow_airflow.runtime.data.fetching import DirectFetcher
-from elasticflow_airflow.runtime.data.sample_order import (
+from elasticflow_airflow.runtime.samples.fetching import DirectFetcher
+from elasticflow_airflow.runtime.samples.sample_order import (
     BatchPlan,
     ElasticLoader,
     mix_seed,
@@ -25,7 +25,7 @@ from elasticflow_airflow.runtime.data.sample_order import (
     split_content,
     to_device,
 )
-from elasticflow_airflow.runtime.step.optimizer_step import seed_everything
+from elasticflow_airflow.runtime.stepping.optimizer_step import seed_everything
 
 
 class Squares(Dataset[int]):
@@ -245,9 +245,8 @@ def test_every_generator_is_seeded_on_devices_too(monkeypatch):
 
 def test_numpys_generator_is_seeded_before_anybody_has_used_it():
     """numpy brings its generators in with their first use: after the seed, that would be another draw each time."""
-    script = (
-        "import numpy; from elasticflow_airflow.runtime.step.optimizer_step import seed_everything; seed_everything(5)"
-    )
+    module = "elasticflow_airflow.runtime.stepping.optimizer_step"
+    script = f"import numpy; from {module} import seed_everything; seed_everything(5)"
     done = subprocess.run(
         [sys.executable, "-c", f"{script}; print(numpy.random.rand())"], capture_output=True, text=True, check=True
     )

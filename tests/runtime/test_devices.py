@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from elasticflow_airflow.runtime.step.devices import make_repeatable, pick_device, what_may_not_repeat
+from elasticflow_airflow.runtime.stepping.devices import make_repeatable, pick_device, what_may_not_repeat
 
 GPU = torch.device("cuda", 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticflow_airflow.runtime.group.handover import EpochAim
+from elasticflow_airflow.runtime.gang.handover import EpochAim
 
 
 def test_a_joiner_that_missed_the_end_of_a_long_epoch_waits_for_no_other():

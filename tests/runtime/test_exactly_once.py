@@ -15,7 +15,7 @@ import pytest
 from support.gang import Gang
 
 from elasticflow_airflow.runtime.protocol import ReportKind, RescaleMode
-from elasticflow_airflow.runtime.storage.manifest import promote, verify_candidate
+from elasticflow_airflow.runtime.stores.manifest import promote, verify_candidate
 
 SCRIPT = Path(__file__).parents[1] / "support" / "train_ledger.py"
 STEPS_PER_EPOCH = 28

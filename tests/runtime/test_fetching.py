@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from elasticflow_airflow.runtime.data.fetching import DirectFetcher, WorkerFetcher, make_fetcher
-from elasticflow_airflow.runtime.data.sample_order import BatchPlan, ElasticLoader
+from elasticflow_airflow.runtime.samples.fetching import DirectFetcher, WorkerFetcher, make_fetcher
+from elasticflow_airflow.runtime.samples.sample_order import BatchPlan, ElasticLoader
 
 LOGICAL = 4
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
-from elasticflow_airflow.runtime.step.gradient_step import GradientStep
+from elasticflow_airflow.runtime.stepping.gradient_step import GradientStep
 
 
 def test_a_worker_without_samples_in_its_first_step_can_scale_gradients() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
-from elasticflow_airflow.runtime.group.process_group import WorkerGroup
+from elasticflow_airflow.runtime.gang.process_group import WorkerGroup
 
 
 @pytest.fixture

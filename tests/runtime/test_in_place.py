@@ -11,7 +11,7 @@ import pytest
 from support.gang import Gang, random_life
 
 from elasticflow_airflow.runtime.protocol import ReportKind, RescaleMode
-from elasticflow_airflow.runtime.storage.manifest import promote, verify_candidate
+from elasticflow_airflow.runtime.stores.manifest import promote, verify_candidate
 
 SCRIPT = Path(__file__).parents[1] / "support" / "train_small.py"
 EPOCHS = 40

@@ -17,8 +17,8 @@ from support.bare_torchrun import torchrun
 
 from elasticflow_airflow import runtime
 from elasticflow_airflow.runtime import consistency_check
-from elasticflow_airflow.runtime.data.length_groups import SampleLengths, length_grouped_order
-from elasticflow_airflow.runtime.data.sample_order import BatchPlan
+from elasticflow_airflow.runtime.samples.length_groups import SampleLengths, length_grouped_order
+from elasticflow_airflow.runtime.samples.sample_order import BatchPlan
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/train_lengths.py"
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from elasticflow_airflow.runtime.frameworks import lightning_limits as limits
 from elasticflow_airflow.runtime.protocol import ReportKind, RescaleMode
-from elasticflow_airflow.runtime.storage.manifest import promote, verify_candidate
+from elasticflow_airflow.runtime.stores.manifest import promote, verify_candidate
 
 pl = pytest.importorskip("lightning.pytorch", reason="PyTorch Lightning is not installed: pip install lightning")
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elasticflow_airflow.runtime.protocol import Promotion, promoted_path, write_json_atomic
-from elasticflow_airflow.runtime.storage.manifest import (
+from elasticflow_airflow.runtime.stores.manifest import (
     CandidateInfo,
     CheckpointError,
     adopt,
@@ -189,7 +189,7 @@ def test_candidates_newer_than_the_promotion_are_not_used(two, candidate, warnin
 
 def forge(path: Path, **changes) -> None:
     """Change a manifest and make its digest right again."""
-    from elasticflow_airflow.runtime.storage.manifest import _body_digest
+    from elasticflow_airflow.runtime.stores.manifest import _body_digest
 
     body = json.loads((path / "manifest.json").read_text()) | changes
     del body["digest"]
@@ -306,7 +306,7 @@ def test_a_full_disk_leaves_the_checkpoints_before(two, warnings):
         import torch
         from torch import nn
         from elasticflow_airflow.runtime.checkpoints import checkpoint
-        from elasticflow_airflow.runtime.storage.manifest import CheckpointError
+        from elasticflow_airflow.runtime.stores.manifest import CheckpointError
         resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
         model = nn.Linear(300, 300)
         try:
@@ -334,7 +334,7 @@ def test_a_full_disk_while_publishing(two, monkeypatch):
     def full(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("elasticflow_airflow.runtime.storage.manifest._flush", full)
+    monkeypatch.setattr("elasticflow_airflow.runtime.stores.manifest._flush", full)
     message = r"step-000000000030 could not be written: No space left on device\. Free"
     with pytest.raises(CheckpointError, match=message):
         write_and_publish(checkpoints, 30)
@@ -350,7 +350,7 @@ def test_kill_at_every_system_call_of_a_save_leaves_the_one_before(two, warnings
         textwrap.dedent("""
         import os, signal, sys
         from pathlib import Path
-        from elasticflow_airflow.runtime.storage.manifest import promote, publish, writing
+        from elasticflow_airflow.runtime.stores.manifest import promote, publish, writing
         checkpoints = Path(sys.argv[1])
 
         def save(fatal):

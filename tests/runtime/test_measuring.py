@@ -9,8 +9,8 @@ from itertools import chain, cycle, pairwise, repeat
 import pytest
 import torch
 
-from elasticflow_airflow.runtime.step import measuring
-from elasticflow_airflow.runtime.step.measuring import (
+from elasticflow_airflow.runtime.stepping import measuring
+from elasticflow_airflow.runtime.stepping.measuring import (
     Activity,
     DeviceTimer,
     GradientNorms,

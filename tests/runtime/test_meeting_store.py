@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from elasticflow_airflow.runtime import rendezvous
-from elasticflow_airflow.runtime.group import handover
-from elasticflow_airflow.runtime.group.meeting_store import publish_store, serve_store, wait_for_address
+from elasticflow_airflow.runtime.gang import handover
+from elasticflow_airflow.runtime.gang.meeting_store import publish_store, serve_store, wait_for_address
 
 LIMIT = datetime.timedelta(seconds=10)
 

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
-from elasticflow_airflow.runtime.group import handover, membership
-from elasticflow_airflow.runtime.group.membership import Dismissed, GroupMember, JoinerSilent
-from elasticflow_airflow.runtime.group.process_group import GroupBroken, WorkerGroup
-from elasticflow_airflow.runtime.group.transfer import receive
+from elasticflow_airflow.runtime.gang import handover, membership
+from elasticflow_airflow.runtime.gang.membership import Dismissed, GroupMember, JoinerSilent
+from elasticflow_airflow.runtime.gang.process_group import GroupBroken, WorkerGroup
+from elasticflow_airflow.runtime.gang.transfer import receive
 from elasticflow_airflow.runtime.protocol import Member, Membership, RescaleMode
 
 LIMIT_S = 20.0
@@ -529,7 +529,7 @@ def test_a_plan_that_cannot_be_read_now_ends_no_step(crew, monkeypatch):
 
 
 def test_no_worker_breaks_up_before_the_service_would_give_it_up():
-    from elasticflow_airflow.runtime.group.process_group import COLLECTIVE_TIMEOUT_S
+    from elasticflow_airflow.runtime.gang.process_group import COLLECTIVE_TIMEOUT_S
     from elasticflow_airflow.service.settings import ServiceSettings
 
     assert ServiceSettings.model_fields["tail_limit_s"].default < COLLECTIVE_TIMEOUT_S

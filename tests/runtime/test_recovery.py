@@ -18,13 +18,13 @@ from torch.utils.data import TensorDataset
 from elasticflow_airflow import runtime
 from elasticflow_airflow.runtime.checkpoints.checkpoint import save as save_checkpoint
 from elasticflow_airflow.runtime.checkpoints.saving import turn_of_survivors
-from elasticflow_airflow.runtime.group.membership import Adoption, Dismissed
-from elasticflow_airflow.runtime.group.process_group import GroupBroken, WorkerGroup
-from elasticflow_airflow.runtime.group.watching import PlanWatcher
+from elasticflow_airflow.runtime.gang.membership import Adoption, Dismissed
+from elasticflow_airflow.runtime.gang.process_group import GroupBroken, WorkerGroup
+from elasticflow_airflow.runtime.gang.watching import PlanWatcher
 from elasticflow_airflow.runtime.protocol import Report, ReportKind, append_report, report_path
 from elasticflow_airflow.runtime.session import Session
 from elasticflow_airflow.runtime.session_core import Leaving
-from elasticflow_airflow.runtime.storage.manifest import list_candidates, verify_candidate
+from elasticflow_airflow.runtime.stores.manifest import list_candidates, verify_candidate
 
 
 class Somewhere:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroupGloo
 from torch.utils.checkpoint import checkpoint
 
-from elasticflow_airflow.runtime.group.process_group import GroupBroken, WorkerGroup, sum_in_tree
-from elasticflow_airflow.runtime.step.reduction import GradientReducer
+from elasticflow_airflow.runtime.gang.process_group import GroupBroken, WorkerGroup, sum_in_tree
+from elasticflow_airflow.runtime.stepping.reduction import GradientReducer
 
 SHARES = torch.randn(2, 4, 3, 9, 9, generator=torch.Generator().manual_seed(1))
 

@@ -17,7 +17,7 @@ import torch
 
 from elasticflow_airflow.runtime import load_weights
 from elasticflow_airflow.runtime.protocol import ReportKind
-from elasticflow_airflow.runtime.storage.manifest import list_candidates, promoted
+from elasticflow_airflow.runtime.stores.manifest import list_candidates, promoted
 
 SAMPLES, GLOBAL_BATCH_SIZE, EPOCHS = 13, 4, 3
 """Steps of 4, 4, 4 and 1 sample: the last batch is smaller than the number of workers."""

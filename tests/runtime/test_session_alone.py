@@ -20,8 +20,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from elasticflow_airflow import runtime
 from elasticflow_airflow.runtime.protocol import Promotion
-from elasticflow_airflow.runtime.step.optimizer_step import micro_batches
-from elasticflow_airflow.runtime.storage.manifest import list_candidates, promoted
+from elasticflow_airflow.runtime.stepping.optimizer_step import micro_batches
+from elasticflow_airflow.runtime.stores.manifest import list_candidates, promoted
 
 HERE = Path("elasticflow-checkpoints")
 

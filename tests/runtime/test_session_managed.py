@@ -22,7 +22,7 @@ from elasticflow_airflow.runtime.protocol import (
     candidate_name,
     promoted_path,
 )
-from elasticflow_airflow.runtime.storage.manifest import CheckpointError, adopt, list_candidates
+from elasticflow_airflow.runtime.stores.manifest import CheckpointError, adopt, list_candidates
 
 
 def at(step: int, act):

@@ -25,8 +25,8 @@ from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
 from elasticflow_airflow.runtime.checkpoints.checkpointer import Checkpointer
 from elasticflow_airflow.runtime.checkpoints.saving import Saver
 from elasticflow_airflow.runtime.protocol import ReportKind
-from elasticflow_airflow.runtime.storage.manifest import list_candidates, promoted, verify_candidate
-from elasticflow_airflow.runtime.storage.store import Part
+from elasticflow_airflow.runtime.stores.manifest import list_candidates, promoted, verify_candidate
+from elasticflow_airflow.runtime.stores.store import Part
 
 STEPS = 400
 TRAINS = f"""

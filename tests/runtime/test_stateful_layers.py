@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from elasticflow_airflow import runtime
-from elasticflow_airflow.runtime.group.process_group import WorkerGroup
-from elasticflow_airflow.runtime.step import running_statistics
-from elasticflow_airflow.runtime.step.running_statistics import RunningStatistics
+from elasticflow_airflow.runtime.gang.process_group import WorkerGroup
+from elasticflow_airflow.runtime.stepping import running_statistics
+from elasticflow_airflow.runtime.stepping.running_statistics import RunningStatistics
 
 LARGE = (1 << 20) + 1
 

@@ -24,9 +24,9 @@ from torch.utils.data import IterableDataset
 
 from elasticflow_airflow import runtime
 from elasticflow_airflow.runtime.checkpoints.state_tree import flatten, unflatten
-from elasticflow_airflow.runtime.data.sample_order import BatchPlan, ElasticLoader
-from elasticflow_airflow.runtime.data.stream_checks import alike, fingerprint, is_stream, stream_reader
-from elasticflow_airflow.runtime.data.streams import StreamBook, StreamEndError, StreamFetcher
+from elasticflow_airflow.runtime.samples.sample_order import BatchPlan, ElasticLoader
+from elasticflow_airflow.runtime.samples.stream_checks import alike, fingerprint, is_stream, stream_reader
+from elasticflow_airflow.runtime.samples.streams import StreamBook, StreamEndError, StreamFetcher
 
 LOGICAL = 4
 
@@ -553,7 +553,7 @@ def test_samples_have_the_same_fingerprint_in_every_process_and_others_another()
     assert fingerprint(sample) == fingerprint(same)
     row = np.array([1.5, "text", None, np.int64(3)], dtype=object)
     program = (
-        "import numpy as np, torch; from elasticflow_airflow.runtime.data.stream_checks import fingerprint;"
+        "import numpy as np, torch; from elasticflow_airflow.runtime.samples.stream_checks import fingerprint;"
         "row = np.array([1.5, 'te' + 'xt', None, np.int64(3)], dtype=object);"
         "print(fingerprint({'a': [1, 'b', 2.5], 't': torch.arange(3), 'n': np.arange(3), 'row': row}))"
     )

@@ -13,7 +13,7 @@ import pytest
 from support.gang import Gang
 
 from elasticflow_airflow.runtime.protocol import ReportKind, RescaleMode
-from elasticflow_airflow.runtime.storage.manifest import promote, verify_candidate
+from elasticflow_airflow.runtime.stores.manifest import promote, verify_candidate
 
 SCRIPT = Path(__file__).parents[1] / "support" / "train_stream.py"
 EPOCHS = 30

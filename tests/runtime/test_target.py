@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from elasticflow_airflow import runtime
-from elasticflow_airflow.runtime.step.loss_target import MOST_POINTS, SMOOTHING_STEPS, LossTrack, Outlook
+from elasticflow_airflow.runtime.stepping.loss_target import MOST_POINTS, SMOOTHING_STEPS, LossTrack, Outlook
 
 
 def test_the_smoothed_loss_is_a_mean_first_and_a_moving_average_then():

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
-from elasticflow_airflow.runtime.group import neighbour_memory, transfer
-from elasticflow_airflow.runtime.group.transfer import StateServer, TransferError, receive
+from elasticflow_airflow.runtime.gang import neighbour_memory, transfer
+from elasticflow_airflow.runtime.gang.transfer import StateServer, TransferError, receive
 
 FACTS = {"step": 5}
 

@@ -15,7 +15,7 @@ from support.forking import TRANSFORMERS
 from support.gang import Gang, random_life
 
 from elasticflow_airflow.runtime.protocol import ReportKind, RescaleMode
-from elasticflow_airflow.runtime.storage.manifest import promote, verify_candidate
+from elasticflow_airflow.runtime.stores.manifest import promote, verify_candidate
 
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate: pip install accelerate")
 

@@ -22,7 +22,7 @@ from elasticflow_airflow import runtime
 from elasticflow_airflow.runtime import consistency_check
 from elasticflow_airflow.runtime.checkpoints.checkpoint import TRAINING, _read, read_weights
 from elasticflow_airflow.runtime.session import Session
-from elasticflow_airflow.runtime.storage.manifest import list_candidates, verify_candidate
+from elasticflow_airflow.runtime.stores.manifest import list_candidates, verify_candidate
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/train_gan.py"
 STEPS = 12

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elasticflow_airflow.runtime.step.reduction import refuse_optimizer, refuse_unsupported
+from elasticflow_airflow.runtime.stepping.reduction import refuse_optimizer, refuse_unsupported
 
 
 @pytest.fixture

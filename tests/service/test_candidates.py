@@ -11,8 +11,8 @@ from typing import BinaryIO
 
 import pytest
 
-from elasticflow_airflow.runtime.storage import manifest
-from elasticflow_airflow.runtime.storage.manifest import MANIFEST, publish, writing
+from elasticflow_airflow.runtime.stores import manifest
+from elasticflow_airflow.runtime.stores.manifest import MANIFEST, publish, writing
 from elasticflow_airflow.service.job_files import candidates
 from elasticflow_airflow.service.job_files.candidates import CandidateService, Looked, verify_by_manifest
 

@@ -9,6 +9,7 @@ import pytest
 
 from elasticflow_airflow.runtime.protocol import ReportKind, heartbeat_path, write_json_atomic
 from elasticflow_airflow.service.loop.rescaling import break_circles
+from elasticflow_airflow.times import duration
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 FAKE = {"in_place": True, "startup_s": 2.0, "join_s": 5.0}
@@ -391,5 +392,7 @@ def test_how_long_before_its_deadline_a_job_was_done_is_said_of_when_it_was_over
     done = world.ended(job)
     assert world.elapsed_s > done_s + 5, "its joiners were there"
     (event,) = world.events(job, "succeeded")
-    assert f"{abs(done.result.slack_s):.0f} s {'before' if done.result.met else 'after'} the deadline" in event.reason
+    assert (
+        f"{duration(abs(done.result.slack_s))} {'before' if done.result.met else 'after'} the deadline" in event.reason
+    )
     assert event.reason == done.state_reason

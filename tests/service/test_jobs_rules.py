@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from elasticflow_airflow.api import AmendRequest, Command, Length
-from elasticflow_airflow.runtime.storage import manifest
-from elasticflow_airflow.runtime.storage.manifest import verify_candidate
+from elasticflow_airflow.runtime.stores import manifest
+from elasticflow_airflow.runtime.stores.manifest import verify_candidate
 from elasticflow_airflow.service.job_files import candidates
 from elasticflow_airflow.service.refusal import Refusal
 

@@ -25,7 +25,7 @@ import pytest
 from elasticflow_airflow.api import AmendRequest
 from elasticflow_airflow.engines.fake.engine import FakeEngine, fake_nodes
 from elasticflow_airflow.runtime.protocol import Promotion, checkpoint_dir
-from elasticflow_airflow.runtime.storage.manifest import verify_candidate
+from elasticflow_airflow.runtime.stores.manifest import verify_candidate
 from elasticflow_airflow.service import crashpoints
 from elasticflow_airflow.service.refusal import Refusal
 

@@ -18,7 +18,7 @@ from elasticflow_airflow.client import Endpoint, snapshot_folder
 pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
 
 from elasticflow_airflow.runtime.checkpoints.checkpoint import read_weights
-from elasticflow_airflow.runtime.storage.manifest import list_candidates
+from elasticflow_airflow.runtime.stores.manifest import list_candidates
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs/examples"
 

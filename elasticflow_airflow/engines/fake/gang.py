@@ -18,7 +18,7 @@ from elasticflow_airflow.engines.fake.loss_target import modelled_loss, reached_
 from elasticflow_airflow.engines.fake.slow_workers import said_of_workers, slowest
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangSpec, GangState, WorkerObservation
 from elasticflow_airflow.runtime.protocol import Promotion, Report, ReportKind, candidate_name
-from elasticflow_airflow.runtime.storage.manifest import publish, writing
+from elasticflow_airflow.runtime.stores.manifest import publish, writing
 
 FIRST_SAVE_S = 60.0
 MAX_REPORTS_AN_ADVANCE = 500
@@ -57,7 +57,7 @@ class FakeGang:
     spec: GangSpec
     behaviour: FakeBehaviour
     phase: str = "pending"
-    """pending, starting, running, hanging, saving, tail or ended; in place (see fake_change.py) also joining,
+    """pending, starting, running, hanging, saving, tail or ended; in place (see change_in_place.py) also joining,
     switching, broken (a worker is dead, the others wait), handing (over to its successor) or thinning (those that are
     in no newer plan are leaving)."""
     now_s: float = 0.0

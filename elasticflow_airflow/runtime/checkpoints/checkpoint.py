@@ -3,8 +3,8 @@
 ``model.tensors`` holds the weights alone, so that another run may start from them; ``training.tensors`` holds the rest.
 Rank 0's writer writes one of each; of a large state that all workers have, each worker writes a part
 (``model-00001-of-00004.tensors``), and all parts are read as one, by any number of workers. Loading never executes
-code: a file is raw bytes and JSON (container.py). Checkpoints of format 1 (``model.pt``, ``training.pt``) are read with
-``weights_only=True``. May import torch and the standard library only.
+code: a file is raw bytes and JSON (file_format.py). Checkpoints of format 1 (``model.pt``, ``training.pt``) are read
+with ``weights_only=True``. May import torch and the standard library only.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from elasticflow_airflow.runtime.checkpoints.state_copy import DTYPES, Content, 
 from elasticflow_airflow.runtime.checkpoints.state_tree import unflatten
 from elasticflow_airflow.runtime.checkpoints.tensor_bytes import bytes_of
 from elasticflow_airflow.runtime.checkpoints.writer import SUFFIX, FilePlan, Order, write_checkpoint
-from elasticflow_airflow.runtime.storage.file_format import ContainerError, Extent, read_index, read_into, tensor_names
-from elasticflow_airflow.runtime.storage.manifest import (
+from elasticflow_airflow.runtime.stores.file_format import ContainerError, Extent, read_index, read_into, tensor_names
+from elasticflow_airflow.runtime.stores.manifest import (
     MANIFEST,
     CandidateInfo,
     CheckpointError,
@@ -33,8 +33,8 @@ from elasticflow_airflow.runtime.storage.manifest import (
     verify_candidate,
     verify_patiently,
 )
-from elasticflow_airflow.runtime.storage.open_store import open_store
-from elasticflow_airflow.runtime.storage.store import LocalStore, Part, is_remote
+from elasticflow_airflow.runtime.stores.open_store import open_store
+from elasticflow_airflow.runtime.stores.store import LocalStore, Part, is_remote
 
 MODEL = "model"
 TRAINING = "training"

@@ -25,9 +25,9 @@ from elasticflow_airflow.runtime.checkpoints.state_copy import Content, SharedBu
 from elasticflow_airflow.runtime.checkpoints.writer import Order, encode_work, write_checkpoint
 from elasticflow_airflow.runtime.checkpoints.writer_process import WriterDiedError, WriterProcess
 from elasticflow_airflow.runtime.protocol import candidate_name
-from elasticflow_airflow.runtime.storage.manifest import CandidateInfo, CheckpointError
-from elasticflow_airflow.runtime.storage.open_store import open_store
-from elasticflow_airflow.runtime.storage.store import Part, Store, is_in_process
+from elasticflow_airflow.runtime.stores.manifest import CandidateInfo, CheckpointError
+from elasticflow_airflow.runtime.stores.open_store import open_store
+from elasticflow_airflow.runtime.stores.store import Part, Store, is_in_process
 
 NICE = 19
 _ROOM_FOR_DESCRIPTION = 1.25

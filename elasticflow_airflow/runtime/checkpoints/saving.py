@@ -16,8 +16,8 @@ from elasticflow_airflow.runtime.checkpoints.checkpointer import Checkpointer, S
 from elasticflow_airflow.runtime.checkpoints.interval import SaveInterval
 from elasticflow_airflow.runtime.checkpoints.state_copy import size_of
 from elasticflow_airflow.runtime.protocol import candidate_name
-from elasticflow_airflow.runtime.storage.manifest import MANIFEST, CheckpointError
-from elasticflow_airflow.runtime.storage.store import Part
+from elasticflow_airflow.runtime.stores.manifest import MANIFEST, CheckpointError
+from elasticflow_airflow.runtime.stores.store import Part
 
 PARTS_LIMIT_S = 10.0
 """How long a save that must be on disk at once waits for parts of an earlier one: a worker may be gone with its own."""

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from elasticflow_airflow.runtime.checkpoints.state_tree import flatten
 from elasticflow_airflow.runtime.checkpoints.tensor_bytes import bytes_of
-from elasticflow_airflow.runtime.storage.file_format import ALIGNMENT, Blob, tensor_names
+from elasticflow_airflow.runtime.stores.file_format import ALIGNMENT, Blob, tensor_names
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _PAGE_BYTES = mmap.PAGESIZE

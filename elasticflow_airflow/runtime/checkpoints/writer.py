@@ -27,12 +27,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from elasticflow_airflow.runtime.storage import file_format
-from elasticflow_airflow.runtime.storage.file_format import Blob
-from elasticflow_airflow.runtime.storage.manifest import CandidateInfo, CheckpointError, FileEntry
-from elasticflow_airflow.runtime.storage.open_store import open_store
-from elasticflow_airflow.runtime.storage.retrying import retried
-from elasticflow_airflow.runtime.storage.store import PART_LIMIT_S, Part, Store, UploadBrokeOff
+from elasticflow_airflow.runtime.stores import file_format
+from elasticflow_airflow.runtime.stores.file_format import Blob
+from elasticflow_airflow.runtime.stores.manifest import CandidateInfo, CheckpointError, FileEntry
+from elasticflow_airflow.runtime.stores.open_store import open_store
+from elasticflow_airflow.runtime.stores.retrying import retried
+from elasticflow_airflow.runtime.stores.store import PART_LIMIT_S, Part, Store, UploadBrokeOff
 
 SUFFIX = ".tensors"
 MESSAGE_BYTES = 1 << 16

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from elasticflow_airflow.runtime.group.process_group import WorkerGroup
+from elasticflow_airflow.runtime.gang.process_group import WorkerGroup
 
 _FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
 _REDUCTIONS = ("mean", "sum", "min", "max")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from elasticflow_airflow.runtime.data.sample_order import seeded, to_device
+from elasticflow_airflow.runtime.samples.sample_order import seeded, to_device
 
 _TRIALS = 8
 

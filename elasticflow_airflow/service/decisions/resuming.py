@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from elasticflow_airflow.api import EventKind
 from elasticflow_airflow.runtime.protocol import Promotion, candidate_name
-from elasticflow_airflow.runtime.storage.manifest import CandidateInfo
+from elasticflow_airflow.runtime.stores.manifest import CandidateInfo
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.job_files.candidates import Adopted, CandidateService, Looked
 from elasticflow_airflow.service.store.stored_bounds import promotion_of

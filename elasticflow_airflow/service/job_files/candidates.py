@@ -19,7 +19,7 @@ from pathlib import Path
 import structlog
 
 from elasticflow_airflow.bounds import count_problem
-from elasticflow_airflow.runtime.storage.manifest import (
+from elasticflow_airflow.runtime.stores.manifest import (
     CandidateInfo,
     CheckpointError,
     CheckpointUnreachable,

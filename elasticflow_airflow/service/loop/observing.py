@@ -227,11 +227,13 @@ def _count_slow_start(context: PassContext, row: IncarnationRow, generation: Gen
     """A start that takes longer than was planned with counts at once: who has few slots may lose them in a moment.
 
     Its exact cost is known only with its speed; where the gang is stopped before that, the plans would never learn.
+    Only a session says when it begins; from when somebody looked nothing could be told, as the service may be away.
     """
-    if not generation.fresh_start or generation.purpose == Purpose.PROFILE or generation.notes.cost_measured:
+    began_at = generation.notes.started_at
+    if began_at is None or not generation.fresh_start or generation.purpose == Purpose.PROFILE or row.ending:
         return
-    took_s = context.now - generation.created_at
-    if row.ending or took_s <= context.costs_of(row).startup_s:
+    took_s = began_at - generation.created_at
+    if generation.notes.cost_measured or took_s <= context.costs_of(row).startup_s:
         return
     generation.notes = replace(generation.notes, cost_measured=True)
     row.costs = row.costs.updated(startup_s=took_s)
@@ -389,6 +391,8 @@ def _started(context: PassContext, row: IncarnationRow, generation: GenerationRo
         generation.notes = replace(generation.notes, micro_batch_size=data["micro_batch_size"])
     if data.get("threads") and report.rank == 0:
         generation.notes = replace(generation.notes, threads=data["threads"])
+    if report.rank == 0:
+        generation.notes = replace(generation.notes, started_at=min(report.at_s, context.now))
     if data.get("seed") is not None:
         row.seed = int(data["seed"]) if row.seed is None else row.seed
         if first:

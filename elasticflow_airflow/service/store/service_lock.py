@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ import sqlalchemy as sa
 import structlog
 
 from elasticflow_airflow.service.store.store import DATABASE_AWAY, connect_options
+from elasticflow_airflow.times import moment
 
 log = structlog.get_logger(__name__)
 
@@ -87,7 +88,7 @@ def describe(card: Card) -> str:
     """An owner in words."""
     words = [f"host {card['host']}" if "host" in card else "", f"pid {card['pid']}" if "pid" in card else ""]
     if "started_at" in card:
-        words.append(f"since {datetime.fromtimestamp(float(card['started_at']), UTC):%Y-%m-%d %H:%M:%S} UTC")
+        words.append(f"since {moment(float(card['started_at']))}")
     words.append(f"at {card['endpoint']}" if "endpoint" in card else "")
     return ", ".join(word for word in words if word) or "it does not say which"
 

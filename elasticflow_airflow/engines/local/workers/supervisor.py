@@ -43,6 +43,7 @@ from elasticflow_airflow.runtime.protocol import (
     session_path,
     write_json_atomic,
 )
+from elasticflow_airflow.times import duration
 
 TICK_S = 0.1
 GO_TICK_S = 0.02
@@ -302,7 +303,7 @@ class Supervisor:
         if self._asked is not None:
             self.leave(self._asked)
         if self._lease_has_expired():
-            self.leave(f"no service has renewed the lease for {self._spec.lease_s:.0f} s")
+            self.leave(f"no service has renewed the lease for {duration(self._spec.lease_s)}")
 
     def _lease_has_expired(self) -> bool:
         try:

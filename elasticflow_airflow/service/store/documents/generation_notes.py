@@ -50,6 +50,8 @@ class GenerationNotes:
     """Its script imports the runtime."""
     in_place: bool | None = None
     """Its session can be changed without a restart; None: no session has begun."""
+    started_at: float | None = None
+    """When rank 0's session began its first step."""
     threads: int | None = None
     """Computing threads of each worker."""
     micro_batch_size: int | None = None

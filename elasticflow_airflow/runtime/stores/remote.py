@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
 from elasticflow_airflow.runtime.protocol import Promotion, candidate_name
-from elasticflow_airflow.runtime.storage import manifest
-from elasticflow_airflow.runtime.storage.manifest import (
+from elasticflow_airflow.runtime.stores import manifest
+from elasticflow_airflow.runtime.stores.manifest import (
     MANIFEST,
     CandidateInfo,
     CheckpointError,
@@ -29,8 +29,8 @@ from elasticflow_airflow.runtime.storage.manifest import (
     FileEntry,
     unreachable,
 )
-from elasticflow_airflow.runtime.storage.retrying import retried
-from elasticflow_airflow.runtime.storage.store import (
+from elasticflow_airflow.runtime.stores.retrying import retried
+from elasticflow_airflow.runtime.stores.store import (
     Draft,
     Part,
     UploadBrokeOff,

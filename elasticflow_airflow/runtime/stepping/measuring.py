@@ -206,11 +206,11 @@ class TimedFetcher:
         self._fetcher, self._meter = fetcher, meter
 
     def close(self) -> None:
-        """See :class:`elasticflow_airflow.runtime.data.sample_order.Fetcher`."""
+        """See :class:`elasticflow_airflow.runtime.samples.sample_order.Fetcher`."""
         self._fetcher.close()
 
     def expect(self, tickets: Any) -> None:
-        """See :class:`elasticflow_airflow.runtime.data.sample_order.Fetcher`."""
+        """See :class:`elasticflow_airflow.runtime.samples.sample_order.Fetcher`."""
         before = self._meter.enter(Activity.DATA)
         try:
             self._fetcher.expect(tickets)
@@ -218,7 +218,7 @@ class TimedFetcher:
             self._meter.enter(before)
 
     def get(self, tickets: Any) -> Any:
-        """See :class:`elasticflow_airflow.runtime.data.sample_order.Fetcher`."""
+        """See :class:`elasticflow_airflow.runtime.samples.sample_order.Fetcher`."""
         before = self._meter.enter(Activity.DATA)
         try:
             return self._fetcher.get(tickets)

@@ -2,8 +2,8 @@
 
 A plain socket rather than the process group: who leaves can serve, a death ends it at once, and several go in parallel.
 The receiver proves that it may read the incarnation's folder, where the token lies. What is large it reads, on the same
-machine, out of the sender's memory by itself (neighbour.py): several times as fast. May import torch and the standard
-library only.
+machine, out of the sender's memory by itself (neighbour_memory.py): several times as fast. May import torch and the
+standard library only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
 from elasticflow_airflow.runtime.checkpoints.state_tree import flatten, unflatten
 from elasticflow_airflow.runtime.checkpoints.tensor_bytes import bytes_of
-from elasticflow_airflow.runtime.group import neighbour_memory
+from elasticflow_airflow.runtime.gang import neighbour_memory
 
 _LENGTH = struct.Struct("!Q")
 _TOKEN_BYTES = 32

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from elasticflow_airflow.runtime.checkpoints.tensor_bytes import add_tensor
-from elasticflow_airflow.runtime.group.process_group import WorkerGroup, sum_in_tree
+from elasticflow_airflow.runtime.gang.process_group import WorkerGroup, sum_in_tree
 from elasticflow_airflow.runtime.logical_workers import is_power_of_two
 
 _MAX_BUFFER_ELEMENTS = 1 << 20

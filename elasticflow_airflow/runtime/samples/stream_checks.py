@@ -17,9 +17,9 @@ from torch.utils.data import IterableDataset, default_collate
 
 from elasticflow_airflow.runtime.checkpoints.state_tree import flatten
 from elasticflow_airflow.runtime.checkpoints.tensor_bytes import add_tensor
-from elasticflow_airflow.runtime.data.fetching import Collate
-from elasticflow_airflow.runtime.data.sample_order import seeded
-from elasticflow_airflow.runtime.data.streams import StreamReader
+from elasticflow_airflow.runtime.samples.fetching import Collate
+from elasticflow_airflow.runtime.samples.sample_order import seeded
+from elasticflow_airflow.runtime.samples.streams import StreamReader
 
 _INNER = ("_ex_iterable", "ex_iterable", "ex_iterables", "dataset", "datasets", "source")
 OTHER_ORDERS = (

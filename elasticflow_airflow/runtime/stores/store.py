@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
 from elasticflow_airflow.runtime.protocol import Promotion, candidate_name, write_json_atomic
-from elasticflow_airflow.runtime.storage import manifest
-from elasticflow_airflow.runtime.storage.manifest import CandidateInfo, CheckpointError, FileEntry
+from elasticflow_airflow.runtime.stores import manifest
+from elasticflow_airflow.runtime.stores.manifest import CandidateInfo, CheckpointError, FileEntry
 
 PART_LIMIT_S = 600.0
 """How long rank 0 waits for the other workers' parts of a checkpoint."""

@@ -1,9 +1,10 @@
 """Checkpoint folders: how one is published atomically, and how damage in one is found.
 
-A checkpoint is a folder of files and a ``manifest.json`` with the size and digest of each: of containers (container.py)
-that of the index, of other files that of the whole. It is written under a temporary name, flushed to disk and renamed:
-a folder with its final name is complete, or the disk has damaged it since, which :func:`verify_candidate` finds. The
-standard library is all that this module may import: the service, which has no torch, judges candidates with it.
+A checkpoint is a folder of files and a ``manifest.json`` with the size and digest of each: of containers
+(file_format.py) that of the index, of other files that of the whole. It is written under a temporary name, flushed to
+disk and renamed: a folder with its final name is complete, or the disk has damaged it since, which
+:func:`verify_candidate` finds. The standard library is all that this module may import: the service, which has no
+torch, judges candidates with it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from elasticflow_airflow.runtime.protocol import (
     promoted_path,
     write_json_atomic,
 )
-from elasticflow_airflow.runtime.storage.file_format import ContainerError, verify
-from elasticflow_airflow.runtime.storage.retrying import retried
+from elasticflow_airflow.runtime.stores.file_format import ContainerError, verify
+from elasticflow_airflow.runtime.stores.retrying import retried
 
 FORMAT = 2
 READABLE_FORMATS = (1, 2)

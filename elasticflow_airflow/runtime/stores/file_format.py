@@ -173,7 +173,7 @@ def read_into(stream: BinaryIO, extent: Extent, target: memoryview) -> None:
 
 
 def tensor_names(state: Any) -> dict[int, str]:
-    """Where each tensor is in a described state (see state.py), by number: for messages."""
+    """Where each tensor is in a described state (see state_tree.py), by number: for messages."""
     names: dict[int, str] = {}
     todo: list[tuple[str, Any]] = [("", state)]
     while todo:

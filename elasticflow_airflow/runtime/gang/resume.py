@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from elasticflow_airflow.runtime.group.process_group import WorkerGroup
+from elasticflow_airflow.runtime.gang.process_group import WorkerGroup
 from elasticflow_airflow.runtime.protocol import Promotion
-from elasticflow_airflow.runtime.storage.manifest import CandidateInfo, CheckpointError
-from elasticflow_airflow.runtime.storage.open_store import open_store
+from elasticflow_airflow.runtime.stores.manifest import CandidateInfo, CheckpointError
+from elasticflow_airflow.runtime.stores.open_store import open_store
 
 
 @contextmanager

@@ -62,7 +62,7 @@ class WorkerGroup:
         if device.type != "cuda":
             return cls(rank, size, dist.distributed_c10d._get_default_group())
         # The default group's NCCL refuses workers that share a GPU, and a script's own may have no gloo.
-        from elasticflow_airflow.runtime.group.cuda_group import CudaGroup
+        from elasticflow_airflow.runtime.gang.cuda_group import CudaGroup
 
         store = dist.distributed_c10d.PrefixStore("elasticflow", dist.distributed_c10d._get_default_store())
         return cls(rank, size, CudaGroup(store, rank, size, limit, device))

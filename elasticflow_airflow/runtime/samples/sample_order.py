@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from elasticflow_airflow.runtime.data.length_groups import SampleLengths, length_grouped_order
+from elasticflow_airflow.runtime.samples.length_groups import SampleLengths, length_grouped_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

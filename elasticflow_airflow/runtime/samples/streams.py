@@ -23,8 +23,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import worker as loader_worker
 
-from elasticflow_airflow.runtime.data.fetching import Collate
-from elasticflow_airflow.runtime.data.sample_order import BatchPlan, Ticket, mix_seed, seeded
+from elasticflow_airflow.runtime.samples.fetching import Collate
+from elasticflow_airflow.runtime.samples.sample_order import BatchPlan, Ticket, mix_seed, seeded
 
 PART = "elasticflow_stream"
 """Under this name a stream's position is in a checkpoint, beside what the script registered."""

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from elasticflow_airflow.runtime.data.sample_order import Batch, Share, mix_seed, seed_host, split_content, to_device
-from elasticflow_airflow.runtime.group.process_group import GroupBroken
-from elasticflow_airflow.runtime.step.gradient_step import GradientStep, Sums
-from elasticflow_airflow.runtime.step.reduction import refuse_leftovers
+from elasticflow_airflow.runtime.gang.process_group import GroupBroken
+from elasticflow_airflow.runtime.samples.sample_order import Batch, Share, mix_seed, seed_host, split_content, to_device
+from elasticflow_airflow.runtime.stepping.gradient_step import GradientStep, Sums
+from elasticflow_airflow.runtime.stepping.reduction import refuse_leftovers
 
 
 class StepOwner(Protocol):

@@ -16,7 +16,7 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset
 
-from elasticflow_airflow.runtime.data.sample_order import Fetcher, Ticket, random_state_kept, seed_host
+from elasticflow_airflow.runtime.samples.sample_order import Fetcher, Ticket, random_state_kept, seed_host
 
 Collate = Callable[[list[Any]], Any]
 

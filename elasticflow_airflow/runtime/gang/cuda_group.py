@@ -2,7 +2,7 @@
 
 NCCL refuses workers that share a GPU, and MIG instances: those send through memory of the host, by gloo. The workers
 agree on it by what each says of its device. Sums are the same bit for bit either way, since they are added up on the
-devices in the order of the tree (group.py); only who carries the bytes differs.
+devices in the order of the tree (process_group.py); only who carries the bytes differs.
 
 Whoever waits for an operation waits on the host, in the thread of the group: its answer says that the bytes are there,
 and a kernel that waits for a dead worker blocks nobody but that thread, until :meth:`CudaGroup.abort_device` ends it.

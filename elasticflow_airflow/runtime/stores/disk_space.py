@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from elasticflow_airflow.runtime.storage.manifest import CheckpointError, list_candidates
+from elasticflow_airflow.runtime.stores.manifest import CheckpointError, list_candidates
 
 
 def refuse_full_disk(checkpoints: Path, size_bytes: int) -> None:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from elasticflow_airflow.runtime.group.process_group import WorkerGroup, sum_in_tree
-from elasticflow_airflow.runtime.step.measuring import GradientNorms
+from elasticflow_airflow.runtime.gang.process_group import WorkerGroup, sum_in_tree
+from elasticflow_airflow.runtime.stepping.measuring import GradientNorms
 
 BUCKET_BYTES = 25 << 20
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")

@@ -22,8 +22,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
     TCPStore,
 )
 
-from elasticflow_airflow.runtime.group.meeting_store import publish_store, wait_for_address
-from elasticflow_airflow.runtime.group.process_group import COLLECTIVE_TIMEOUT_S, WorkerGroup
+from elasticflow_airflow.runtime.gang.meeting_store import publish_store, wait_for_address
+from elasticflow_airflow.runtime.gang.process_group import COLLECTIVE_TIMEOUT_S, WorkerGroup
 from elasticflow_airflow.runtime.protocol import Membership, meeting_path
 
 ADDRESS_ENV = "ELASTICFLOW_ADDRESS"
@@ -259,7 +259,7 @@ def make_process_group(store: Any, rank: int, size: int, device: torch.device) -
     limit = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     if device.type != "cuda":
         return ProcessGroupGloo(store, rank, size, limit)
-    from elasticflow_airflow.runtime.group.cuda_group import CudaGroup
+    from elasticflow_airflow.runtime.gang.cuda_group import CudaGroup
 
     return CudaGroup(store, rank, size, limit, device)
 

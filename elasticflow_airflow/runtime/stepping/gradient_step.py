@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
-from elasticflow_airflow.runtime.group.process_group import WorkerGroup
-from elasticflow_airflow.runtime.step.measuring import NoiseScale
-from elasticflow_airflow.runtime.step.reduction import GradientReducer
-from elasticflow_airflow.runtime.step.running_statistics import RunningStatistics
+from elasticflow_airflow.runtime.gang.process_group import WorkerGroup
+from elasticflow_airflow.runtime.stepping.measuring import NoiseScale
+from elasticflow_airflow.runtime.stepping.reduction import GradientReducer
+from elasticflow_airflow.runtime.stepping.running_statistics import RunningStatistics
 
 _BITS = 48
 """Presence bits in one float64: exact up to 53."""
