@@ -6,8 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SLOW := slow or airflow or postgres or browser or ray
-# The fast tests run in so many processes. The slow ones in two: what trains needs the cores, the rest mostly waits.
+# The fast tests run in so many processes.
 JOBS ?= 2
+# The slow ones: one process runs what trains and needs the cores, the others what mostly waits (tests/conftest.py).
+SYSTEM_JOBS ?= 3
 # Those that take many minutes mostly wait, for workers that come, leave and die.
 SOAK_JOBS ?= 4
 
@@ -39,7 +41,7 @@ test: $(STAMP) ## the fast tests
 
 .PHONY: system
 system: $(STAMP) ## the slow tests: PostgreSQL, real Airflow components, many kills
-	$(BIN)/pytest -m "($(SLOW)) and not soak and not gpu" -n 2 --dist loadscope --no-loadscope-reorder --timeout=1200 --durations=30 --durations-min=10 $(PYTEST_ARGS)
+	$(BIN)/pytest -m "($(SLOW)) and not soak and not gpu" -n $(SYSTEM_JOBS) --dist loadscope --no-loadscope-reorder --timeout=1200 --durations=30 --durations-min=10 $(PYTEST_ARGS)
 
 .PHONY: soak
 soak: $(STAMP) ## the tests that take many minutes: more than an hour
