@@ -76,7 +76,9 @@ COMPARING_COMMANDS = {ROOT / PACKAGE / "cli/simulator" / name for name in ("simu
 """The commands ``simulate`` and ``compare``."""
 
 
-MOST_FILES = 17
+MOST_FILES = 14
+ONCE_HERE = "was once: "
+"""So says a file that only leads on from where a module was in an earlier release."""
 
 
 @cache
@@ -219,7 +221,8 @@ def test_no_folder_is_a_drawer() -> None:
     for folder in FOLDERS:
         for parent in {file.parent for file in files_of(folder)}:
             if "versions" not in parent.parts:
-                names = [file.name for file in parent.glob("*.py") if file.name != "__init__.py"]
+                files = [file for file in parent.glob("*.py") if file.name != "__init__.py"]
+                names = [file.name for file in files if ONCE_HERE not in file.read_text()]
                 assert len(names) <= MOST_FILES, f"{parent} has {len(names)} files"
 
 
