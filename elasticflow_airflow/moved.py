@@ -92,17 +92,17 @@ class MovedModules(MetaPathFinder):
         package, _, name = fullname.partition(".")
         if package != _PACKAGE or name not in MOVED:
             return None
-        now = f"{_PACKAGE}.{MOVED[name]}"
-        there = find_spec(now)
-        origin = None if there is None else there.origin
-        return ModuleSpec(fullname, _Alias(now), origin=origin, is_package=name == "wire")
+        there = find_spec(f"{_PACKAGE}.{MOVED[name]}")
+        if there is None or not isinstance(there.loader, InspectLoader):
+            return None
+        return ModuleSpec(fullname, _Alias(there.name, there.loader), origin=there.origin, is_package=name == "wire")
 
 
 class _Alias(InspectLoader):
     """Loads a module under its old name: the same object, or its code where it is run by ``python -m``."""
 
-    def __init__(self, now: str) -> None:
-        self._now = now
+    def __init__(self, now: str, loader: InspectLoader) -> None:
+        self._now, self._loader = now, loader
 
     def exec_module(self, module: ModuleType) -> None:
         """Put the module of today in the place of the empty one that the import system has made."""
@@ -113,18 +113,12 @@ class _Alias(InspectLoader):
 
     def get_code(self, _fullname: str) -> CodeType | None:
         """The code of the module of today."""
-        return self._loader().get_code(self._now)
+        return self._loader.get_code(self._now)
 
     def get_source(self, _fullname: str) -> str | None:
         """The source of the module of today."""
-        return self._loader().get_source(self._now)
+        return self._loader.get_source(self._now)
 
     def is_package(self, _fullname: str) -> bool:
         """Whether it is a package today."""
-        return self._loader().is_package(self._now)
-
-    def _loader(self) -> InspectLoader:
-        spec = find_spec(self._now)
-        if spec is None or not isinstance(spec.loader, InspectLoader):
-            raise ImportError(f"{self._now} is not there", name=self._now)
-        return spec.loader
+        return self._loader.is_package(self._now)

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from elasticflow_airflow.runtime import earlier_release
-
-earlier_release.keep()
-
-from elasticflow_airflow.runtime.gang import cuda_group  # noqa: E402
+from elasticflow_airflow.runtime.gang import cuda_group
 
 sys.modules[__name__] = cuda_group

@@ -107,11 +107,8 @@ def health_lines(health: Health) -> list[str]:
     for slot in health.slots:
         holder = slot.job_id or (f"busy: {slot.busy}" if slot.busy else "free")
         leaves = "" if slot.draining_until is None else f"; the node goes away at {local_moment(slot.draining_until)}"
-        slow = (
-            ""
-            if slot.avoided_until is None
-            else f"; avoided until {local_moment(slot.avoided_until)}: a worker was slow"
-        )
+        avoided = "" if slot.avoided_until is None else f"; avoided until {local_moment(slot.avoided_until)}"
+        slow = f"{avoided}: a worker was slow" if avoided else ""
         lines.append(f"  {slot.node_id}:{slot.index}  {holder}{leaves}{slow}")
     return lines
 
