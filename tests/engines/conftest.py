@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -256,8 +257,10 @@ class LocalBench(Bench):
 
     def spoil(self, job_id: str) -> None:
         status = self.folder(job_id=job_id).path / "status.json"
-        status.unlink()
-        status.mkdir()
+        while not status.is_dir():  # Its supervisor may write it anew in between.
+            status.unlink(missing_ok=True)
+            with suppress(FileExistsError):
+                status.mkdir()
 
     def hold_slot(self, index: int) -> None:
         other = self.make("elsewhere")
