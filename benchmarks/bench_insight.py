@@ -81,7 +81,7 @@ def measure(base: Path, options: argparse.Namespace) -> None:
     (base / "state").mkdir()
     settings = ServiceSettings(state_dir=base / "state", verdict_wait_s=0.001)
     nodes = max(1, options.jobs // 8)
-    engine = FakeEngine(fake_nodes(nodes, 8), clock=clock)
+    engine = FakeEngine(fake_nodes(nodes, 8), base / "state" / "jobs", clock=clock)
     parts, reconciler, candidates = assemble(settings, engine, Quiet(), clock=clock, monotonic=clock)
     snapshot = snapshot_folder(base / "code")
     incoming = parts.snapshots.incoming()

@@ -59,7 +59,7 @@ class JobIdentity(Wire):
         parts = {"namespace": "default", **raw} if isinstance(raw, Mapping) else {}
         names = {name: str(parts.get(name, "")) for name in ("namespace", "dag_id", "run_id", "task_id")}
         map_index = parts.get("map_index")
-        return super().as_stored({**names, "map_index": map_index if isinstance(map_index, int) else -1})
+        return cls.model_construct(**names, map_index=map_index if isinstance(map_index, int) else -1)
 
     @property
     def job_id(self) -> str:

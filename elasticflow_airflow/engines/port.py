@@ -1,5 +1,6 @@
 """The engine port: the few verbs by which the service drives whatever runs the workers.
 
+It is the only door to what runs: the service opens no file of a job (see ``job_files.py``).
 Declarative and level-triggered: the service says again and again what should be, the engine reports what is.
 Every call is idempotent by (job, generation) and returns quickly; nothing here blocks on training.
 Adapters may not import Airflow or the store.
@@ -13,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
+from elasticflow_airflow.engines.job_files import JobFiles
 from elasticflow_airflow.runtime.protocol import Report, RescaleMode, SessionConfig
 from elasticflow_airflow.scheduler_core.model.values import Slot
 
@@ -163,6 +165,11 @@ class Engine(Protocol):
     @property
     def name(self) -> str:
         """Short name for logs ("local", "fake")."""
+        ...
+
+    @property
+    def files(self) -> JobFiles:
+        """What jobs have on disk where their workers run."""
         ...
 
     def inventory(self) -> tuple[EngineNode, ...]:

@@ -30,7 +30,7 @@ from elasticflow_airflow.service.decisions.session_settings import trained_with
 from elasticflow_airflow.service.http.app import build_app
 from elasticflow_airflow.service.http.connections import HEAD_LIMIT_BYTES, BoundedConnection
 from elasticflow_airflow.service.http.parts import InsightServices, ServiceParts, Traffic
-from elasticflow_airflow.service.job_files.candidates import CandidateService, verify_by_manifest
+from elasticflow_airflow.service.job_files.candidates import CandidateService
 from elasticflow_airflow.service.job_files.snapshots import Snapshots
 from elasticflow_airflow.service.loop.reconcile import Reconciler
 from elasticflow_airflow.service.notify import Notifier
@@ -192,7 +192,7 @@ def assemble(
         max_files=settings.snapshot_max_files,
     )
     secrets = SecretBox(settings.state_dir / "secret.key")
-    candidates = CandidateService(verify_by_manifest, notifier.wake)
+    candidates = CandidateService(engine.files, notifier.wake)
     reconciler = Reconciler(
         store, engine, settings, notifier, snapshots, secrets, candidates, clock=clock, monotonic=monotonic
     )
@@ -208,6 +208,7 @@ def assemble(
             snapshots,
             secrets,
             settings,
+            engine.files,
             slots=lambda: sum(node.slots for node in reconciler.nodes),
             clock=clock,
             renewals=reconciler.renewals,
@@ -223,7 +224,7 @@ def assemble(
                 store,
                 reconciler.foresee,
                 lambda: reconciler.nodes,
-                partial(trained_with, settings=settings, snapshots=snapshots),
+                partial(trained_with, settings=settings, snapshots=snapshots, files=engine.files),
                 clock=clock,
             ),
             WhatIfService(forecasts),
@@ -254,7 +255,9 @@ def open_engine(settings: ServiceSettings) -> Engine:
         from elasticflow_airflow.engines.fake.engine import FakeEngine, fake_nodes
 
         nodes, slots = settings.node_shape() or (_FAKE_NODES[0], settings.slots or _FAKE_NODES[1])
-        return FakeEngine(fake_nodes(nodes, slots), state_file=settings.state_dir / "fake-engine.json")
+        return FakeEngine(
+            fake_nodes(nodes, slots), settings.state_dir / "jobs", state_file=settings.state_dir / "fake-engine.json"
+        )
     from elasticflow_airflow.engines.local import LocalEngine, detect_nodes
     from elasticflow_airflow.engines.port import EngineError
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elasticflow_airflow.api import Command
 from elasticflow_airflow.api.insight import REDACTED
 from elasticflow_airflow.bounds import METRICS_DEPTH
 
@@ -118,13 +119,12 @@ def redact_all(value: Any, secrets: Mapping[str, str], depth: int = METRICS_DEPT
     return value
 
 
-def hidden_values(box: SecretBox, submission: Mapping[str, Any], sealed: bytes | None) -> dict[str, str]:
+def hidden_values(box: SecretBox, command: Command, sealed: bytes | None) -> dict[str, str]:
     """What must not show up in texts of a job. Without the key no environment was given to the workers.
 
     Raises what reading a stored submission raises that nobody can read.
     """
-    command = submission["command"]
-    in_args = secrets_in_args(command["args"], command.get("args_shown"))
+    in_args = secrets_in_args(command.args, command.args_shown)
     try:
         return {**in_args, **box.open(sealed)}
     except SecretError:

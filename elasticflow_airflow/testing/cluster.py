@@ -97,7 +97,7 @@ class SimulatedCluster:
         self._started_s = self._now_s
         self._lock = threading.RLock()
         self.trainings: dict[str, SimulatedTraining] = {}
-        self._engine = SimulatedEngine(nodes, slots, self.clock, self._behaviour)
+        self._engine = SimulatedEngine(folder / "jobs", nodes, slots, self.clock, self._behaviour)
         self._settings = ServiceSettings(
             state_dir=folder,
             engine="fake",
@@ -298,8 +298,7 @@ class SimulatedCluster:
 
     def _job_id(self, identity: JobIdentity) -> str | None:
         for job_id, (job, _) in self._all_news(identity.dag_id).items():
-            found = JobIdentity.as_stored(job.identity)
-            if found.model_copy(update={"namespace": identity.namespace}) == identity:
+            if job.identity.model_copy(update={"namespace": identity.namespace}) == identity:
                 return job_id
         return None
 
@@ -353,11 +352,9 @@ class SimulatedCluster:
             job, row = reader.job(spec.job_id), reader.incarnation(spec.job_id, spec.incarnation)
         assert job is not None  # the service starts workers of jobs that it knows
         assert row is not None
-        task_id, index = job.identity["task_id"], job.identity["map_index"]
+        task_id, index = job.identity.task_id, job.identity.map_index
         training = self.trainings.get(f"{task_id}[{index}]") or self.trainings.get(task_id) or SimulatedTraining()
-        curve = row.submission["scaling_curve"]
-        said = None if curve is None else {int(workers): float(speed) for workers, speed in curve.items()}
-        return training.behaviour(said, failed_before=failed_before)
+        return training.behaviour(row.submission.scaling_curve, failed_before=failed_before)
 
 
 def _lay_out_store(url: str, database: Path, empty: Path) -> None:

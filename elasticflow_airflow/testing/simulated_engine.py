@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from elasticflow_airflow.engines.fake.behaviour import FakeBehaviour
 from elasticflow_airflow.engines.fake.engine import BEHAVIOUR_ENV, FakeEngine, fake_nodes
@@ -15,9 +16,14 @@ class SimulatedEngine(FakeEngine):
     """The engine port over modelled workers; ``behave`` says how those of a gang do, given how many failed before."""
 
     def __init__(
-        self, nodes: int, slots: int, clock: Callable[[], float], behave: Callable[[GangSpec, int], FakeBehaviour]
+        self,
+        jobs_dir: Path,
+        nodes: int,
+        slots: int,
+        clock: Callable[[], float],
+        behave: Callable[[GangSpec, int], FakeBehaviour],
     ) -> None:
-        super().__init__(fake_nodes(nodes, slots), clock=clock)
+        super().__init__(fake_nodes(nodes, slots), jobs_dir, clock=clock)
         self._behave = behave
         self._failed: dict[str, set[int]] = {}
 

@@ -308,14 +308,16 @@ def code_dir(tmp_path: Path) -> Path:
 @pytest.fixture
 def fake_bench(tmp_path: Path) -> FakeBench:
     now_s = [1000.0]
-    engine = FakeEngine(fake_nodes(2, 2), clock=lambda: now_s[0], behaviour=FakeBehaviour(startup_s=0.5))
+    engine = FakeEngine(
+        fake_nodes(2, 2), tmp_path / "jobs", clock=lambda: now_s[0], behaviour=FakeBehaviour(startup_s=0.5)
+    )
     return FakeBench(engine=engine, base=tmp_path, nodes=("node0", "node1"), now_s=now_s)
 
 
 @pytest.fixture
 def local_bench(tmp_path: Path, code_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBench]:
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    bench = LocalBench(engine=FakeEngine(), base=tmp_path, nodes=("local0", "local1"))
+    bench = LocalBench(engine=FakeEngine(jobs_dir=tmp_path), base=tmp_path, nodes=("local0", "local1"))
     bench.engine = bench.make()
     yield bench
     bench.end()

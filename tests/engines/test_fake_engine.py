@@ -102,7 +102,9 @@ def test_the_world_outlives_the_process(tmp_path: Path, fake_bench: FakeBench) -
     now_s = [50.0]
 
     def start() -> FakeEngine:
-        return FakeEngine(fake_nodes(1, 2), clock=lambda: now_s[0], state_file=tmp_path / "world.json")
+        return FakeEngine(
+            fake_nodes(1, 2), tmp_path / "jobs", clock=lambda: now_s[0], state_file=tmp_path / "world.json"
+        )
 
     fake_bench.nodes = ("node0",)
     first = start()
@@ -124,7 +126,7 @@ def test_what_happens_to_a_gang_costs_one_line_and_a_torn_one_did_not_happen(
     file = tmp_path / "world.json"
 
     def start() -> FakeEngine:
-        return FakeEngine(fake_nodes(1, 8), clock=lambda: fake_bench.now_s[0], state_file=file)
+        return FakeEngine(fake_nodes(1, 8), tmp_path / "jobs", clock=lambda: fake_bench.now_s[0], state_file=file)
 
     first = start()
     fake_bench.nodes = ("node0",)
@@ -149,7 +151,9 @@ def test_what_happens_to_a_gang_costs_one_line_and_a_torn_one_did_not_happen(
 def test_the_file_of_a_world_is_made_short_again(tmp_path: Path, fake_bench: FakeBench) -> None:
     file = tmp_path / "world.json"
     behaviour = FakeBehaviour(report_interval_s=1.0, steps_per_s={1: 0.001})
-    engine = FakeEngine(fake_nodes(1, 1), clock=lambda: fake_bench.now_s[0], state_file=file, behaviour=behaviour)
+    engine = FakeEngine(
+        fake_nodes(1, 1), tmp_path / "jobs", clock=lambda: fake_bench.now_s[0], state_file=file, behaviour=behaviour
+    )
     fake_bench.nodes = ("node0",)
     engine.apply(replace(fake_bench.spec(1), placement=(Slot("node0", 0),)))
     for _ in range(1500):
@@ -157,7 +161,7 @@ def test_the_file_of_a_world_is_made_short_again(tmp_path: Path, fake_bench: Fak
         engine.renew("job")
         engine.observe()
     assert len(file.read_text().splitlines()) < 1200
-    (gang,) = FakeEngine(fake_nodes(1, 1), state_file=file).world.gangs.values()
+    (gang,) = FakeEngine(fake_nodes(1, 1), tmp_path / "jobs", state_file=file).world.gangs.values()
     assert [report.to_line() for report in gang.reports] == [
         report.to_line() for report in engine.world.gangs["job", 1].reports
     ]
@@ -166,11 +170,11 @@ def test_the_file_of_a_world_is_made_short_again(tmp_path: Path, fake_bench: Fak
 def test_a_file_of_an_older_service_is_read(tmp_path: Path, fake_bench: FakeBench) -> None:
     file, new = tmp_path / "world.json", tmp_path / "new.json"
     fake_bench.nodes = ("node0",)
-    engine = FakeEngine(fake_nodes(1, 1), clock=lambda: fake_bench.now_s[0], state_file=new)
+    engine = FakeEngine(fake_nodes(1, 1), tmp_path / "jobs", clock=lambda: fake_bench.now_s[0], state_file=new)
     engine.apply(replace(fake_bench.spec(1), placement=(Slot("node0", 0),)))
     gang = json.loads(new.read_text())["gang"]
     file.write_text(json.dumps({"gangs": [json.dumps({**gang, "reports": []})]}, indent=1))
-    read = FakeEngine(fake_nodes(1, 1), clock=lambda: fake_bench.now_s[0], state_file=file)
+    read = FakeEngine(fake_nodes(1, 1), tmp_path / "jobs", clock=lambda: fake_bench.now_s[0], state_file=file)
     assert read.observe()[0].state is engine.observe()[0].state
 
 
@@ -467,7 +471,9 @@ def test_a_change_in_place_outlives_the_service_in_every_phase(fake_bench: FakeB
 
     def make() -> FakeEngine:
         behaviour = FakeBehaviour(in_place=True, in_place_pause_s=1.0, startup_s=0.5, save_s=0.5)
-        return FakeEngine(fake_nodes(2, 2), clock=lambda: bench.now_s[0], behaviour=behaviour, state_file=file)
+        return FakeEngine(
+            fake_nodes(2, 2), file.parent / "jobs", clock=lambda: bench.now_s[0], behaviour=behaviour, state_file=file
+        )
 
     first = bench.engine = make()
     first.apply(in_place(bench, 1, A, B))

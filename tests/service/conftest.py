@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.opened_files import OpenedFiles
 from support.postgres import Postgres, postgres
 
 from elasticflow_airflow.api import (
@@ -37,7 +38,7 @@ from elasticflow_airflow.api import (
 )
 from elasticflow_airflow.client import ElasticFlowClient, Endpoint, Snapshot, ensure_service, snapshot_folder
 from elasticflow_airflow.engines.fake.engine import BEHAVIOUR_ENV, FakeEngine, fake_nodes
-from elasticflow_airflow.service.job_files.candidates import CandidateService, verify_by_manifest
+from elasticflow_airflow.service.job_files.candidates import CandidateService
 from elasticflow_airflow.service.job_files.snapshots import Snapshots
 from elasticflow_airflow.service.loop.reconcile import Reconciler
 from elasticflow_airflow.service.notify import Notifier
@@ -131,7 +132,7 @@ class World:
     def start(self) -> None:
         """What a service does when it starts, with whatever the one before left."""
         self.store = Store(self.url, clock=self.clock)
-        self.candidates = CandidateService(verify_by_manifest, lambda: None)
+        self.candidates = CandidateService(self.engine.files, lambda: None)
         notifier = _Stepping(self.step)
         secrets = SecretBox(self.settings.state_dir / "secret.key")
         self.reconciler = Reconciler(
@@ -151,6 +152,7 @@ class World:
             self.snapshots,
             secrets,
             self.settings,
+            self.engine.files,
             slots=lambda: sum(node.slots for node in self.reconciler.nodes),
             clock=self.clock,
             renewals=self.reconciler.renewals,
@@ -265,7 +267,7 @@ class World:
         return snapshot.sha256
 
     def incarnation_dir(self, job: Attachment, incarnation: int = 1) -> Path:
-        return self.settings.state_dir / "jobs" / job.job.job_id / f"i{incarnation:06d}"
+        return self.engine.files.folder(job.job.job_id, incarnation)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -285,15 +287,24 @@ def migrated_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def opened_files() -> OpenedFiles:
+    """Who opens files of jobs in this process."""
+    return OpenedFiles()
+
+
 @pytest.fixture
 def make_world(
-    tmp_path: Path, migrated_database: Path, request: pytest.FixtureRequest
+    tmp_path: Path, migrated_database: Path, opened_files: OpenedFiles, request: pytest.FixtureRequest
 ) -> Iterator[Callable[..., World]]:
     """Make services in this process: ``make_world(nodes=1, slots=4, url=..., **settings)``.
 
-    No pass of their loop may fail, and no job may be set aside, unless the test is marked ``trouble``.
+    No pass of their loop may fail, and no job may be set aside, unless the test is marked ``trouble``. The engine port
+    is the only door to what runs: the service opens no file of a job.
     """
     worlds: list[World] = []
+    opened_files.jobs.clear()
+    opened_files.wrong.clear()
 
     def make(nodes: int = 1, slots: int = 4, url: str | None = None, **options: Any) -> World:
         base = tmp_path / f"world{len(worlds)}"
@@ -302,9 +313,14 @@ def make_world(
         if url is None:
             shutil.copyfile(migrated_database, base / "test.db")
         # The workers' clock is the monotonic one: on their machine nothing jumps.
-        engine = FakeEngine(fake_nodes(nodes, slots), clock=lambda: START_S + (world[0].elapsed_s if world else 0.0))
+        engine = FakeEngine(
+            fake_nodes(nodes, slots),
+            base / "state" / "jobs",
+            clock=lambda: START_S + (world[0].elapsed_s if world else 0.0),
+        )
         world.append(World(base, options, url or f"sqlite:///{base / 'test.db'}", engine))
         worlds.append(world[0])
+        opened_files.watch(base / "state" / "jobs")
         return world[0]
 
     yield make
@@ -312,6 +328,7 @@ def make_world(
         world.stop()
     if request.node.get_closest_marker("trouble") is None:
         assert not (found := [trouble for world in worlds for trouble in world.troubles]), found
+    assert not opened_files.wrong, opened_files.wrong
 
 
 @pytest.fixture

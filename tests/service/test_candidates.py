@@ -11,20 +11,28 @@ from typing import BinaryIO
 
 import pytest
 
+from elasticflow_airflow.engines.job_files import JobFolders
+from elasticflow_airflow.runtime.protocol import checkpoint_dir
 from elasticflow_airflow.runtime.stores import manifest
 from elasticflow_airflow.runtime.stores.manifest import MANIFEST, publish, writing
 from elasticflow_airflow.service.job_files import candidates
-from elasticflow_airflow.service.job_files.candidates import CandidateService, Looked, verify_by_manifest
+from elasticflow_airflow.service.job_files.candidates import CandidateService, Looked
 
 PATH = "g000001/step-000000000005"
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path) -> Path:
-    with writing(tmp_path, 1, 5) as folder:
+def files(tmp_path: Path) -> JobFolders:
+    return JobFolders(tmp_path)
+
+
+@pytest.fixture
+def checkpoints(files: JobFolders) -> Path:
+    checkpoints = checkpoint_dir(files.folder("job", 1))
+    with writing(checkpoints, 1, 5) as folder:
         (folder / "weights").write_bytes(b"abc")
-        publish(folder, tmp_path, incarnation=1, generation=1, step=5, metadata={})
-    return tmp_path
+        publish(folder, checkpoints, incarnation=1, generation=1, step=5, metadata={})
+    return checkpoints
 
 
 @pytest.fixture
@@ -48,11 +56,11 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], list[Path]]
 
 
 @pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CandidateService, threading.Event]]:
+def service(files: JobFolders, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CandidateService, threading.Event]]:
     """A service whose rests are short, and what it sets when the loop should look."""
     monkeypatch.setattr(candidates, "_LONGEST_REST_S", 0.05)
     woken = threading.Event()
-    service = CandidateService(verify_by_manifest, woken.set)
+    service = CandidateService(files, woken.set)
     yield service, woken
     service.close()
 
@@ -77,9 +85,9 @@ def test_what_cannot_be_read_for_a_while_counts_in_the_end(service, checkpoints,
 
     def ask() -> None:
         if whole:
-            service[0].ask_generation("job", 1, 1, checkpoints, frozenset())
+            service[0].ask_generation("job", 1, 1, frozenset())
         else:
-            service[0].ask_candidate("job", 1, checkpoints, PATH)
+            service[0].ask_candidate("job", 1, PATH)
 
     told = ask_until_told(*service, ask)
     assert [(one.path, one.problem) for one in told.verified] == [(PATH, None)]
@@ -88,7 +96,7 @@ def test_what_cannot_be_read_for_a_while_counts_in_the_end(service, checkpoints,
 
 def test_what_cannot_be_read_for_good_is_not_waited_for_without_end(service, checkpoints, failing):
     reads = failing(errno.EIO, 10**6)
-    told = ask_until_told(*service, lambda: service[0].ask_generation("job", 1, 1, checkpoints, frozenset()))
+    told = ask_until_told(*service, lambda: service[0].ask_generation("job", 1, 1, frozenset()))
     assert "it could not be read, again and again: OSError(5, 'said the kernel')" in str(told.verified[0].problem)
     assert len(reads) == 10
 
@@ -97,7 +105,7 @@ def test_between_two_tries_it_rests(service, checkpoints, failing, monkeypatch):
     monkeypatch.setattr(candidates, "_LONGEST_REST_S", 60.0)
     reads = failing(errno.EIO, 10**6)
     for _ in range(50):
-        service[0].ask_candidate("job", 1, checkpoints, PATH)
+        service[0].ask_candidate("job", 1, PATH)
         service[0].wait()
         assert service[0].collect() == []
     assert len(reads) == 1
@@ -107,7 +115,7 @@ def test_between_two_copies_it_rests(service, checkpoints, failing, monkeypatch,
     monkeypatch.setattr(candidates, "_LONGEST_REST_S", 60.0)
     reads, told = failing(errno.EIO, 10**6), []
     for _ in range(50):
-        service[0].ask_adopt("job", 2, checkpoints / PATH, tmp_path / "next")
+        service[0].ask_adopt("job", 2, 1, PATH)
         service[0].wait()
         found = service[0].collect()
         service[0].settled(found)
@@ -118,7 +126,7 @@ def test_between_two_copies_it_rests(service, checkpoints, failing, monkeypatch,
 
 def test_damage_is_told_at_once(service, checkpoints):
     (checkpoints / PATH / "weights").write_bytes(b"abd")
-    told = ask_until_told(*service, lambda: service[0].ask_candidate("job", 1, checkpoints, PATH))
+    told = ask_until_told(*service, lambda: service[0].ask_candidate("job", 1, PATH))
     assert str(told.verified[0].problem).startswith("it is damaged: ")
 
 
@@ -127,7 +135,7 @@ def test_a_copy_that_cannot_be_made_now_is_said_and_tried_again_for_as_long_as_i
 ):
     reads, told = failing(errno.EIO, 12), []
     while not told or told[-1].again:
-        found = ask_until_told(*service, lambda: service[0].ask_adopt("job", 2, checkpoints / PATH, tmp_path / "next"))
+        found = ask_until_told(*service, lambda: service[0].ask_adopt("job", 2, 1, PATH))
         assert found.adopted is not None
         told.append(found.adopted)
     assert len(told) == 13
@@ -139,9 +147,7 @@ def test_a_copy_that_cannot_be_made_now_is_said_and_tried_again_for_as_long_as_i
 
 def test_a_copy_of_what_is_damaged_is_told_at_once(service, checkpoints, tmp_path):
     (checkpoints / PATH / "weights").write_bytes(b"abd")
-    told = ask_until_told(
-        *service, lambda: service[0].ask_adopt("job", 2, checkpoints / PATH, tmp_path / "next")
-    ).adopted
+    told = ask_until_told(*service, lambda: service[0].ask_adopt("job", 2, 1, PATH)).adopted
     assert told is not None
     assert (told.info, told.again) == (None, False)
     assert "weights" in told.problem

@@ -7,8 +7,9 @@ import random
 
 import pytest
 
+from elasticflow_airflow.engines.job_files import Heartbeat, JobFolders
 from elasticflow_airflow.runtime.protocol import heartbeat_path, write_json_atomic
-from elasticflow_airflow.service.job_files.heartbeats import Heartbeat, find_hung, read_heartbeat
+from elasticflow_airflow.service.job_files.heartbeats import find_hung
 from elasticflow_airflow.service.loop.rescaling import survivors
 
 
@@ -51,13 +52,14 @@ def test_who_computes_what_the_others_have_computed_long_ago(beats, hung):
 
 
 def test_a_file_that_cannot_be_read_says_nothing(tmp_path):
-    path = heartbeat_path(tmp_path, "g000001-r000")
-    assert read_heartbeat(tmp_path, "g000001-r000") is None
+    files = JobFolders(tmp_path)
+    path = heartbeat_path(files.folder("job", 1), "g000001-r000")
+    assert files.heartbeat("job", 1, "g000001-r000") is None
     write_json_atomic(path, {"step": 3, "phase": "reduce", "at_s": 1000.5})
-    assert read_heartbeat(tmp_path, "g000001-r000") == Heartbeat(3, "reduce", 1000.5)
+    assert files.heartbeat("job", 1, "g000001-r000") == Heartbeat(3, "reduce", 1000.5)
     for text in ("", "{", "[]", json.dumps({"step": 3}), json.dumps({"step": "x", "phase": "wait", "at_s": 1})):
         path.write_text(text)
-        assert read_heartbeat(tmp_path, "g000001-r000") is None
+        assert files.heartbeat("job", 1, "g000001-r000") is None
 
 
 def slots(*indices: int) -> list[list[object]]:

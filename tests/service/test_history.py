@@ -189,7 +189,7 @@ def test_the_last_errors_of_a_task_are_kept_and_runs_that_measured_nothing_add_n
 
 
 def test_a_size_that_no_run_has_measured_keeps_its_margin_and_follows_those_that_were():
-    given, config = {"1": 2.0, "2": 3.8, "4": 7.2}, SchedulerConfig.served()
+    given, config = {1: 2.0, 2: 3.8, 4: 7.2}, SchedulerConfig.served()
     speeds = speeds_to_plan_with(given, {"4": 3.6})
     assert speeds["4"] == 3.6
     assert 1.0 < speeds["1"] < 2.0

@@ -111,7 +111,10 @@ class Lives:
 
     def open(self):
         engine = FakeEngine(
-            fake_nodes(*self.nodes), clock=lambda: START_S + self.elapsed_s, state_file=self.base / "machines.json"
+            fake_nodes(*self.nodes),
+            self.base / "state" / "jobs",
+            clock=lambda: START_S + self.elapsed_s,
+            state_file=self.base / "machines.json",
         )
         url = f"sqlite:///{self.base / 'jobs.db'}"
         return self.world_class(self.base, {}, url, engine, START_S + self.elapsed_s, self.elapsed_s)

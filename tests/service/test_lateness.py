@@ -203,7 +203,7 @@ def test_who_comes_late_to_a_live_job_changes_no_promise(world):
     assert (again.created, again.warnings) == (False, [])
     assert world.events(again, "amend_rejected") == []
     assert world.status(again).best_effort
-    assert world.row(again).submission["deadline_at"] is None
+    assert world.row(again).submission.deadline_at is None
 
 
 def test_a_job_that_trains_past_its_deadline_keeps_it_when_its_task_comes_again(make_world):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from elasticflow_airflow.runtime.protocol import checkpoint_dir
-from elasticflow_airflow.service.decisions.pass_context import incarnation_dir
 from elasticflow_airflow.service.loop import retention
 from elasticflow_airflow.service.store.tables import EventRow, GenerationRow, SampleRow
 from elasticflow_airflow.service.telemetry.tallies import Tallies
@@ -46,7 +45,7 @@ def test_of_its_folder_only_the_checkpoints_are_kept(world, tmp_path):
     old, elsewhere = ended(world), tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "data").write_text("of somebody else")
-    folder = incarnation_dir(world.settings.state_dir, old.job.job_id, 1)
+    folder = world.incarnation_dir(old)
     kept = {path: path.read_bytes() for path in checkpoint_dir(folder).rglob("*") if path.is_file()}
     (folder / "logs").mkdir(exist_ok=True)
     (folder / "logs" / "w0.log").write_text("step 1")
@@ -54,7 +53,7 @@ def test_of_its_folder_only_the_checkpoints_are_kept(world, tmp_path):
     (folder / "link").symlink_to(elsewhere)
     world.step(89 * DAY_S)
     newer = ended(world, "r2")
-    young = incarnation_dir(world.settings.state_dir, newer.job.job_id, 1)
+    young = world.incarnation_dir(newer)
     (young / "session.json").write_text("{}")
     world.step(2 * DAY_S)
     assert kept
@@ -69,7 +68,7 @@ def test_a_folder_that_cannot_be_emptied_holds_up_nobody(world, monkeypatch):
         raise PermissionError("not yours")
 
     job = ended(world)
-    (incarnation_dir(world.settings.state_dir, job.job.job_id, 1) / "logs").mkdir(exist_ok=True)
+    (world.incarnation_dir(job) / "logs").mkdir(exist_ok=True)
     monkeypatch.setattr(retention, "remove", refuse)
     world.step(91 * DAY_S)
     assert world.generations(job) == []

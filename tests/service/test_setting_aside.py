@@ -19,6 +19,7 @@ from elasticflow_airflow.service.decisions.faults import Faults, ServiceFaultErr
 from elasticflow_airflow.service.http.app import build_app
 from elasticflow_airflow.service.http.parts import InsightServices
 from elasticflow_airflow.service.loop import observing
+from elasticflow_airflow.service.store.documents.columns import Unreadable
 from elasticflow_airflow.service.store.tables import (
     AmendmentRow,
     CandidateRow,
@@ -565,7 +566,8 @@ def test_whatever_is_stored_of_some_jobs_all_others_are_decided_on(make_world, c
     for (table, column), value in changes:
         poison(world, bad, table, **{column.name: value})
     for path, value in deeper:
-        submission = json.loads(json.dumps(inside(world.row(bad, 1).submission, path, value)))
+        stored = IncarnationRow.__table__.columns.submission.type.to_json(world.row(bad, 1).submission)
+        submission = json.loads(json.dumps(inside(stored, path, value)))
         if submission is not None:  # no database takes that
             poison(world, bad, IncarnationRow, submission=submission)
     if spoilt:
@@ -592,6 +594,6 @@ def test_a_service_that_learns_prices_starts_whatever_is_stored_of_those_who_cam
     assert world.ended(job).state == "succeeded"
     with world.store.write() as tx:
         row = tx.current(job.job.job_id)[1]
-        row.submission, row.speeds = wrong, {}
+        row.submission, row.speeds = Unreadable(wrong, "nobody can read it"), {}
     world.restart()
     assert world.ended(world.submit(task="next", steps=20, scaling_curve=CURVE)).state == "succeeded"

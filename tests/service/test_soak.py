@@ -35,6 +35,7 @@ from elasticflow_airflow.api import Command, JobIdentity, JobStatus, JobSubmissi
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, snapshot_folder
 from elasticflow_airflow.client.async_client import AsyncElasticFlowClient
 from elasticflow_airflow.service.http.openapi import document
+from elasticflow_airflow.service.store.documents.columns import readable
 from elasticflow_airflow.service.store.tables import DrainRow, GenerationRow, IncarnationRow
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -367,10 +368,10 @@ class Soak:
         found: dict[str, list[Stay]] = {}
         with engine.connect() as connection:
             for one in connection.execute(sa.select(row.job_id, row.submitted_at, row.finished_at, row.submission)):
-                given = one.submission if isinstance(one.submission, dict) else {}
+                given = readable(one.submission)
                 known = one.job_id.startswith(("burst", GOOD))
-                most = min(NODES * SLOTS, given.get("max_workers") or given.get("global_batch_size") or MOST)
-                needs = int(not given["best_effort"]) if known else max(MOST, most)
+                most = MOST if given is None else min(NODES * SLOTS, given.max_workers or given.global_batch_size)
+                needs = int(not (given and given.best_effort)) if known else max(MOST, most)
                 found.setdefault(one.job_id, []).append(Stay(one.submitted_at, one.finished_at, needs))
         engine.dispose()
         return found

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from support.stored import incarnation_columns
 
-from elasticflow_airflow.api import EventKind, JobIdentity
+from elasticflow_airflow.api import EventKind, JobIdentity, Length
 from elasticflow_airflow.runtime.protocol import Promotion
 from elasticflow_airflow.scheduler_core.model.values import (
     Job,
@@ -52,10 +53,11 @@ def store(database_url: str) -> Iterator[Store]:
 
 
 def add_job(tx: Writer, job_id: str = "daily-train-1", dag_id: str = "daily", **given) -> IncarnationRow:
+    identity = JobIdentity(dag_id=dag_id, run_id="run1", task_id="train")
     tx.add(
         JobRow(
             job_id=job_id,
-            identity={"dag_id": dag_id},
+            identity=identity,
             recurring_key=given.pop("recurring_key", "daily.train"),
             dag_id=dag_id,
             claim=0,
@@ -65,16 +67,7 @@ def add_job(tx: Writer, job_id: str = "daily-train-1", dag_id: str = "daily", **
         )
     )
     tx.session.flush()
-    values = {
-        "submission": {"length": {"steps": 10}},
-        "equality_key": "fade" * 16,
-        "submitted_at": 1000.0,
-        "lease_s": 60.0,
-        "orphan_s": 60.0,
-        "deadline_at": None,
-        "best_effort": True,
-        "value": 1.0,
-    }
+    values = {**incarnation_columns(identity), "submitted_at": 1000.0}
     row = IncarnationRow(job_id=job_id, incarnation=1, **{**values, **given})
     tx.add(row)
     tx.session.flush()
@@ -260,7 +253,7 @@ def test_rows_can_be_read_after_their_session(store):
     with store.read() as reader:
         found = reader.current("daily-train-1")
     assert found is not None
-    assert found[1].submission == {"length": {"steps": 10}}
+    assert found[1].submission.length == Length(steps=10)
 
 
 # -- events ------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from elasticflow_airflow.service.store.documents.submission import StoredSubmission
 from elasticflow_airflow.service.store.stored_bounds import (
     amendment_out_of_bounds,
     course_out_of_bounds,
@@ -32,8 +33,8 @@ MILLISECONDS = 1_800_000_000_000.0
 )
 def test_a_stored_submission_out_of_bounds_is_told_by_field_limit_and_remedy(world, changes, named):
     stored = world.submission(within=600).model_dump(mode="json", exclude={"secret_env"})
-    assert submission_out_of_bounds(stored) is None
-    problem = submission_out_of_bounds({**stored, **changes})
+    assert submission_out_of_bounds(StoredSubmission.as_stored(stored)) is None
+    problem = submission_out_of_bounds(StoredSubmission.as_stored({**stored, **changes}))
     assert problem is not None
     assert re.search(named, problem)
 
@@ -42,7 +43,8 @@ def test_a_rule_that_is_no_bound_gives_no_stored_job_up(world):
     """A deadline that was amended to a later one than ``latest_deadline_at``, and what another version knows."""
     stored = world.submission(within=600).model_dump(mode="json", exclude={"secret_env"})
     later = {"on_reject": "renegotiate", "latest_deadline_at": stored["deadline_at"] - 5}
-    assert submission_out_of_bounds({**stored, **later, "of_another_version": 1, "on_miss": "unheard of"}) is None
+    other = {**stored, **later, "of_another_version": 1, "on_miss": "unheard of"}
+    assert submission_out_of_bounds(StoredSubmission.as_stored(other)) is None
 
 
 def test_what_a_job_became_is_looked_at_too(world):

@@ -24,6 +24,7 @@ from elasticflow_airflow.service.secrets import SecretBox
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store.store import Store
 from elasticflow_airflow.service.store.tables import IncarnationRow, JobRow
+from support.stored import incarnation_columns
 
 
 class QuietService:
@@ -36,7 +37,7 @@ class QuietService:
             folder / "snapshots", max_bytes=settings.snapshot_max_bytes, max_files=settings.snapshot_max_files
         )
         secrets = SecretBox(folder / "secret.key")
-        self.engine = FakeEngine(fake_nodes(1, 4))
+        self.engine = FakeEngine(fake_nodes(1, 4), folder / "jobs")
 
         def nobody_plans() -> Any:
             raise AssertionError("nothing is scheduled here")
@@ -48,7 +49,14 @@ class QuietService:
                 snapshots=snapshots,
                 engine=self.engine,
                 job_service=JobService(
-                    self.store, notifier, snapshots, secrets, settings, slots=lambda: 4, clock=time.time
+                    self.store,
+                    notifier,
+                    snapshots,
+                    secrets,
+                    settings,
+                    self.engine.files,
+                    slots=lambda: 4,
+                    clock=time.time,
                 ),
                 settings=settings,
                 nodes=lambda: (),
@@ -69,7 +77,7 @@ class QuietService:
                 tx.add(
                     JobRow(
                         job_id=job_id,
-                        identity=identity.model_dump(mode="json"),
+                        identity=identity,
                         recurring_key=identity.recurring_key,
                         dag_id=identity.dag_id,
                         claim=1,
@@ -79,15 +87,7 @@ class QuietService:
                     )
                 )
                 tx.session.flush()
-                values = {
-                    "submission": {"length": {"steps": 10}},
-                    "equality_key": "0" * 64,
-                    "lease_s": 60.0,
-                    "orphan_s": 60.0,
-                    "deadline_at": None,
-                    "best_effort": True,
-                    "value": 1.0,
-                }
+                values = incarnation_columns(identity)
                 tx.add(IncarnationRow(job_id=job_id, incarnation=1, submitted_at=at, **{**values, **columns}))
 
     def __call__(self, request: httpx.Request) -> httpx.Response:

@@ -34,6 +34,6 @@ def insight_of(world: Any) -> InsightService:
         world.store,
         world.reconciler.foresee,
         lambda: world.reconciler.nodes,
-        partial(trained_with, settings=world.settings, snapshots=world.snapshots),
+        partial(trained_with, settings=world.settings, snapshots=world.snapshots, files=world.engine.files),
         clock=world.clock,
     )

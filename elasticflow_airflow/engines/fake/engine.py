@@ -24,6 +24,7 @@ from elasticflow_airflow.engines.fake.gang import (
     write_fake_checkpoint,
 )
 from elasticflow_airflow.engines.fake.journal import Journal
+from elasticflow_airflow.engines.job_files import JobFolders
 from elasticflow_airflow.engines.port import (
     EngineError,
     EngineNode,
@@ -49,6 +50,8 @@ CallHook = Callable[[str, str, str], None]
 class FakeWorld:
     """The machines and the gangs on them: survives every restart of the service, as object or as a file."""
 
+    jobs_dir: Path
+    """Where jobs have their files."""
     nodes: dict[str, EngineNode]
     clock: Callable[[], float] = time.time
     behaviour: FakeBehaviour = field(default_factory=FakeBehaviour)
@@ -120,13 +123,14 @@ def _generation(gang: FakeGang) -> int:
 class FakeEngine:
     """The engine port over a :class:`FakeWorld`. Thread-safe.
 
-    ``FakeEngine(nodes=fake_nodes(2, 4), clock=clock)`` makes its own world; ``engine.restarted()`` is what a
+    ``FakeEngine(fake_nodes(2, 4), jobs_dir, clock=clock)`` makes its own world; ``engine.restarted()`` is what a
     restarted service would find. With ``state_file`` the world also survives the process.
     """
 
     def __init__(
         self,
         nodes: Sequence[EngineNode] | None = None,
+        jobs_dir: Path | None = None,
         *,
         clock: Callable[[], float] = time.time,
         behaviour: FakeBehaviour | None = None,
@@ -136,7 +140,10 @@ class FakeEngine:
         on_call: CallHook | None = None,
         world: FakeWorld | None = None,
     ) -> None:
+        if world is None and jobs_dir is None:
+            raise ValueError("jobs_dir is missing: where jobs have their files")
         self.world = world or FakeWorld(
+            jobs_dir=Path(jobs_dir or ""),
             nodes={node.node_id: node for node in nodes or fake_nodes()},
             clock=clock,
             behaviour=behaviour or FakeBehaviour(),
@@ -156,6 +163,11 @@ class FakeEngine:
     def name(self) -> str:
         """Short name for logs."""
         return "fake"
+
+    @property
+    def files(self) -> JobFolders:
+        """The folders of jobs."""
+        return JobFolders(self.world.jobs_dir)
 
     # The port.
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from elasticflow_airflow import bounds
+from elasticflow_airflow.engines.job_files import JobFolders
 from elasticflow_airflow.engines.local.files import worker_logs
 from elasticflow_airflow.engines.local.files.errors import as_engine_errors, disk_errors, is_of_the_machine
 from elasticflow_airflow.engines.local.files.generation_folder import StopOrder
@@ -58,6 +59,7 @@ class LocalEngine:
     ) -> None:
         self._state_dir = state_dir.resolve()
         self._records_dir = self._state_dir / "engine"
+        self._files = JobFolders(state_dir / "jobs")
         self._lock_dir = slot_lock_dir or slots.default_lock_dir()
         self._lock = threading.RLock()
         self._asking = threading.Lock()
@@ -86,6 +88,11 @@ class LocalEngine:
     def name(self) -> str:
         """Short name for logs."""
         return "local"
+
+    @property
+    def files(self) -> JobFolders:
+        """The folders of jobs."""
+        return self._files
 
     # The port.
 

@@ -26,12 +26,12 @@ def settle(context: PassContext, row: IncarnationRow, job: Job) -> Job | None:
     deadline_s, last_s = job.deadline_s, job.last_deadline_s
     if deadline_s is None or last_s is None:
         return job
-    earlier, on_miss = _taken_on(context, row), row.submission["on_miss"]
+    earlier, on_miss = _taken_on(context, row), row.submission.on_miss
     if earlier and on_miss == "finish" and job.on_reject is OnReject.FAIL and context.now < last_s:
         # A retry may end late where the training might have; to refuse it would throw away what was trained.
         return replace(job, on_reject=OnReject.BEST_EFFORT)
     why = f"its deadline {moment(deadline_s)} has passed already"
-    policy = row.submission.get("on_past_deadline", "on_miss")
+    policy = row.submission.on_past_deadline
     if context.now >= last_s and policy == "on_miss" and earlier:
         if not any(one.deadline_passed for one in earlier):
             why = f"missed its deadline {moment(deadline_s)} while it did not train, at step {row.step}"
@@ -75,7 +75,7 @@ def _give_in(context: PassContext, row: IncarnationRow, why: str) -> None:
     row.deadline_at, row.best_effort = None, True
     context.tx.rely_on(row, "submission")
     given_up = {"deadline_at": None, "best_effort": True, "on_reject": "fail", "latest_deadline_at": None}
-    row.submission = {**row.submission, **given_up}
+    row.submission = row.submission.model_copy(update=given_up)
     context.event(EventKind.BEST_EFFORT, f"{why}: trains as best effort", row)
 
 

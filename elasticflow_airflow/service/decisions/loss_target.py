@@ -31,10 +31,10 @@ def begin(context: PassContext, row: IncarnationRow, earlier: Mapping[str, Any] 
 
     Until it has a curve of its own, it is expected to take as long (Optimus, EuroSys 2018, section 3.1).
     """
-    loss = row.submission.get("target_loss")
+    loss = row.submission.target_loss
     if loss is None:
         return
-    target = LossTarget(loss=float(loss), earlier=_curve(earlier))
+    target = LossTarget(loss=loss, earlier=_curve(earlier))
     _take(context, row, target, predict(LossCurve(1.0, ()), target.loss, earlier=target.earlier))
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import structlog
 
 from elasticflow_airflow.api import EventKind, State
+from elasticflow_airflow.engines.job_files import JobFiles
 from elasticflow_airflow.engines.port import STANDING, GangState, WorkerObservation
-from elasticflow_airflow.runtime.protocol import RescaleMode, checkpoint_dir
+from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.model.events import CalendarEvent, Event, GangStarted, JobProgressed
 from elasticflow_airflow.scheduler_core.model.values import JobState, RescaleCosts, Slot
@@ -51,6 +51,8 @@ class PassContext:
     now: float
     settings: ServiceSettings
     scheduler: Scheduler
+    files: JobFiles
+    """What jobs have on disk where they run."""
     faults: Faults
     """What went wrong with single jobs in this pass."""
     jobs: dict[str, JobRow] = field(default_factory=dict)
@@ -93,11 +95,12 @@ class PassContext:
         now: float,
         settings: ServiceSettings,
         scheduler: Scheduler,
+        files: JobFiles,
         wake_at: float | None,
         faults: Faults | None = None,
     ) -> PassContext:
         """Take the rows that the unit of work has read."""
-        context = cls(tx, now, settings, scheduler, Faults() if faults is None else faults, wake_at=wake_at)
+        context = cls(tx, now, settings, scheduler, files, Faults() if faults is None else faults, wake_at=wake_at)
         for job, row in tx.current_rows:
             context.jobs[job.job_id] = job
             context._of_job.setdefault(job.job_id, []).append(row)
@@ -149,10 +152,6 @@ class PassContext:
     def incarnations_of(self, job_id: str) -> Sequence[IncarnationRow]:
         """All incarnations of a job that still matter, in order of submission."""
         return self._of_job.get(job_id, ())
-
-    def checkpoints_of(self, job_id: str, incarnation: int) -> Path:
-        """Folder of the checkpoints of one incarnation."""
-        return checkpoint_dir(incarnation_dir(self.settings.state_dir, job_id, incarnation))
 
     def row(self, job_id: str, incarnation: int) -> IncarnationRow | None:
         """One incarnation that still matters, and is not set aside."""
@@ -217,7 +216,7 @@ class PassContext:
 
     def knows_curve(self, row: IncarnationRow) -> bool:
         """Whether the speed of a job was measured wherever that is worth it; else only a part of its curve is known."""
-        if not row.speeds or row.submission["scaling_curve"]:
+        if not row.speeds or row.submission.scaling_curve:
             return False
         return self.scheduler.knows_curve(row.job_id)
 
@@ -274,11 +273,6 @@ def costs_from(s: ServiceSettings, measured: MeasuredCosts, in_place: InPlaceRec
     return RescaleCosts(
         startup_s=startup_s, pause_s=pause_s, tail_s=known.get("tail_s", s.default_tail_s), join_s=join_s
     )
-
-
-def incarnation_dir(state_dir: Path, job_id: str, incarnation: int) -> Path:
-    """Folder of one incarnation."""
-    return state_dir / "jobs" / job_id / f"i{incarnation:06d}"
 
 
 def alive(generation: GenerationRow) -> bool:

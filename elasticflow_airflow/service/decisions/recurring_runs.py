@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from elasticflow_airflow.api import EventKind
+from elasticflow_airflow.api import EventKind, JobSubmission
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.recurring_work import CalendarPolicy, ExpectedRun, PastRun, expect
 from elasticflow_airflow.service.decisions import task_history
@@ -111,9 +111,9 @@ def arrive(context: PassContext, job: JobRow, row: IncarnationRow) -> str:
     )
     task.facts = {
         "signature": row.signature,
-        "scaling_curve": row.submission["scaling_curve"],
-        "min_workers": row.submission["min_workers"],
-        "max_workers": row.submission["max_workers"],
+        "scaling_curve": row.submission.scaling_curve,
+        "min_workers": row.submission.min_workers,
+        "max_workers": row.submission.max_workers,
         "logical_workers": row.logical_workers,
     }
     if dues:
@@ -158,15 +158,15 @@ def expected_runs_of(settings: ServiceSettings, reader: Reader) -> dict[str, tup
     return found
 
 
-def _due_at(submission: Mapping[str, Any], submitted_at: float) -> float:
+def _due_at(submission: JobSubmission, submitted_at: float) -> float:
     """When a run was due, if its submission says so; it cannot be later than it was submitted."""
-    said = submission.get("due_at")
-    return submitted_at if said is None else min(float(said), submitted_at)
+    said = submission.due_at
+    return submitted_at if said is None else min(said, submitted_at)
 
 
-def _next_dues(submission: Mapping[str, Any], submitted_at: float) -> list[float]:
-    said = {*(submission.get("next_runs_at") or ()), submission.get("next_run_at")} - {None}
-    return sorted(float(due) for due in said if due > submitted_at)
+def _next_dues(submission: JobSubmission, submitted_at: float) -> list[float]:
+    said = {*submission.next_runs_at, submission.next_run_at}
+    return sorted(due for due in said if due is not None and due > submitted_at)
 
 
 def _remember(task: RecurringTaskRow, run: dict[str, Any]) -> None:
@@ -198,7 +198,7 @@ def _expected(settings: ServiceSettings, reader: Reader, task: RecurringTaskRow,
     """A due run as the scheduler knows it; None while its speed or its length is not known."""
     facts = task.facts
     past = task_history.past_of(reader.history(task.recurring_key, facts.get("signature", "")))
-    given = facts.get("scaling_curve")
+    given = {int(size): float(speed) for size, speed in (facts.get("scaling_curve") or {}).items()}
     speeds = task_history.speeds_to_plan_with(given, past.measured) if given else past.speeds
     if not speeds:
         return None

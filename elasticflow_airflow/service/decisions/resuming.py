@@ -32,10 +32,7 @@ def is_ready(context: PassContext, row: IncarnationRow, candidate_service: Candi
         if promotion is None:
             _begin_anew(context, row, f"which checkpoint incarnation {before.incarnation} has left cannot be read")
             return True
-        source = context.checkpoints_of(row.job_id, before.incarnation) / promotion.path
-        candidate_service.ask_adopt(
-            row.job_id, row.incarnation, source, context.checkpoints_of(row.job_id, row.incarnation)
-        )
+        candidate_service.ask_adopt(row.job_id, row.incarnation, before.incarnation, promotion.path)
         return False
     if row.logical_workers is not None and before.logical_workers is not None:
         row.logical_workers = before.logical_workers  # What the checkpoint was made with.
@@ -57,8 +54,7 @@ def _take_in(context: PassContext, one: Looked, adopted: Adopted, candidate_serv
     row, info = context.row(one.job_id, one.incarnation), adopted.info
     if row is None or row.introduced or row.terminal or row.ending or row.cancel_reason is not None:
         if info is not None and (row is None or row.promoted is None):
-            checkpoints = context.checkpoints_of(one.job_id, one.incarnation)
-            candidate_service.ask_delete(one.job_id, one.incarnation, checkpoints, info.name)
+            candidate_service.ask_delete(one.job_id, one.incarnation, info.name)
     elif info is not None:
         _go_on(context, row, info)
     elif adopted.again:

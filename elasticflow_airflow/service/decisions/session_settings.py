@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from elasticflow_airflow.api.insight import TrainedWith
+from elasticflow_airflow.engines.job_files import JobFiles
 from elasticflow_airflow.runtime.protocol import SessionConfig, threads_in
-from elasticflow_airflow.service.decisions.pass_context import incarnation_dir
 from elasticflow_airflow.service.job_files.snapshots import Snapshots
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store.stored_bounds import promotion_of
@@ -17,45 +17,45 @@ from elasticflow_airflow.service.store.unit_of_work import UnitOfWork
 
 
 def session_of(
-    row: IncarnationRow, settings: ServiceSettings, snapshots: Snapshots, threads: int | None = None
+    row: IncarnationRow, settings: ServiceSettings, snapshots: Snapshots, files: JobFiles, threads: int | None = None
 ) -> SessionConfig:
     """What to train, as the row says it now. ``threads`` is with how many it has begun, if it has."""
     submission = row.submission
-    command, length = submission["command"], submission["length"]
+    command, length = submission.command, submission.length
     return SessionConfig(
         job_id=row.job_id,
         incarnation=row.incarnation,
-        incarnation_dir=str(incarnation_dir(settings.state_dir, row.job_id, row.incarnation)),
-        code_dir=str(snapshots.path(command["snapshot"])),
-        script=command["script"],
-        module=command["module"],
-        args=tuple(command["args"]),
-        working_dir=command["working_dir"],
-        steps=length["steps"],
-        epochs=length["epochs"],
-        samples=length["samples"],
-        global_batch_size=int(submission["global_batch_size"]),
+        incarnation_dir=str(files.folder(row.job_id, row.incarnation)),
+        code_dir=str(snapshots.path(command.snapshot)),
+        script=command.script,
+        module=command.module,
+        args=command.args,
+        working_dir=command.working_dir,
+        steps=length.steps,
+        epochs=length.epochs,
+        samples=length.samples,
+        global_batch_size=submission.global_batch_size,
         micro_batch_size=row.micro_batch_size,
         logical_workers=row.logical_workers,
         script_decides=script_decides(row),
-        consistency=submission.get("consistency", "consistent"),
+        consistency=submission.consistency,
         init_from=row.init_from_path,
         seed=row.seed,
-        threads=threads_in(command["env"]) if threads is None else threads,
+        threads=threads_in(command.env) if threads is None else threads,
         checkpoint_interval_s=settings.checkpoint_interval_s,
         failures=row.restarts,
         keep_checkpoints=settings.keep_checkpoints,
-        progress_regex=submission["progress_regex"],
-        progress_file=submission["progress_file"],
-        target_loss=submission.get("target_loss"),
+        progress_regex=submission.progress_regex,
+        progress_file=submission.progress_file,
+        target_loss=submission.target_loss,
         promoted=promotion_of(row),
     )
 
 
 def script_decides(row: IncarnationRow) -> bool:
     """Whether the script's own number of logical workers counts: none was submitted, nor follows from what was."""
-    said = row.submission
-    submitted = said.get("logical_workers") or said.get("max_workers") or int(said.get("min_workers") or 1) > 1
+    asked = row.submission
+    submitted = asked.logical_workers or asked.max_workers or asked.min_workers > 1
     return row.logical_workers is not None and not submitted and not row.ever_reported and row.promoted is None
 
 
@@ -75,18 +75,22 @@ def threads_begun_with(tx: UnitOfWork, row: IncarnationRow) -> int | None:
 
 def python_of(row: IncarnationRow) -> str:
     """The interpreter of its workers."""
-    return str(row.submission["command"]["python"] or sys.executable)
+    return row.submission.command.python or sys.executable
 
 
 def trained_with(
-    row: IncarnationRow, generations: Sequence[GenerationRow], settings: ServiceSettings, snapshots: Snapshots
+    row: IncarnationRow,
+    generations: Sequence[GenerationRow],
+    settings: ServiceSettings,
+    snapshots: Snapshots,
+    files: JobFiles,
 ) -> TrainedWith | None:
     """What decided on the weights; None: its workers have not begun to train."""
     began = sorted((one for one in generations if one.first_step is not None), key=lambda one: one.generation)
     if not began:
         return None
     threads = [one.notes.threads for one in began if one.notes.threads]
-    session = session_of(row, settings, snapshots, threads[0] if threads else None)
+    session = session_of(row, settings, snapshots, files, threads[0] if threads else None)
     return TrainedWith(
         code_dir=session.code_dir,
         python=python_of(row),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from elasticflow_airflow.api import EventKind, State
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState
@@ -21,6 +20,7 @@ from elasticflow_airflow.service.secrets import redact
 from elasticflow_airflow.service.store.documents.columns import readable
 from elasticflow_airflow.service.store.documents.job_documents import Ending
 from elasticflow_airflow.service.store.documents.scheduler_values import placement_from_json, slots_to_json
+from elasticflow_airflow.service.store.documents.submission import StoredSubmission
 from elasticflow_airflow.service.store.stored_bounds import (
     amendment_out_of_bounds,
     course_out_of_bounds,
@@ -73,7 +73,7 @@ def _reason(row: IncarnationRow, fault: Fault, secrets: Callable[[IncarnationRow
 class BoundsCheck:
     """Sets jobs aside of which something is stored that nothing can be decided on: an older version let it in."""
 
-    _checked: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
+    _checked: dict[tuple[str, int], StoredSubmission] = field(default_factory=dict)
     """Submissions that are within bounds; they hardly ever change."""
 
     def check(self, context: PassContext, observations: Sequence[GangObservation]) -> None:

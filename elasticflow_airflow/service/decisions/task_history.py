@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from elasticflow_airflow import bounds
-from elasticflow_airflow.api import Length
+from elasticflow_airflow.api import JobSubmission, Length
 from elasticflow_airflow.scheduler_core.jobs.learned_speed import believed, sigma_of_errors
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.model.values import ScalingCurve
@@ -31,13 +31,12 @@ _LONGEST_ENTRY_BYTES = 500
 """A longer path stands there as its digest: the signature is indexed, together with the task."""
 
 
-def signature_of(submission: dict[str, Any], device_type: str, logical_workers: int | None) -> str:
+def signature_of(submission: JobSubmission, device_type: str, logical_workers: int | None) -> str:
     """What makes two runs of a task comparable."""
-    command = submission["command"]
-    entry = command["script"] or command["module"]
+    entry = submission.command.script or submission.command.module or ""
     if len(json.dumps(entry)) > _LONGEST_ENTRY_BYTES:
         entry = hashlib.sha256(entry.encode(errors="surrogatepass")).hexdigest()
-    return json.dumps([device_type, submission["global_batch_size"], entry, logical_workers])
+    return json.dumps([device_type, submission.global_batch_size, entry, logical_workers])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +111,7 @@ def _is_speed(size: Any, speed: Any) -> bool:
 
 
 def speeds_to_plan_with(
-    given: Mapping[str, float] | None, measured: Mapping[str, float] | None
+    given: Mapping[int, float] | None, measured: Mapping[str, float] | None
 ) -> dict[str, float] | None:
     """What past runs have measured, else the curve that the submitter gave; by workers as text. None: nothing is known.
 
@@ -120,13 +119,13 @@ def speeds_to_plan_with(
     """
     if not given:
         return {size: float(speed) for size, speed in measured.items()} if measured else None
-    told = ScalingCurve({int(size): float(speed) for size, speed in given.items()})
+    told = ScalingCurve(given)
     seen = {int(size): float(speed) for size, speed in (measured or {}).items() if int(size) in told.steps_per_s}
     return {str(size): speed for size, speed in believed(told, seen, SchedulerConfig()).steps_per_s.items()}
 
 
 def sigmas_of(
-    past: Past, given: Mapping[str, float] | None, config: SchedulerConfig
+    past: Past, given: Mapping[int, float] | None, config: SchedulerConfig
 ) -> tuple[float | None, dict[int, float]]:
     """How wrong the speeds of the next run may be by what past runs have shown: at other sizes, and by size.
 
@@ -198,7 +197,7 @@ def remember(
     past.speeds = {**_speeds(past.speeds), **row.speeds}
     past.costs = {**_costs(past.costs).known(), **row.costs.known()}
     past.complete = past.complete or complete
-    length = Length.as_stored(row.submission["length"])
+    length = row.submission.length
     if success and row.total_steps is not None and length.steps is None:
         past.total_steps, past.epochs = row.total_steps, length.epochs
     if success and row.target and row.target.curve:

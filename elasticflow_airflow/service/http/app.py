@@ -360,7 +360,7 @@ def _add_events_and_logs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> Non
 
 def _secrets_of(parts: ServiceParts, row: IncarnationRow) -> dict[str, str]:
     try:
-        return hidden_values(parts.job_service.secrets, row.submission, row.secret_env)
+        return hidden_values(parts.job_service.secrets, row.submission.command, row.secret_env)
     except (ValueError, TypeError, KeyError, AttributeError):
         return {}  # What is stored of it cannot be read, and so it was never started.
 

@@ -1,38 +1,27 @@
-"""Looks at candidate checkpoints on disk: verifies, lists, copies and deletes them, in threads of its own.
+"""Has candidate checkpoints verified, copied and deleted by the engine, in threads of its own.
 
-Each reads every byte, which may take seconds: the loop asks, goes on, and finds the answer in a later pass. Knows files
-only; what counts is decided by ``promotion.py`` and ``resuming.py``. Never changes anything outside an incarnation's
-folder.
+Each reads every byte, which may take seconds: the loop asks, goes on, and finds the answer in a later pass. What counts
+is decided by ``promotion.py`` and ``resuming.py``.
 """
 
 from __future__ import annotations
 
-import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
 
 import structlog
 
 from elasticflow_airflow.bounds import count_problem
-from elasticflow_airflow.runtime.stores.manifest import (
-    CandidateInfo,
-    CheckpointError,
-    CheckpointUnreachable,
-    adopt,
-    verify_candidate,
-)
+from elasticflow_airflow.engines.job_files import CANDIDATE_PATH, JobFiles
+from elasticflow_airflow.runtime.stores.manifest import CandidateInfo, CheckpointError, CheckpointUnreachable
 
 log = structlog.get_logger()
 
 _TRIES = 9
 _LONGEST_REST_S = 60.0
-
-CANDIDATE_PATH = re.compile(r"^g(\d{6})/step-(\d{12})$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +33,6 @@ class Verified:
     step: int
     digest: str
     problem: str | None
-
-
-Verify = Callable[[Path], str]
-"""Returns the digest of a candidate's folder; raises ValueError or OSError when it is damaged, CheckpointUnreachable
-when that cannot be said now."""
-
-
-def verify_by_manifest(folder: Path) -> str:
-    """Verify what the runtime wrote (``manifest.json`` with a digest of every file)."""
-    return verify_candidate(folder).digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,49 +72,46 @@ class CandidateService:
     What cannot be copied is tried again for as long as somebody asks: it is all that was trained.
     """
 
-    def __init__(self, verify: Verify, when_done: Callable[[], None]) -> None:
-        self._verify = verify
+    def __init__(self, files: JobFiles, when_done: Callable[[], None]) -> None:
+        self._files = files
         self._when_done = when_done
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="checkpoint copies")
         self._under_way: dict[tuple[object, ...], Future[Looked]] = {}
         self._failed: dict[tuple[object, ...], _Failures] = {}
 
-    def ask_candidate(self, job_id: str, incarnation: int, checkpoints: Path, path: str) -> None:
+    def ask_candidate(self, job_id: str, incarnation: int, path: str) -> None:
         """Verify one candidate of a running generation."""
 
         def task(patient: bool) -> Looked:
-            return Looked(job_id, incarnation, None, verified=(look(checkpoints, path, self._verify, patient=patient),))
+            verified = look(self._files, job_id, incarnation, path, patient=patient)
+            return Looked(job_id, incarnation, None, verified=(verified,))
 
         self._ask(("candidate", job_id, incarnation, path), task)
 
-    def ask_generation(
-        self, job_id: str, incarnation: int, generation: int, checkpoints: Path, known: frozenset[str]
-    ) -> None:
+    def ask_generation(self, job_id: str, incarnation: int, generation: int, known: frozenset[str]) -> None:
         """Verify every candidate of an ended generation that is not ``known``, reported or not."""
 
         def task(patient: bool) -> Looked:
-            found = [path for path in list_candidates(checkpoints, generation) if path not in known]
-            verified = tuple(look(checkpoints, path, self._verify, patient=patient) for path in found)
+            found = [path for path in self._files.candidates(job_id, incarnation, generation) if path not in known]
+            verified = tuple(look(self._files, job_id, incarnation, path, patient=patient) for path in found)
             return Looked(job_id, incarnation, generation, verified=verified)
 
         self._ask(("generation", job_id, generation), task)
 
-    def ask_adopt(self, job_id: str, incarnation: int, source: Path, checkpoints: Path) -> None:
-        """Copy a checkpoint of an earlier incarnation, as what this one begins with."""
+    def ask_adopt(self, job_id: str, incarnation: int, earlier: int, path: str) -> None:
+        """Copy a checkpoint of an ``earlier`` incarnation, as what this one begins with."""
 
         def task(_patient: bool) -> Looked:
-            return Looked(job_id, incarnation, None, adopted=take_over(source, checkpoints, incarnation))
+            return Looked(job_id, incarnation, None, adopted=take_over(self._files, job_id, incarnation, earlier, path))
 
         self._ask(("adopt", job_id, incarnation), task, self._copies)
 
-    def ask_delete(self, job_id: str, incarnation: int, checkpoints: Path, path: str) -> None:
+    def ask_delete(self, job_id: str, incarnation: int, path: str) -> None:
         """Delete one candidate."""
 
         def task(_patient: bool) -> Looked:
-            folder = _inside(checkpoints, path)
-            if folder.exists():
-                shutil.rmtree(folder)
+            self._files.delete(job_id, incarnation, path)
             return Looked(job_id, incarnation, None, deleted=(path,))
 
         self._ask(("delete", job_id, incarnation, path), task)
@@ -207,7 +183,7 @@ class CandidateService:
         future.add_done_callback(lambda _: self._when_done())
 
 
-def look(checkpoints: Path, path: str, verify: Verify, *, patient: bool) -> Verified:
+def look(files: JobFiles, job_id: str, incarnation: int, path: str, *, patient: bool) -> Verified:
     """Verify one candidate by its relative path. With ``patient`` it raises CheckpointUnreachable."""
     match = CANDIDATE_PATH.match(path)
     if match is None:
@@ -217,7 +193,7 @@ def look(checkpoints: Path, path: str, verify: Verify, *, patient: bool) -> Veri
     if problem is not None:
         return Verified(path, generation, 0, "", f"its step {problem}")
     try:
-        return Verified(path, generation, step, verify(_inside(checkpoints, path)), None)
+        return Verified(path, generation, step, files.verify(job_id, incarnation, path), None)
     except CheckpointUnreachable as error:
         if patient:
             raise
@@ -226,26 +202,11 @@ def look(checkpoints: Path, path: str, verify: Verify, *, patient: bool) -> Veri
         return Verified(path, generation, step, "", f"it is damaged: {error}")
 
 
-def take_over(source: Path, checkpoints: Path, incarnation: int) -> Adopted:
+def take_over(files: JobFiles, job_id: str, incarnation: int, earlier: int, path: str) -> Adopted:
     """Copy a checkpoint into another incarnation's folder."""
     try:
-        return Adopted(adopt(source, checkpoints, incarnation=incarnation))
+        return Adopted(files.adopt(job_id, incarnation, earlier, path))
     except CheckpointUnreachable as error:
         return Adopted(None, str(error), again=True)
     except CheckpointError as error:
         return Adopted(None, str(error))
-
-
-def list_candidates(checkpoints: Path, generation: int) -> list[str]:
-    """Relative paths of a generation's candidates that have their final name, oldest step first."""
-    folder = checkpoints / f"g{generation:06d}"
-    if not folder.is_dir():
-        return []
-    names = sorted(f"g{generation:06d}/{entry.name}" for entry in folder.iterdir())
-    return [name for name in names if CANDIDATE_PATH.match(name)]
-
-
-def _inside(checkpoints: Path, path: str) -> Path:
-    if not CANDIDATE_PATH.match(path):
-        raise ValueError(f"{path!r} is not the path of a candidate checkpoint")
-    return checkpoints / path

@@ -1,35 +1,15 @@
-"""Which worker of a gang that makes no step holds the others up, by the heartbeat files that the workers write.
+"""Which worker of a gang that makes no step holds the others up, by the heartbeats of its workers.
 
-Reads small files of an incarnation's folder; knows no rows. What a file that is missing means nobody can tell.
+Pure functions. What a heartbeat that is missing means nobody can tell.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 
-from elasticflow_airflow.runtime.protocol import heartbeat_path, read_json
+from elasticflow_airflow.engines.job_files import Heartbeat
 
 _WAITING = ("reduce", "wait")
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """What a worker said last: the step it is at, what it is doing, and when (UTC seconds, its own clock)."""
-
-    step: int
-    phase: str
-    at_s: float
-
-
-def read_heartbeat(folder: Path, worker_id: str) -> Heartbeat | None:
-    """Read the last sign of life of a worker; None when there is none, or none that can be read."""
-    try:
-        raw = read_json(heartbeat_path(folder, worker_id))
-        return None if raw is None else Heartbeat(int(raw["step"]), str(raw["phase"]), float(raw["at_s"]))
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
-        return None  # Half written by a machine that went down, or of another version: the same as none.
 
 
 def find_hung(beats: Mapping[str, Heartbeat | None], *, limit_s: float, only_silent: bool) -> set[str]:

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import structlog
 
+from elasticflow_airflow.engines.job_files import remove
 from elasticflow_airflow.service.job_files import unpacking
 
 log = structlog.get_logger(__name__)
@@ -135,13 +135,3 @@ class Snapshots:
 def _printable(path: Path) -> str:
     """A path as text that can be stored and shown, whatever its bytes are."""
     return os.fsencode(path).decode(errors="backslashreplace")
-
-
-def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with its read-only parts."""
-    if path.is_symlink() or not path.is_dir():
-        path.unlink()
-        return
-    for root, _, _ in os.walk(path):
-        os.chmod(root, 0o700)
-    shutil.rmtree(path)

@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import structlog
 
 from elasticflow_airflow.api import EventKind, State
 from elasticflow_airflow.engines.port import Engine, EngineError, GangSpec, GangState, SlotsHeldError
-from elasticflow_airflow.runtime.protocol import Promotion, RescaleMode, checkpoint_dir
+from elasticflow_airflow.runtime.protocol import Promotion, RescaleMode
 from elasticflow_airflow.service import crashpoints
-from elasticflow_airflow.service.decisions.pass_context import PassContext, alive, can_be_stopped, incarnation_dir
+from elasticflow_airflow.service.decisions.pass_context import PassContext, alive, can_be_stopped
 from elasticflow_airflow.service.decisions.session_settings import python_of, session_of
 from elasticflow_airflow.service.job_files.snapshots import Snapshots
 from elasticflow_airflow.service.loop.rescaling import Holders, fall_back
@@ -153,21 +152,17 @@ class Actuator:
         key = (row.job_id, row.incarnation)
         if row.promoted is None or self._written.get(key) == row.promoted:
             return
-        folder = incarnation_dir(self.settings.state_dir, row.job_id, row.incarnation)
         promotion = promotion_of(row)
         if promotion is None:
             return  # Whoever lives still is set aside for it.
-        if _promotion_in(checkpoint_dir(folder)) != promotion:
-            promotion.write(folder)
+        if self.engine.files.promote(row.job_id, row.incarnation, promotion):
             crashpoints.point("after promotion")
         self._written[key] = promotion
 
     def _apply(self, row: IncarnationRow, generation: GenerationRow, now: float) -> None:
         crashpoints.point("before apply")
         try:
-            incarnation_dir(self.settings.state_dir, row.job_id, row.incarnation).mkdir(
-                mode=0o700, parents=True, exist_ok=True
-            )
+            self.engine.files.prepare(row.job_id, row.incarnation)
             self.engine.apply(self.spec_of(row, generation))
         except (EngineError, OSError) as error:
             if alive(generation):  # It runs: what cannot be told it now can be told it later.
@@ -214,8 +209,8 @@ class Actuator:
 
     def spec_of(self, row: IncarnationRow, generation: GenerationRow) -> GangSpec:
         """The gang that a generation's row describes."""
-        command = row.submission["command"]
-        session = session_of(row, self.settings, self.snapshots, generation.notes.threads)
+        command = row.submission.command
+        session = session_of(row, self.settings, self.snapshots, self.engine.files, generation.notes.threads)
         return GangSpec(
             job_id=row.job_id,
             incarnation=row.incarnation,
@@ -224,7 +219,7 @@ class Actuator:
             placement=placement_from_json(generation.placement).slots,
             session=session,
             python=python_of(row),
-            env=dict(command["env"]),
+            env=dict(command.env),
             secret_env=self.secrets(row),
             mode=RescaleMode(generation.mode),
             lost=tuple(generation.lost),
@@ -232,14 +227,6 @@ class Actuator:
             grace_s=self.settings.grace_s,
             reason=generation.reason,
         )
-
-
-def _promotion_in(checkpoints: Path) -> Promotion | None:
-    """What ``promoted.json`` says; None also where it is damaged: the folder is the training's, who may write there."""
-    try:
-        return Promotion.read(checkpoints)
-    except (ValueError, TypeError):
-        return None
 
 
 def _own_leavers(context: PassContext, row: IncarnationRow, due: GenerationRow) -> bool:

@@ -99,8 +99,7 @@ def result_of(context: PassContext, row: IncarnationRow, state: State) -> JobRes
     generations = context.tx.generations(row.job_id, row.incarnation)
     path = None
     if row.promoted is not None:
-        checkpoints = context.checkpoints_of(row.job_id, row.incarnation)
-        path = str(checkpoints / row.promoted.path)
+        path = str(context.files.checkpoint(row.job_id, row.incarnation, row.promoted.path))
     deadline_at = row.deadline_at
     finished_at = context.now
     return JobResult(
@@ -267,7 +266,7 @@ def _trained_nothing(row: IncarnationRow, generation: GenerationRow) -> str | No
 
 def _unreported_length(row: IncarnationRow) -> str | None:
     """What is wrong where it is known how long a training is, and its script has reported none of it."""
-    epochs = row.submission["length"]["epochs"]
+    epochs = row.submission.length.epochs
     if row.total_steps is None and epochs is None:
         return None
     length = f"{epochs} epochs" if row.total_steps is None else f"{row.total_steps} steps"
@@ -280,7 +279,8 @@ def _unreported_length(row: IncarnationRow) -> str | None:
 
 def _unread_progress(row: IncarnationRow) -> str | None:
     """What is wrong where a script was to say how far it is, and never did."""
-    named = {name: row.submission.get(name) for name in ("progress_regex", "progress_file")}
+    asked = row.submission
+    named = {"progress_regex": asked.progress_regex, "progress_file": asked.progress_file}
     said = " or ".join(f"{name}={value!r}" for name, value in named.items() if value)
     if not said:
         return None
@@ -289,7 +289,7 @@ def _unread_progress(row: IncarnationRow) -> str | None:
 
 def _out_of_memory(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
     said = generation.notes.out_of_memory or OutOfMemory()
-    global_batch = int(row.submission["global_batch_size"])
+    global_batch = row.submission.global_batch_size
     micro = said.micro_batch_size or row.micro_batch_size or global_batch
     if micro <= 1:
         reason = "the device's memory does not suffice for a micro-batch of 1: use a smaller model or a larger device"

@@ -7,14 +7,12 @@ clock that jumps expires nobody's.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
-from elasticflow_airflow.api import EventKind, Length, State, largest_share
+from elasticflow_airflow.api import EventKind, JobSubmission, State, largest_share
 from elasticflow_airflow.runtime.logical_workers import DEFAULT_LOGICAL_WORKERS
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.model import events as ev
@@ -91,16 +89,15 @@ def _introduce(context: PassContext, row: IncarnationRow, device_type: str, slot
     row.signature = task_history.signature_of(submission, device_type, row.logical_workers)
     past = task_history.past_of(context.tx.history(job.recurring_key, row.signature))
     row.costs = replace(past.costs, **row.costs.known())
-    length = Length.as_stored(submission["length"])
-    row.total_steps = task_history.length_of(length, int(submission["global_batch_size"]), past)
+    row.total_steps = task_history.length_of(submission.length, submission.global_batch_size, past)
     # Where only its script can tell how long it is, it is measured once more: meanwhile the script tells.
     needs_length = row.total_steps is None and not row.best_effort
     speeds = known_speeds(submission, None if needs_length else past.measured)
     row.told_speeds = speeds
-    sigma, sigmas = task_history.sigmas_of(past, submission["scaling_curve"], context.settings.scheduler_config())
+    sigma, sigmas = task_history.sigmas_of(past, submission.scaling_curve, context.settings.scheduler_config())
     _say_where_it_starts(context, row)
     loss_target.begin(context, row, past.loss_curve)
-    most, least = most_workers(submission, row.logical_workers), int(submission["min_workers"])
+    most, least = most_workers(submission, row.logical_workers), submission.min_workers
     if most < least:
         reason = (
             f"min_workers={least}, but the checkpoint that it goes on from was trained with {row.logical_workers}"
@@ -122,10 +119,10 @@ def _introduce(context: PassContext, row: IncarnationRow, device_type: str, slot
             min_workers=least,
             max_workers=most,
             value=row.value,
-            on_reject=OnReject(submission["on_reject"]),
-            latest_deadline_s=submission["latest_deadline_at"],
-            explore=not submission["scaling_curve"],
-            partial=not submission["scaling_curve"],
+            on_reject=OnReject(submission.on_reject),
+            latest_deadline_s=submission.latest_deadline_at,
+            explore=not submission.scaling_curve,
+            partial=not submission.scaling_curve,
             speed_sigma=sigma,
             speed_sigmas=sigmas,
         ),
@@ -139,11 +136,11 @@ def _introduce(context: PassContext, row: IncarnationRow, device_type: str, slot
     return replace(asked, task=recurring_runs.arrive(context, job, row))
 
 
-def _what_is_known(submission: Mapping[str, Any], speeds: Mapping[str, float] | None) -> str:
+def _what_is_known(submission: JobSubmission, speeds: Mapping[str, float] | None) -> str:
     """Of the speed of a job, for the event of its submission."""
     if not speeds:
         return "its speed is not known yet: it is measured first"
-    if submission["scaling_curve"]:
+    if submission.scaling_curve:
         return "its scaling curve is known"
     *most, last = map(str, sorted(map(int, speeds)))
     sizes = f"{', '.join(most)} and {last} workers" if most else "1 worker" if last == "1" else f"{last} workers"
@@ -170,61 +167,60 @@ def _past_job(context: PassContext, row: IncarnationRow) -> Job | None:
                 total_steps=float(row.total_steps),
                 curve=curve_from_json(speeds),
                 costs=context.costs_of(row),
-                min_workers=int(row.submission["min_workers"]),
+                min_workers=row.submission.min_workers,
                 max_workers=most_workers(row.submission, row.logical_workers),
                 value=row.value,
             )
     return None
 
 
-def logical_workers(submission: Mapping[str, Any]) -> int | None:
+def logical_workers(submission: JobSubmission) -> int | None:
     """Into how many shares each step is cut for the whole life of the incarnation; None in fast mode.
 
     It follows from what is submitted alone: as the script runs without the service, and on any other cluster.
     """
-    if submission.get("consistency", "consistent") == "fast":
+    if submission.consistency == "fast":
         return None
-    asked = submission.get("logical_workers")
-    if asked is not None:
-        return int(asked)
-    batch, least = int(submission["global_batch_size"]), int(submission["min_workers"])
-    return largest_share(batch, max(DEFAULT_LOGICAL_WORKERS, least, submission["max_workers"] or 1))
+    if submission.logical_workers is not None:
+        return submission.logical_workers
+    batch, least = submission.global_batch_size, submission.min_workers
+    return largest_share(batch, max(DEFAULT_LOGICAL_WORKERS, least, submission.max_workers or 1))
 
 
-def _limit(submission: Mapping[str, Any], shares: int | None, slots: int) -> str:
+def _limit(submission: JobSubmission, shares: int | None, slots: int) -> str:
     """What to say where the shares keep a job from slots that the cluster has, and that ``max_workers`` would allow."""
-    wanted = min(slots, submission["max_workers"] or slots)
+    wanted = min(slots, submission.max_workers or slots)
     if shares is None or shares >= wanted:
         return ""
-    batch = int(submission["global_batch_size"])
-    if submission.get("logical_workers"):
+    batch = submission.global_batch_size
+    if submission.logical_workers:
         return f"; at most {shares} workers train it, one for each of its logical_workers"
     if largest_share(batch, wanted) > shares:
         return f"; at most {shares} workers train it, one for each of its logical_workers: max_workers= raises both"
     return f"; at most {shares} workers can share its global_batch_size={batch} equally"
 
 
-def most_workers(submission: Mapping[str, Any], shares: int | None) -> int:
+def most_workers(submission: JobSubmission, shares: int | None) -> int:
     """The most workers that the scheduler may give: one for each share, or for each sample."""
-    batch = int(submission["global_batch_size"])
+    batch = submission.global_batch_size
     most = shares if shares is not None else 1 << (batch.bit_length() - 1)
-    return min(most, submission["max_workers"] or most)
+    return min(most, submission.max_workers or most)
 
 
-def known_speeds(submission: Mapping[str, Any], past: Mapping[str, float] | None) -> dict[str, float] | None:
+def known_speeds(submission: JobSubmission, past: Mapping[str, float] | None) -> dict[str, float] | None:
     """What past runs have measured, or the submitter said of its curve; by workers as text."""
-    return task_history.speeds_to_plan_with(submission["scaling_curve"], past)
+    return task_history.speeds_to_plan_with(submission.scaling_curve, past)
 
 
 def _say_where_it_starts(context: PassContext, row: IncarnationRow) -> None:
-    wanted = row.submission["init_from"]
+    wanted = row.submission.init_from
     if wanted == "latest" and row.init_from_path is None:
         latest = context.tx.last_success(context.jobs[row.job_id].recurring_key, row.job_id)
         none = "there is no earlier success of this task"
         if latest is not None:
             none = "where the last success of this task left its checkpoint cannot be read"
         context.event(EventKind.INITIALISED, f'init_from="latest": {none}, so it starts fresh', row)
-    elif row.init_from_path is not None and not os.path.isdir(row.init_from_path):
+    elif row.init_from_path is not None and not context.files.is_checkpoint(row.init_from_path):
         reason = f"init_from={row.init_from_path}: there is no such checkpoint folder on this machine"
         context.end(row, State.FAILED, reason, failure=reason)
 

@@ -417,7 +417,7 @@ def _adopt_logical_workers(context: PassContext, row: IncarnationRow, report: Re
     said = report.data.get("logical_workers")
     if said is None or said == row.logical_workers or not script_decides(row):
         return
-    if not is_power_of_two(said) or int(row.submission["global_batch_size"]) % said:
+    if not is_power_of_two(said) or row.submission.global_batch_size % said:
         return
     row.logical_workers = said
     reason = f"the script says how many logical workers it has, {said}: at most so many workers train it"
@@ -478,7 +478,7 @@ def _tell_progress(context: PassContext, row: IncarnationRow, generation: Genera
             generation.notes = replace(generation.notes, measured=True)
             reason = f"measured {speed:.3g} steps/s with {_workers(generation.workers)}"
             context.event(EventKind.MEASURED, reason, row, workers=generation.workers, steps_per_s=speed)
-            if not row.submission["scaling_curve"]:  # Even if it is refused, its next run need not measure that again.
+            if not row.submission.scaling_curve:  # Even if it is refused, its next run need not measure that again.
                 task_history.remember(context.tx, context.jobs[row.job_id], row, context.now)
             loss_target.tell(context, row)
             feed(context, ev.JobMeasured(row.job_id, generation.workers, speed, context.costs_of(row)))

@@ -72,7 +72,7 @@ def _promote_best(context: PassContext, row: IncarnationRow) -> None:
     if current is not None and (current.generation, current.step) >= (best.generation, best.step):
         return
     row.promoted = Promotion(path=best.path, generation=best.generation, step=best.step, digest=best.digest)
-    where = context.checkpoints_of(row.job_id, row.incarnation) / best.path
+    where = context.files.checkpoint(row.job_id, row.incarnation, best.path)
     reason = f"the checkpoint of step {best.step} counts from now on"
     context.event(EventKind.CHECKPOINT, reason, row, **asdict(row.promoted), checkpoint_path=str(where))
 
@@ -88,8 +88,7 @@ def ask(context: PassContext, candidate_service: CandidateService) -> None:
         row = context.row(candidate.job_id, candidate.incarnation)
         if row is not None:
             with context.on_behalf_of(row.job_id, doing):
-                checkpoints = context.checkpoints_of(row.job_id, row.incarnation)
-                candidate_service.ask_candidate(row.job_id, row.incarnation, checkpoints, candidate.path)
+                candidate_service.ask_candidate(row.job_id, row.incarnation, candidate.path)
     for generation in context.generations.values():
         if generation.state == GangState.ENDED and not generation.judged:
             with context.on_behalf_of(generation.job_id, doing):
@@ -100,12 +99,9 @@ def ask(context: PassContext, candidate_service: CandidateService) -> None:
 
 
 def _ask_of_generation(context: PassContext, candidate_service: CandidateService, generation: GenerationRow) -> None:
-    checkpoints = context.checkpoints_of(generation.job_id, generation.incarnation)
     rows = context.tx.candidates(generation.job_id, generation.incarnation)
     known = frozenset(c.path for c in rows if c.status != "new")
-    candidate_service.ask_generation(
-        generation.job_id, generation.incarnation, generation.generation, checkpoints, known
-    )
+    candidate_service.ask_generation(generation.job_id, generation.incarnation, generation.generation, known)
 
 
 def _ask_to_delete(
@@ -115,5 +111,4 @@ def _ask_to_delete(
         return
     for candidate in valid[: -context.settings.keep_checkpoints]:
         if candidate.path != row.promoted.path:
-            checkpoints = context.checkpoints_of(row.job_id, row.incarnation)
-            candidate_service.ask_delete(row.job_id, row.incarnation, checkpoints, candidate.path)
+            candidate_service.ask_delete(row.job_id, row.incarnation, candidate.path)

@@ -269,7 +269,13 @@ class Reconciler:
         with self._thinking, unit_of_work(self._store) as work:
             self._notice_ignored(work.ignored())
             context = PassContext.open(
-                work, now, self._settings, self._scheduler or Scheduler(), self._wake_at, self._faults
+                work,
+                now,
+                self._settings,
+                self._scheduler or Scheduler(),
+                self._engine.files,
+                self._wake_at,
+                self._faults,
             )
             context.singly = self._singly
             try:
@@ -324,7 +330,7 @@ class Reconciler:
         for job_id, _ in self._actuator.drained:
             gangs = [g for g in context.generations.values() if g.job_id == job_id]
             self._inbox.forget(job_id, {g.generation for g in gangs if g.state != GangState.ENDED})
-        self._retention.trim(self._store, self._settings, now, monotonic_s)
+        self._retention.trim(self._store, self._engine.files, self._settings, now, monotonic_s)
         if self._set_aside(context):
             self._scheduler = None
             return 0.0
@@ -471,7 +477,7 @@ class Reconciler:
             raise EngineError(str(error)) from error
 
     def _secrets_to_hide(self, row: IncarnationRow) -> Mapping[str, str]:
-        return hidden_values(self._box, row.submission, row.secret_env)
+        return hidden_values(self._box, row.submission.command, row.secret_env)
 
     def _device_type(self) -> str:
         return self._nodes[0].device_type if self._nodes else ""

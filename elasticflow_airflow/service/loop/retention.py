@@ -8,13 +8,10 @@ history by which its task is planned is kept elsewhere.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import structlog
 
-from elasticflow_airflow.runtime.protocol import checkpoint_dir
-from elasticflow_airflow.service.decisions.pass_context import incarnation_dir
-from elasticflow_airflow.service.job_files.snapshots import remove
+from elasticflow_airflow.engines.job_files import JobFiles
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store.store import Store
 
@@ -34,7 +31,7 @@ class Retention:
     def __init__(self) -> None:
         self._next_s = -math.inf
 
-    def trim(self, store: Store, settings: ServiceSettings, now: float, monotonic_s: float) -> None:
+    def trim(self, store: Store, files: JobFiles, settings: ServiceSettings, now: float, monotonic_s: float) -> None:
         """Forget what is older than the setting ``keep_days``, at most one small batch."""
         before = now - settings.keep_days * _DAY_S
         if not math.isfinite(before) or monotonic_s < self._next_s:
@@ -43,18 +40,18 @@ class Retention:
             over = tx.incarnations_over_before(before, _INCARNATIONS_AT_ONCE)
             for job_id, incarnation in over:
                 # Before the commit: what is left behind by a crash is found again.
-                _empty(incarnation_dir(settings.state_dir, job_id, incarnation))
+                _discard(files, job_id, incarnation)
                 tx.forget_details(job_id, incarnation)
             events = tx.forget_events(before, _EVENTS_AT_ONCE)
         more = len(over) == _INCARNATIONS_AT_ONCE or events == _EVENTS_AT_ONCE
         self._next_s = monotonic_s + (_BUSY_EVERY_S if more else EVERY_S)
 
 
-def _empty(folder: Path) -> None:
+def _discard(files: JobFiles, job_id: str, incarnation: int) -> None:
     """Delete all but the checkpoints; what cannot be deleted is said and left."""
     try:
-        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-            if path != checkpoint_dir(folder):
-                remove(path)
+        files.discard(job_id, incarnation)
     except OSError as error:
-        log.warning("the folder of an old job could not be emptied", folder=str(folder), error=str(error))
+        log.warning(
+            "the files of an old job could not be deleted", job_id=job_id, incarnation=incarnation, error=str(error)
+        )

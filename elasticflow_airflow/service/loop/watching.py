@@ -13,8 +13,8 @@ from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.decisions import Purpose
 from elasticflow_airflow.service.decisions.deciding import feed
-from elasticflow_airflow.service.decisions.pass_context import PassContext, incarnation_dir
-from elasticflow_airflow.service.job_files.heartbeats import find_hung, read_heartbeat
+from elasticflow_airflow.service.decisions.pass_context import PassContext
+from elasticflow_airflow.service.job_files.heartbeats import find_hung
 from elasticflow_airflow.service.loop.rescaling import fall_back, recover
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
 from elasticflow_airflow.times import duration, moment
@@ -37,7 +37,7 @@ def _watch_deadline(context: PassContext, row: IncarnationRow) -> None:
     if context.now <= row.deadline_at or row.verdict.decision not in ("admitted", "renegotiated"):
         return
     row.deadline_passed = True
-    on_miss = row.submission["on_miss"]
+    on_miss = row.submission.on_miss
     reason = f"missed its deadline {moment(row.deadline_at)} at step {row.step} of {row.total_steps or '?'}"
     context.event(EventKind.DEADLINE_MISSED, f'{reason}; on_miss="{on_miss}"', row)
     if on_miss == "fail":
@@ -132,10 +132,10 @@ def _give_up_hung(context: PassContext, row: IncarnationRow, generation: Generat
     workers = context.workers.get((generation.job_id, generation.generation), ())
     if quiet_s <= max(limit_s, _HANG_STEPS * step_s) or len(workers) < 2 or generation.notes.finished:
         return False
-    folder = incarnation_dir(context.settings.state_dir, row.job_id, row.incarnation)
     known = context.lost_since(row, generation)
     living = [w.worker_id for w in workers if w.exit_code is None and w.worker_id not in known]
-    beats = {worker_id: read_heartbeat(folder, worker_id) for worker_id in living}
+    files = context.files
+    beats = {worker_id: files.heartbeat(row.job_id, row.incarnation, worker_id) for worker_id in living}
     patient = quiet_s <= _hang_limit_s(context, row)
     hung = find_hung(beats, limit_s=limit_s, only_silent=patient)
     if not hung:

@@ -84,7 +84,7 @@ class CapacityService:
         speeds = known or {str(size): float(speed) for size, speed in row.speeds.items()}
         if not speeds or row.total_steps is None:
             return None
-        given = row.submission["scaling_curve"]
+        given = row.submission.scaling_curve
         sigma, sigmas = task_history.sigmas_of(past, given, self.forecasts.settings.scheduler_config())
         return Job(
             job_id=row.job_id,
@@ -95,10 +95,10 @@ class CapacityService:
             speed_sigma=sigma,
             speed_sigmas=sigmas,
             costs=costs_from(self.forecasts.settings, row.costs, row.in_place),
-            min_workers=int(row.submission["min_workers"]),
+            min_workers=row.submission.min_workers,
             max_workers=most_workers(row.submission, row.logical_workers),
             value=row.value,
-            partial=not row.submission["scaling_curve"],
+            partial=not row.submission.scaling_curve,
         )
 
 

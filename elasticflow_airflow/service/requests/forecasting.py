@@ -166,12 +166,13 @@ class ForecastService:
 
     def _job(self, reader: Reader, job_id: str, submission: JobSubmission, now: float) -> Job:
         """The job as the loop would introduce it."""
-        raw = submission.model_dump(mode="json", exclude={"secret_env"})
-        shares = logical_workers(raw)
+        shares = logical_workers(submission)
         key = submission.identity.recurring_key
-        past = task_history.past_of(reader.history(key, task_history.signature_of(raw, self.device_type(), shares)))
-        speeds = known_speeds(raw, past.measured)
-        sigma, sigmas = task_history.sigmas_of(past, raw["scaling_curve"], self.settings.scheduler_config())
+        past = task_history.past_of(
+            reader.history(key, task_history.signature_of(submission, self.device_type(), shares))
+        )
+        speeds = known_speeds(submission, past.measured)
+        sigma, sigmas = task_history.sigmas_of(past, submission.scaling_curve, self.settings.scheduler_config())
         steps = task_history.length_of(submission.length, submission.global_batch_size, past)
         task = reader.recurring_task(key)
         expected = task is not None and any(due - recurring_runs.POLICY.early_s <= now for due in task.due)
@@ -183,7 +184,7 @@ class ForecastService:
             curve=curve_from_json(speeds) if speeds else None,
             costs=costs_from(self.settings, past.costs, InPlaceRecord()),
             min_workers=submission.min_workers,
-            max_workers=most_workers(raw, shares),
+            max_workers=most_workers(submission, shares),
             value=submission.value,
             on_reject=OnReject(submission.on_reject),
             latest_deadline_s=submission.latest_deadline_at,
@@ -263,7 +264,7 @@ def _verdict(scheduler: Scheduler, job: Job, now: float) -> Verdict:
 def identities_of(reader: Reader, job_ids: Iterable[str]) -> dict[str, JobIdentity]:
     """Whose the jobs are, by id; those that nobody knows, and an empty id, are left out."""
     jobs = (reader.job(job_id) for job_id in job_ids if job_id)
-    return {job.job_id: JobIdentity.as_stored(job.identity) for job in jobs if job is not None}
+    return {job.job_id: job.identity for job in jobs if job is not None}
 
 
 def whose(job_id: str, key: str, identities: Mapping[str, JobIdentity]) -> tuple[str, str | None, str | None]:

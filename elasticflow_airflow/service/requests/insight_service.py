@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elasticflow_airflow import bounds
-from elasticflow_airflow.api import JobIdentity
 from elasticflow_airflow.api.insight import (
     Admission,
     Checkpoint,
@@ -38,6 +37,7 @@ from elasticflow_airflow.service.requests import spans
 from elasticflow_airflow.service.requests.reasons import Sentence, why
 from elasticflow_airflow.service.secrets import shown_args
 from elasticflow_airflow.service.store.documents.columns import readable
+from elasticflow_airflow.service.store.documents.submission import StoredSubmission
 from elasticflow_airflow.service.store.store import Reader, Store
 from elasticflow_airflow.service.store.tables import (
     CandidateRow,
@@ -160,14 +160,15 @@ class InsightService:
         if foresight is not None and not row.terminal and row.introduced and row.incarnation == job.incarnation:
             state = foresight.states.get(job_id)
         believed = {} if state is None or state.job.curve is None else dict(state.job.curve.steps_per_s)
-        told = {int(size): float(speed) for size, speed in (row.submission.get("scaling_curve") or {}).items()}
+        asked = readable(row.submission)
+        told = {} if asked is None else asked.scaling_curve or {}
         said = _why(row, foresight, keys, now)
         return JobStory(
             status=status_of(job, row, generations),
             incarnations=job.incarnation,
             why=said.text,
             why_names=list(said.named),
-            submission=_shown(row.submission),
+            submission=_shown(asked),
             generations=spans.spans_of(job, generations),
             planned=[] if state is None else _planned([(job, row)], foresight, now, expected=False),
             samples=[_sample(one) for one in samples],
@@ -318,12 +319,14 @@ def _admission(
     )
 
 
-def _shown(submission: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked for, without what may be secret: of the environment only the names."""
-    command = dict(submission.get("command") or {})
-    command["args"] = shown_args(command.get("args") or (), command.pop("args_shown", None))
-    command["env"] = sorted(command.get("env") or {})
-    return {**submission, "command": command}
+def _shown(submission: StoredSubmission | None) -> dict[str, Any]:
+    """What was asked for, without what may be secret: of the environment only the names. Empty: it cannot be read."""
+    if submission is None:
+        return {}
+    shown = submission.model_dump(mode="json", exclude={"secret_env": True, "command": {"args_shown"}}, warnings=False)
+    shown["command"]["args"] = shown_args(submission.command.args, submission.command.args_shown)
+    shown["command"]["env"] = sorted(submission.command.env)
+    return shown
 
 
 def _curve(measured: Mapping[int, float], reckoned: Mapping[int, float]) -> list[CurvePoint]:
@@ -368,7 +371,7 @@ def _run(reader: Reader, job: JobRow, row: IncarnationRow, now: float) -> RunOfT
     since = row.submitted_at if started_at is None else started_at
     return RunOfTask(
         job_id=row.job_id,
-        run_id=JobIdentity.as_stored(job.identity).run_id,
+        run_id=job.identity.run_id,
         incarnation=row.incarnation,
         state=row.state,
         submitted_at=row.submitted_at,

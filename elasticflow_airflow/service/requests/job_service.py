@@ -22,7 +22,7 @@ from elasticflow_airflow.api import (
     JobSubmission,
     State,
 )
-from elasticflow_airflow.service.decisions.pass_context import incarnation_dir
+from elasticflow_airflow.engines.job_files import JobFiles
 from elasticflow_airflow.service.decisions.renewals import Question, Renewals
 from elasticflow_airflow.service.job_files.snapshots import SHA256, Snapshots
 from elasticflow_airflow.service.notify import Notifier
@@ -30,6 +30,7 @@ from elasticflow_airflow.service.refusal import Refusal, never_fits, no_such_job
 from elasticflow_airflow.service.secrets import SecretBox
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store.documents.columns import readable
+from elasticflow_airflow.service.store.documents.submission import StoredSubmission
 from elasticflow_airflow.service.store.store import Current, Reader, Store, Writer
 from elasticflow_airflow.service.store.tables import AmendmentRow, DrainRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.store.views import UNREADABLE, status_of
@@ -66,6 +67,7 @@ class JobService:
     snapshots: Snapshots
     secrets: SecretBox
     settings: ServiceSettings
+    files: JobFiles
     slots: Callable[[], int]
     clock: Callable[[], float]
     renewals: Renewals = field(default_factory=Renewals)
@@ -314,7 +316,7 @@ class JobService:
             best_effort=submission.best_effort,
         )
         tx.add(amendment)
-        row.submission = {**row.submission, **wanted}
+        row.submission = row.submission.model_copy(update=wanted)
         tx.session.flush()
         return warnings, amendment.amendment_id
 
@@ -333,7 +335,7 @@ class JobService:
         identity = submission.identity
         job = JobRow(
             job_id=job_id,
-            identity=identity.model_dump(mode="json"),
+            identity=identity,
             recurring_key=identity.recurring_key,
             dag_id=identity.dag_id,
             claim=0,
@@ -354,7 +356,7 @@ class JobService:
     ) -> IncarnationRow:
         """A new incarnation. What the ``resumed`` one reached is known when this is introduced: when that has ended."""
         job.incarnation += 1
-        while incarnation_dir(self.settings.state_dir, job.job_id, job.incarnation).exists():
+        while self.files.exists(job.job_id, job.incarnation):
             job.incarnation += 1  # What trained there is of a database that was lost: nothing goes on from it.
         init_from = submission.init_from
         if init_from == "latest":
@@ -363,10 +365,7 @@ class JobService:
         row = IncarnationRow(
             job_id=job.job_id,
             incarnation=job.incarnation,
-            submission={
-                **submission.model_dump(mode="json", exclude={"secret_env"}),
-                "secret_names": sorted(submission.secret_env),
-            },
+            submission=StoredSubmission.of(submission),
             secret_env=sealed,
             equality_key=submission.equality_key(),
             submitted_at=self.clock(),
@@ -401,16 +400,16 @@ def _asked_of(row: IncarnationRow) -> _Asked | None:
     """What an incarnation was submitted with; None where that cannot be read, and nobody goes on with it."""
     try:
         stored = row.submission
-        snapshot = stored["command"]["snapshot"]
+        snapshot = stored.command.snapshot
         if not SHA256.match(snapshot):
             return None
         return _Asked(
             snapshot=snapshot,
-            deadline_at=stored["deadline_at"],
-            best_effort=stored["best_effort"],
-            value=stored["value"],
-            consistency=stored.get("consistency", "consistent"),
-            logical_workers=row.logical_workers or stored.get("logical_workers"),
+            deadline_at=stored.deadline_at,
+            best_effort=stored.best_effort,
+            value=stored.value,
+            consistency=stored.consistency,
+            logical_workers=row.logical_workers or stored.logical_workers,
         )
     except UNREADABLE:
         return None

@@ -12,7 +12,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from elasticflow_airflow.api import EventKind, JobIdentity
+from elasticflow_airflow.api import EventKind
 from elasticflow_airflow.api.owners import (
     OwnedJob,
     OwnedJobs,
@@ -71,7 +71,7 @@ class OwnerService:
                 OwnedJob(
                     job_id=job_id,
                     claim=claim,
-                    identity=JobIdentity.as_stored(identity),
+                    identity=identity,
                     heard_at=heard_at,
                     known_to=known_to,
                     seen_at=seen_at,
@@ -108,7 +108,7 @@ class OwnerService:
         if found is None:
             return False
         job, row = found
-        if JobIdentity.as_stored(job.identity).namespace != report.namespace or job.claim != seen.claim:
+        if job.identity.namespace != report.namespace or job.claim != seen.claim:
             return False
         if seen.owner == "deleted" and job.owner_known_to != report.airflow:
             return False  # another Airflow's job, perhaps, or nobody's: this one never had its task instance

@@ -166,7 +166,7 @@ def _limit(case: _Case, until: float) -> str:
         return "these are all that there are"
     most = state.job.max_workers
     if most is not None and size >= most:
-        if case.row.submission.get("max_workers") == most:
+        if case.row.submission.max_workers == most:
             return f"max_workers={most}"
         return f"each step is cut into {most}, so more workers would have nothing to do"
     curve = state.job.curve

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from elasticflow_airflow.api import JobIdentity
 from elasticflow_airflow.api.insight import Span
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core.model.values import Reservation
@@ -97,7 +96,7 @@ def planned_spans(
 
 def names_of(job: JobRow) -> dict[str, object]:
     """How a job is called on a span."""
-    identity = JobIdentity.as_stored(job.identity)
+    identity = job.identity
     return {
         "job_id": job.job_id,
         "dag_id": job.dag_id,

@@ -6,7 +6,6 @@ field, the limit and the remedy, or None.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -18,16 +17,20 @@ from elasticflow_airflow.api.fields import OUT_OF_BOUNDS
 from elasticflow_airflow.runtime.protocol import Promotion
 from elasticflow_airflow.scheduler_core.model.values import JobState
 from elasticflow_airflow.service.store.documents.columns import Unreadable, readable
+from elasticflow_airflow.service.store.documents.submission import StoredSubmission
 from elasticflow_airflow.service.store.tables import AmendmentRow, IncarnationRow
 
 _KINDS = {OUT_OF_BOUNDS, "float_type", "int_type", "too_long"}
 """Only these: what rules of another version say of a submission that was taken in is no reason to give it up."""
 
 
-def submission_out_of_bounds(submission: Mapping[str, Any]) -> str | None:
-    """What is out of bounds in a stored submission."""
+def submission_out_of_bounds(submission: StoredSubmission) -> str | None:
+    """What is out of bounds in a stored submission, or why it cannot be read."""
+    if isinstance(submission, Unreadable):
+        return submission.problem
+    said = submission.model_dump(exclude={"secret_env", "secret_names"}, warnings=False)
     try:
-        JobSubmission.model_validate(submission)
+        JobSubmission.model_validate(said)
     except ValidationError as error:
         wrong = [
             ": ".join(filter(None, (".".join(map(str, one["loc"])), one["msg"])))

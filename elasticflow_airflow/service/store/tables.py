@@ -23,8 +23,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from elasticflow_airflow.api import JobIdentity
 from elasticflow_airflow.runtime.protocol import Promotion
-from elasticflow_airflow.service.store.documents.columns import Document
+from elasticflow_airflow.service.store.documents.columns import Document, Message
 from elasticflow_airflow.service.store.documents.generation_notes import GenerationNotes
 from elasticflow_airflow.service.store.documents.job_documents import (
     Ending,
@@ -34,6 +35,7 @@ from elasticflow_airflow.service.store.documents.job_documents import (
     StoredVerdict,
 )
 from elasticflow_airflow.service.store.documents.speed_measurement import SpeedMeasurement
+from elasticflow_airflow.service.store.documents.submission import StoredSubmission
 
 SCHEMA_HEAD = "0011"
 """Newest Alembic revision: a database that is already there needs no Alembic at start."""
@@ -55,7 +57,7 @@ class JobRow(Base):
     __tablename__ = "job"
 
     job_id: Mapped[str] = mapped_column(String(120), primary_key=True)
-    identity: Mapped[dict[str, Any]]
+    identity: Mapped[JobIdentity] = mapped_column(Message(JobIdentity))
     recurring_key: Mapped[str] = mapped_column(Text, index=True)
     dag_id: Mapped[str] = mapped_column(Text, index=True)
     claim: Mapped[int] = mapped_column(Integer, default=0)
@@ -83,8 +85,7 @@ class IncarnationRow(Base):
     incarnation: Mapped[int] = mapped_column(Integer, primary_key=True)
 
     # What was asked for (handlers, once).
-    submission: Mapped[dict[str, Any]]
-    """JobSubmission without ``secret_env``, of which ``secret_names`` has the names."""
+    submission: Mapped[StoredSubmission] = mapped_column(Message(StoredSubmission))
     secret_env: Mapped[bytes | None] = mapped_column(LargeBinary, default=None)
     """Encrypted; erased by the loop when the job is terminal."""
     equality_key: Mapped[str] = mapped_column(String(64))

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 
-from elasticflow_airflow.api import Event, JobIdentity, JobResult, JobStatus, SlotStatus, State, Verdict
+from elasticflow_airflow.api import Event, JobResult, JobStatus, SlotStatus, State, Verdict
 from elasticflow_airflow.engines.port import STANDING, EngineNode, GangState
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.service.store.store import Reader
@@ -40,7 +40,7 @@ def _unreadable(job: JobRow, row: IncarnationRow) -> JobStatus:
         state = State(row.state) if State(row.state).terminal == row.terminal else state
     return JobStatus(
         job_id=row.job_id,
-        identity=JobIdentity.as_stored(job.identity),
+        identity=job.identity,
         incarnation=row.incarnation,
         generation=int(job.generation),
         state=state,
@@ -75,7 +75,7 @@ def _status_of(job: JobRow, row: IncarnationRow, generations: Sequence[Generatio
     result = None if row.result is None else JobResult.model_validate(row.result)
     return JobStatus(
         job_id=row.job_id,
-        identity=JobIdentity.as_stored(job.identity),
+        identity=job.identity,
         incarnation=row.incarnation,
         generation=generations[-1].generation if generations else job.generation,
         state=State(row.state),
@@ -89,13 +89,13 @@ def _status_of(job: JobRow, row: IncarnationRow, generations: Sequence[Generatio
         value=row.value,
         workers=len(slots),
         slots=[(str(node), int(index)) for node, index in slots],
-        consistency=row.submission.get("consistency", "consistent"),
+        consistency=row.submission.consistency,
         logical_workers=row.logical_workers,
         seed=row.seed,
         step=row.step,
         total_steps=row.total_steps,
         loss=row.loss,
-        target_loss=row.submission.get("target_loss"),
+        target_loss=row.submission.target_loss,
         smoothed_loss=target and target.smoothed,
         expected_steps=target and target.step,
         expected_steps_at_most=target and target.at_most,

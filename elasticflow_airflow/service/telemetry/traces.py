@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import structlog
 
 from elasticflow_airflow import __version__
-from elasticflow_airflow.api import TRACEPARENT, EventKind, JobIdentity
+from elasticflow_airflow.api import TRACEPARENT, EventKind
 from elasticflow_airflow.service.store.store import Reader
 from elasticflow_airflow.service.store.tables import EventRow, GenerationRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.telemetry.tallies import ENDS
@@ -165,7 +165,7 @@ def job_traces(exporter: SpanExporter, service_name: str = "elasticflow", *, at_
             about: Mapping[str, Any],
             failure: str | None = None,
         ) -> None:
-            identity = JobIdentity.as_stored(job.identity)
+            identity = job.identity
             trace_id, parent_id, flags = _place_of(row)
             job_span = _number(8, row.job_id, row.incarnation, "job")
             above = parent_id if name == "job" else job_span
@@ -195,7 +195,7 @@ def job_traces(exporter: SpanExporter, service_name: str = "elasticflow", *, at_
 
 def _place_of(row: IncarnationRow) -> tuple[int, int | None, int]:
     """Trace, parent span and flags: as the submission says, else a trace of the job's own."""
-    given = _PARENT.fullmatch(str(row.submission.get("labels", {}).get(TRACEPARENT, "")))
+    given = _PARENT.fullmatch(row.submission.labels.get(TRACEPARENT, ""))
     if given is not None and int(given[1], 16) and int(given[2], 16):
         return int(given[1], 16), int(given[2], 16), int(given[3], 16)
     return _number(16, row.job_id, row.incarnation, "trace"), None, _SAMPLED

@@ -217,7 +217,7 @@ def _named_interpreters(parts: ServiceParts) -> list[str]:
     named = set()
     for _, row in recent:
         with contextlib.suppress(*UNREADABLE):
-            named.add(str(row.submission["command"].get("python") or sys.executable))
+            named.add(row.submission.command.python or sys.executable)
     return sorted(named - {sys.executable})[:_INTERPRETERS]
 
 

@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from elasticflow_airflow import __version__
-from elasticflow_airflow.api import API_VERSION, JobIdentity, State
+from elasticflow_airflow.api import API_VERSION, State
 from elasticflow_airflow.engines.port import STANDING, GangState
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.service.http.lanes import Lanes
@@ -168,7 +168,7 @@ def _jobs(rows: Iterable[IncarnationRow], tasks: dict[str, tuple[str, str]]) -> 
 
 
 def _task_of(job: JobRow) -> str:
-    return JobIdentity.as_stored(job.identity).task_id
+    return job.identity.task_id
 
 
 def _slots_of(generation: GenerationRow) -> set[tuple[str, int]]:

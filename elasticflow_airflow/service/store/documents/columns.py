@@ -1,7 +1,8 @@
-"""Columns that hold a typed document: a frozen dataclass in the code, JSON in the database.
+"""Columns that hold a typed document: frozen objects in the code, JSON in the database.
 
-A document is changed by ``dataclasses.replace``, and what is as by default is not stored. A stored document that cannot
-be read takes no other row with it: it becomes :class:`Unreadable`, which raises when somebody looks into it.
+A document is a dataclass, changed by ``dataclasses.replace``, of which what is as by default is not stored; or a
+message of the API, stored whole. A stored document that cannot be read takes no other row with it: it becomes
+:class:`Unreadable`, which raises when somebody looks into it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,15 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 import sqlalchemy as sa
 from pydantic import TypeAdapter, ValidationError
 
+from elasticflow_airflow.api.base import Wire
+
 if TYPE_CHECKING:
     from sqlalchemy.engine.interfaces import Dialect
+    from sqlalchemy.sql.operators import OperatorType
 
 _D = TypeVar("_D")
+_M = TypeVar("_M", bound=Wire)
+_SECRET_FIELDS = {"secret_env"}
 
 
 class UnreadableError(ValueError):
@@ -53,20 +59,36 @@ class Document(sa.types.TypeDecorator[_D], Generic[_D]):
         self.none_is_empty = none_is_empty
         self._adapter = TypeAdapter(kind)
 
+    def dump(self, document: _D) -> Any:
+        """The document as JSON."""
+        return self._adapter.dump_python(document, mode="json", exclude_defaults=True, warnings=False)
+
+    def load(self, stored: Any) -> _D:
+        """The document that was stored. Raises ValidationError where it is none."""
+        return self._adapter.validate_python(stored)
+
+    def is_none(self, stored: Any) -> bool:
+        """Whether that what is stored stands for no document."""
+        return stored is None or (self.none_is_empty and stored == {})
+
+    def coerce_compared_value(self, op: OperatorType | None, value: Any) -> Any:
+        """What a part of the JSON is compared with is no document."""
+        return self.impl_instance.coerce_compared_value(op, value)
+
     def to_json(self, value: Any) -> Any:
         """What is stored for a value."""
         if value is None:
             return {} if self.none_is_empty else None
         if isinstance(value, Unreadable):
             return value.stored
-        return self._adapter.dump_python(value, mode="json", exclude_defaults=True, warnings=False)
+        return self.dump(value)
 
     def from_json(self, stored: Any) -> Any:
         """The value for what is stored."""
-        if stored is None or (self.none_is_empty and stored == {}):
+        if self.is_none(stored):
             return None
         try:
-            return self._adapter.validate_python(stored)
+            return self.load(stored)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"])) or self.kind.__name__
@@ -79,3 +101,21 @@ class Document(sa.types.TypeDecorator[_D], Generic[_D]):
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:  # noqa: ARG002  (SQLAlchemy's signature)
         """See :meth:`from_json`."""
         return self.from_json(value)
+
+
+class Message(Document[_M]):
+    """The type of a column that always holds a message of the API, as it was taken in, but for secret fields."""
+
+    cache_ok = True
+
+    def is_none(self, stored: Any) -> bool:  # noqa: ARG002  (as of any document)
+        """Never: no message is one that cannot be read."""
+        return False
+
+    def dump(self, document: _M) -> Any:
+        """The message with all its fields, so that other defaults change nothing of it later."""
+        return document.model_dump(mode="json", exclude=_SECRET_FIELDS, warnings=False)
+
+    def load(self, stored: Any) -> _M:
+        """The message that was stored, also where it would not be taken in any more."""
+        return self.kind.as_stored(stored)
