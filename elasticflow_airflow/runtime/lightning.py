@@ -26,11 +26,10 @@ earlier_release.forget_if_unused()
 from elasticflow_airflow.runtime.context import detect
 from elasticflow_airflow.runtime.frameworks import lightning_limits as limits
 from elasticflow_airflow.runtime.frameworks.lightning_notes import Notes, Recorder
-from elasticflow_airflow.runtime.gang.membership import Adoption
 from elasticflow_airflow.runtime.gang.process_group import GroupBroken
 from elasticflow_airflow.runtime.samples.sample_order import Batch, ElasticLoader
 from elasticflow_airflow.runtime.session import Session
-from elasticflow_airflow.runtime.stepping.gradient_step import Sums
+from elasticflow_airflow.runtime.session_steps import StepHooks
 from elasticflow_airflow.runtime.stepping.optimizer_step import Step
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -51,29 +50,6 @@ _PL = _import_lightning()
 _CALL = import_module(f"{_PL.__name__}.trainer.call")
 _RANK_ZERO = import_module("lightning_utilities.core.rank_zero").rank_zero_only
 _SingleDevice: Any = _PL.strategies.SingleDeviceStrategy
-
-
-class _Session(Session):
-    """A session that merges what logical workers log before each commit, and tells when its rank may have changed."""
-
-    recorder: Recorder
-    on_change: Callable[[], None]
-
-    def commit(self, sums: Sums) -> Sums:
-        if not self._is_rehearsing:
-            # Before the commit: who hears of it knows that all have the merged values.
-            self.recorder.merge(self._group)
-        return super().commit(sums)
-
-    def recover(self, error: GroupBroken, sums: Sums | None) -> Sums | None:
-        outcome = super().recover(error, sums)
-        if outcome is None:
-            self.recorder.clear()
-        return outcome
-
-    def _adopted(self, adoption: Adoption) -> None:
-        super()._adopted(adoption)
-        self.on_change()
 
 
 @dataclass(eq=False, slots=True)
@@ -136,7 +112,7 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
-        self.session: Session = _Session(
+        self.session = Session(
             detect(checkpoint_dir),
             micro_batch_size=micro_batch_size,
             init_from=init_from,
@@ -149,8 +125,11 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
             seed=seed,
             shard_checkpoints_above_gb=shard_checkpoints_above_gb,
         )
-        self.session.recorder = self._recorder = Recorder()
-        self.session.on_change = self._take_rank
+        self._recorder = Recorder()
+        self._core = self.session._core
+        self.session._steps.hooks = StepHooks(
+            before_commit=self._recorder.merge, redone=self._recorder.clear, group_changed=self._take_rank
+        )
         super().__init__(
             device=self.session.device,
             accelerator=accelerator,
@@ -172,7 +151,7 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
         if not self._is_fitting:
             super().setup(trainer)
             return
-        if self.session._registered is not None:
+        if self._core.registered is not None:
             raise ValueError("ElasticStrategy is for one fit(): make a new process for another training")
         limits.refuse_trainer(trainer, self.lightning_module, self.precision_plugin)
         limits.refuse_checkpoint(trainer)
@@ -234,8 +213,8 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
         # Lightning would end the training at once; the session leaves with all others, at a step boundary.
         connector = self._trainer._signal_connector
         connector._original_handlers.pop(signal.SIGTERM, None)
-        signal.signal(signal.SIGTERM, self.session._on_sigterm)
-        if self.session._is_rehearsing:
+        signal.signal(signal.SIGTERM, self._core.on_sigterm)
+        if self.session.is_warming_up:
             self._rehearse_and_join()
             self._notes.apply()
         self._set_position()
@@ -246,11 +225,11 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
         assert self._loader is not None  # fit has set its data up
         while True:
             step = session.step()
-            if not session._is_rehearsing:
+            if not self._core.is_rehearsing:
                 self._opened = step
                 break
             with step:
-                self._backward_all(step, self._loader.batch(*session._position()), (0,))
+                self._backward_all(step, self._loader.batch(*self._core.position()), (0,))
                 self.optimizers[0].step()
         for part in self.lightning_module.modules():
             if hasattr(part, "compute") and hasattr(part, "reset"):
@@ -266,16 +245,16 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
                 "a batch went by without an optimizer step: on_train_batch_start must not return -1, training_step not "
                 "None, and an optimizer_step of your own must call the closure and step"
             )
-        if session._all_done():
+        if self._core.all_done():
             return None
         if self._opened is None:
             self._notes.join_epoch()
-            if session._position()[1] == 0:
+            if self._core.position()[1] == 0:
                 self._notes.forget_epoch()
             step = session.step()
         else:
             step, self._opened = self._opened, None
-        epoch, number = session._position()
+        epoch, number = self._core.position()
         self._set_counters(number, session.steps_done)
         loop._data_fetcher.fetched = number
         assert self._loader is not None  # it has asked for this
@@ -325,10 +304,10 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
 
     def _backward_all(self, step: Step, batch: Batch, args: tuple[Any, ...]) -> None:
         module, plugin = self.lightning_module, self.precision_plugin
-        gradient_step = self.session._gradient_step
+        gradient_step = self._core.gradient_step
         assert gradient_step is not None  # it has made the step
         module.zero_grad()
-        rehearsing = self.session._is_rehearsing
+        rehearsing = self.session.is_warming_up
         current, module._current_fx_name = module._current_fx_name, "training_step"
         with self._recorder.listening(module):
             for micro in step.split(batch):
@@ -366,7 +345,7 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
 
     def teardown(self) -> None:
         """Let go; a training that was complete when it was started is finished here."""
-        if self._is_fitting and self._may_agree and self.session._all_done() and not self.session._finished:
+        if self._is_fitting and self._may_agree and self._core.all_done() and not self._core.finished:
             self._notes.apply()
             self.on_train_end()
         super().teardown()
@@ -389,15 +368,15 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
 
     def _exchange(self, value: Any) -> list[Any]:
         session = self.session
-        if session._is_rehearsing or session._finished or not self._may_agree or session.world_size == 1:
+        if self._core.is_rehearsing or self._core.finished or not self._may_agree or session.world_size == 1:
             return [value] * session.world_size
         try:
-            return session._group.exchange_values(value)
+            return self._core.group.exchange_values(value)
         except GroupBroken as error:
-            if session._member is None or session._registered is None:
+            if self._core.member is None or self._core.registered is None:
                 raise
-            session._warn(f"{error}: waiting for the plan without it")
-            session._recover(None)
+            self._core.warn(f"{error}: waiting for the plan without it")
+            session._steps.regroup(None)
             return [value] * session.world_size
 
     # -- inside -----------------------------------------------------------------------------------------------------
@@ -421,7 +400,7 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
 
     def _set_position(self) -> None:
         """Let Lightning's loops be where the session is, before an epoch begins."""
-        epoch, number = self.session._position()
+        epoch, number = self._core.position()
         progress = self._trainer.fit_loop.epoch_progress
         _set(progress.current, epoch)
         _set(progress.total, epoch)

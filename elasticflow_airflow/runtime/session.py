@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, default_collate
 
 from elasticflow_airflow.runtime import bootstrap
 from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered, Stateful
-from elasticflow_airflow.runtime.context import detect
+from elasticflow_airflow.runtime.context import Context, detect
 from elasticflow_airflow.runtime.gang.process_group import GroupBroken
 from elasticflow_airflow.runtime.logical_workers import choose_logical_workers, owned_by
 from elasticflow_airflow.runtime.protocol import ReportKind
@@ -33,7 +33,7 @@ from elasticflow_airflow.runtime.samples.sample_order import (
 )
 from elasticflow_airflow.runtime.samples.stream_checks import is_stream, refuse_stream_options, stream_reader
 from elasticflow_airflow.runtime.samples.streams import Stream, StreamFetcher
-from elasticflow_airflow.runtime.session_core import trained_parameters
+from elasticflow_airflow.runtime.session_core import SessionCore, trained_parameters
 from elasticflow_airflow.runtime.session_steps import SessionSteps
 from elasticflow_airflow.runtime.stepping.gradient_step import GradientStep
 from elasticflow_airflow.runtime.stepping.measuring import Activity, TimedFetcher
@@ -43,8 +43,63 @@ from elasticflow_airflow.runtime.stepping.running_statistics import batch_norms
 from elasticflow_airflow.runtime.stores.manifest import CheckpointError
 
 
-class Session(SessionSteps):
+class Session:
     """One worker's view of one training run. Made by :func:`elasticflow_airflow.runtime.init`."""
+
+    def __init__(self, context: Context, **options: Any) -> None:
+        """``options``: as :class:`SessionCore` takes them."""
+        self._core = SessionCore(context, **options)
+        self._steps = SessionSteps(self._core)
+        self.config = self._core.config
+        self.device = self._core.device
+        self.seed = self._core.seed
+        """Of all that is random in the training: as submitted, else as the script says, else 0."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of this worker now; it may change at a step boundary. After ``finish`` it stays."""
+        return self._core.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers now; it may change at a step boundary."""
+        return self._core.world_size
+
+    @property
+    def logical_workers(self) -> int:
+        """Into how many shares each global batch is cut; each share is one worker's at a time. See ``init``."""
+        return self._core.logical_workers
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the worker that prints and saves; never one that only warms up to join."""
+        return self._core.is_main
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether this worker only rehearses, to join others that train: nothing that it does now counts."""
+        return self._core.is_rehearsing
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps done in all, over every generation."""
+        return self._core.step
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next step, from 0."""
+        return self._core.epoch
+
+    @property
+    def total_steps(self) -> int:
+        """Length of the training in steps. Raises ValueError while nobody has said it."""
+        total = self._core.total_or_none()
+        if total is None:
+            raise ValueError(
+                "the length of the training is not known yet: give epochs= or steps= where the session is made, and "
+                "call session.dataloader() before asking for total_steps"
+            )
+        return total
 
     def register(
         self,
@@ -60,22 +115,23 @@ class Session(SessionSteps):
         Call it once, when everything is built. Several optimizers have a name each, the second among ``others``. Raises
         CheckpointError when a checkpoint does not fit, TypeError for what cannot be trained here.
         """
-        if self._registered is not None:
+        core = self._core
+        if core.registered is not None:
             raise ValueError("session.register() was called before; name everything in one call")
-        refuse_unsupported(model, consistent=self._consistent)
+        refuse_unsupported(model, consistent=core.is_consistent)
         named = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, **others}
         for name, part in named.items():
             refuse_optimizer(name, part)
-        self._registered = Registered(model, {name: part for name, part in named.items() if part is not None})
-        self._has_batch_norm = bool(batch_norms(model))
+        core.registered = Registered(model, {name: part for name, part in named.items() if part is not None})
+        core.has_batch_norm = bool(batch_norms(model))
         model.to(self.device)
         try:
-            if not self._is_rehearsing:
-                self._restore(self._registered)
+            if not core.is_rehearsing:
+                core.restore(core.registered)
         except CheckpointError as error:
-            self._say(ReportKind.FAILED, message=str(error), kind="bad_checkpoint")
+            core.say(ReportKind.FAILED, message=str(error), kind="bad_checkpoint")
             raise
-        self._register_stream()
+        core.register_stream()
 
     def dataloader(
         self,
@@ -102,9 +158,10 @@ class Session(SessionSteps):
         ``options`` go to ``torch.utils.data.DataLoader``. For validation use an ordinary loader. Raises TypeError and
         ValueError for a set that could not be dealt out exactly.
         """
-        if self._loader is not None:
+        core = self._core
+        if core.loader is not None:
             raise ValueError("session.dataloader() is for the training set and may be called once")
-        size = self.config.global_batch_size if self._context.submitted else global_batch_size
+        size = self.config.global_batch_size if core.context.submitted else global_batch_size
         if size is None:
             raise ValueError("session.dataloader() needs global_batch_size= when the script runs without the service")
         refuse_own_options(options)
@@ -113,7 +170,7 @@ class Session(SessionSteps):
         if is_stream(dataset):
             if lengths is not None:
                 raise ValueError("lengths= is for a map-style dataset: a stream is read in its own order")
-            reader, self._order = stream_reader(
+            reader, core.order = stream_reader(
                 dataset,
                 samples=samples if samples is not None or hasattr(dataset, "__len__") else self.config.samples,
                 collate_fn=collate_fn,
@@ -129,113 +186,114 @@ class Session(SessionSteps):
         plan = BatchPlan(
             samples=samples,
             global_batch_size=size,
-            seed=self._seed,
+            seed=core.mixed_seed,
             shuffle=shuffle,
             drop_last=drop_last,
             lengths=found,
         )
         if found is not None:
-            self._order = found.digest
+            core.order = found.digest
         said = self.config.samples
         if said is not None and said != samples:
-            self._warn(f"the submission says samples={said}, the dataset has {samples}; the dataset counts")
+            core.warn(f"the submission says samples={said}, the dataset has {samples}; the dataset counts")
         asked, workers = self.config.logical_workers, self.world_size
-        self._logical = choose_logical_workers(
+        core.logical = choose_logical_workers(
             asked,
             size,
-            1 if self.config.script_decides and self._consistent else workers,
-            consistent=self._consistent,
-            max_workers=self._max_workers or 1,
+            1 if self.config.script_decides and core.is_consistent else workers,
+            consistent=core.is_consistent,
+            max_workers=core.max_workers or 1,
         )
-        if self._consistent and self._logical < workers:
+        if core.is_consistent and core.logical < workers:
             # Who has started them could not know how few the script says.
-            self._say_if_main(ReportKind.STOPPED, logical_workers=self._logical)
-            self._leave_at_once_unheard()
+            core.say_if_main(ReportKind.STOPPED, logical_workers=core.logical)
+            self._steps.leave_at_once_unheard()
         fetcher: Fetcher
         if reader is None:
             fetcher = make_fetcher(cast("Dataset[Any]", dataset), collate_fn or default_collate, options)
         else:
             fetcher = StreamFetcher(
-                reader, plan, self._book, options, rehearses=lambda: self._is_rehearsing, warn=self._warn
+                reader, plan, core.book, options, rehearses=lambda: core.is_rehearsing, warn=core.warn
             )
-        self._loader = ElasticLoader(
+        core.loader = ElasticLoader(
             plan,
-            TimedFetcher(fetcher, self._meter),
+            TimedFetcher(fetcher, core.meter),
             logical_workers=lambda: self.logical_workers,
-            position=self._position,
+            position=core.position,
             owned=lambda: owned_by(self.rank, self.world_size, self.logical_workers),
-            finished=self._all_done,
+            finished=core.all_done,
             fewest=self._fewest,
         )
-        self._streams = reader is not None
-        self._register_stream()
-        return self._loader
+        core.has_stream = reader is not None
+        core.register_stream()
+        return core.loader
 
     def begin_at(self, step: int) -> None:
         """Count from ``step``: the script itself has restored a state of that step, the same on every worker.
 
         Changes nothing where the session has restored one of its own checkpoints, or joins others.
         """
-        if self._started:
+        core = self._core
+        if core.started:
             raise RuntimeError("session.begin_at() comes before the first step")
-        if self._resumed_from is None and not self._is_rehearsing:
-            self._step = bootstrap.current_step = step
+        if core.resumed_from is None and not core.is_rehearsing:
+            core.step = bootstrap.current_step = step
 
     def epochs(self, count: int | None = None) -> Iterator[int]:
         """Yield the epochs that are left, the one under way included, until all steps are done.
 
         ``count`` is the script's own idea of the length; what the service or ``runtime.init`` says wins.
         """
-        self._script_epochs = count
-        if self._loader is None:
+        core = self._core
+        core.script_epochs = count
+        if core.loader is None:
             raise ValueError("call session.dataloader() before session.epochs()")
-        self._start()
-        while not self._all_done():
-            before = self._step, self._rehearsals
+        core.start()
+        while not core.all_done():
+            before = core.step, core.rehearsals
             yield self.epoch
-            if (self._step, self._rehearsals) == before:
+            if (core.step, core.rehearsals) == before:
                 raise RuntimeError("an epoch went by without a session.step(): every batch needs one")
 
     def step(self) -> Step:
         """Open one optimizer step: the boundary at which this worker may save, or save and leave."""
-        if self._registered is None:
+        core = self._core
+        if core.registered is None:
             raise ValueError("call session.register() before session.step()")
-        if self._finished:
+        if core.finished:
             raise RuntimeError("session.step() after session.finish(): the result is out already")
-        self._start()
-        self._boundary()
-        trained = trained_parameters(self._registered.model)
+        core.start()
+        self._steps.boundary()
+        trained = trained_parameters(core.registered.model)
         if not trained:
             raise ValueError("nothing to train: no parameter of the registered model requires a gradient")
-        if self._gradient_step is None or list(map(id, trained)) != list(
-            map(id, self._gradient_step.reducer.parameters)
-        ):
+        if core.gradient_step is None or list(map(id, trained)) != list(map(id, core.gradient_step.reducer.parameters)):
             # The first step; or the script has frozen or freed parameters since the last.
-            self._gradient_step = GradientStep(
-                self._registered,
+            core.gradient_step = GradientStep(
+                core.registered,
                 self.logical_workers,
-                consistent=self._consistent,
-                alone=self._member is None and self.world_size == 1 and not self._context.managed,
+                consistent=core.is_consistent,
+                alone=core.member is None and self.world_size == 1 and not core.context.managed,
             )
-            self._gradient_step.group = self._group
-        self._gradient_step.measures = self._measures
-        self._meter.enter(Activity.COMPUTE)
+            core.gradient_step.group = core.group
+        core.gradient_step.measures = core.measures
+        core.meter.enter(Activity.COMPUTE)
         return Step(
-            self,
-            self._gradient_step,
+            self._steps,
+            core.gradient_step,
             self.config.micro_batch_size,
-            mix_seed(self._seed, self._step),
+            mix_seed(core.mixed_seed, core.step),
             fewest=self._fewest(),
         )
 
     def _fewest(self) -> int:
         """How many samples a forward pass needs, as far as there are so many."""
-        return 2 if self._has_batch_norm else 1
+        return 2 if self._core.has_batch_norm else 1
 
     def log(self, **scalars: float | Tensor) -> None:
         """Attach numbers to the next progress report, ``loss`` among them; its own epoch and speed stay."""
         for name, value in scalars.items():
-            self._scalars[name] = float(value)
+            self._core.scalars[name] = float(value)
 
     def wait_for_all(self) -> bool:
         """Return True when every worker has come here.
@@ -244,12 +302,13 @@ class Session(SessionSteps):
         rank now; then all call this once more. Raises GroupBroken where they cannot be one: under a bare torchrun,
         which ends all workers when one dies, and before :meth:`register`, when there is no state to go on from.
         """
+        core = self._core
         try:
-            self._group.wait_for_all()
+            core.group.wait_for_all()
         except GroupBroken as error:
-            if self._member is None or self._registered is None:
+            if core.member is None or core.registered is None:
                 raise
-            self._recover_for_the_dead(error)
+            self._steps.recover_for_the_dead(error)
             return False
         return True
 
@@ -259,36 +318,37 @@ class Session(SessionSteps):
         ``early`` says why it ends before its length, where that is meant ("no better for 3 epochs"). Without it, the
         service counts an early end as a failure: something went wrong in the script's loops.
         """
-        if self._finished:
+        core = self._core
+        if core.finished:
             return
-        self._start()
-        if self._is_rehearsing:
-            self._leave_at_once()
-        self._progress()
-        path = self._save(wait=True)
-        self._finished = True
-        data = {"metrics": dict(metrics or {}), "loss": self._loss, "path": path}
-        total = self._total_or_none()
-        if early is not None and total is not None and self._step < total:
+        core.start()
+        if core.is_rehearsing:
+            self._steps.leave_at_once()
+        core.say_progress()
+        path = core.save(wait=True)
+        core.finished = True
+        data = {"metrics": dict(metrics or {}), "loss": core.loss, "path": path}
+        total = core.total_or_none()
+        if early is not None and total is not None and core.step < total:
             data["early"] = str(early)
-        if self._track.target is not None:
-            data |= {"target_reached": self._track.reached, "smoothed_loss": self._track.smoothed}
-            data |= {"loss_curve": self._track.curve}
+        if core.track.target is not None:
+            data |= {"target_reached": core.track.reached, "smoothed_loss": core.track.smoothed}
+            data |= {"loss_curve": core.track.curve}
         while True:
             try:
-                self._group.wait_for_all()
+                core.group.wait_for_all()
                 break
             except GroupBroken as error:
                 if self.is_main:
                     break
-                if self._member is None:
+                if core.member is None:
                     raise
                 # Rank 0 may have died before it had saved: then it is up to the others, who wait for whoever it is now.
-                self._finish_for_the_dead(error, data)
-        self._say_if_main(ReportKind.FINISHED, **data)
-        self._disband()
+                self._steps.finish_for_the_dead(error, data)
+        core.say_if_main(ReportKind.FINISHED, **data)
+        core.disband()
         # What the script does from here on is its own; a SIGTERM ends it again.
-        signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, core.previous_handler or signal.SIG_DFL)
 
 
 def init(

@@ -1,4 +1,4 @@
-"""What every session has: its state, where it stands, checkpoints and reports. See session.py for the public face.
+"""What a session is made of: its state, where it stands, checkpoints and reports. See session.py for the public face.
 
 May import torch and the standard library only.
 """
@@ -141,56 +141,56 @@ class SessionCore:
             consistency=consistency,
             seed=seed,
         )
-        self._max_workers = max_workers if decides or not context.submitted else None
+        self.max_workers = max_workers if decides or not context.submitted else None
         self.device = pick_device()
-        self._context = context
-        self._allow_nonfinite_loss = allow_nonfinite_loss
-        self._consistent = config.consistency == "consistent"
-        if self._consistent:
+        self.context = context
+        self.allow_nonfinite_loss = allow_nonfinite_loss
+        self.is_consistent = config.consistency == "consistent"
+        if self.is_consistent:
             make_repeatable(self.device)
             shell = None if context.managed else os.environ
             chosen = choose_threads(self.device, config.threads, threads, environ=shell)
             if chosen is not None:
                 torch.set_num_threads(chosen)
-        self._lone_group = WorkerGroup()
-        self._member = self._find_member()
-        if self._member is None:
+        self.lone_group = WorkerGroup()
+        self.member = self._find_member()
+        if self.member is None:
             size = int(os.environ.get("WORLD_SIZE", "1"))
-            self._lone_group = WorkerGroup.of_torchrun(self.device, int(os.environ.get("RANK", "0")), size)
+            self.lone_group = WorkerGroup.of_torchrun(self.device, int(os.environ.get("RANK", "0")), size)
         self._shards_above_bytes = self._find_least_to_shard(shard_checkpoints_above_gb)
         self._state_bytes, self._measured = 0, False
         self._disbanded = False
-        self._rehearsals = 0
-        self._just_joined = False
-        self._committed: Sums | None = None
-        self._logical: int | None = None
-        self._gradient_step: GradientStep | None = None
+        self.rehearsals = 0
+        self.just_joined = False
+        self.committed: Sums | None = None
+        self.logical: int | None = None
+        self.gradient_step: GradientStep | None = None
         self.seed = config.seed if config.seed is not None else seed or 0
         """Of all that is random in the training: as submitted, else as the script says, else 0."""
-        self._seed = self.seed if mixed_with is None else mix_seed(self.seed, mixed_with)
-        torch.manual_seed(mix_seed(self._seed, 0x1717))
-        self._terminated = False
+        self.mixed_seed = self.seed if mixed_with is None else mix_seed(self.seed, mixed_with)
+        torch.manual_seed(mix_seed(self.mixed_seed, 0x1717))
+        self.terminated = False
         self._pid = os.getpid()
-        self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
-        self._registered: Registered | None = None
-        self._loader: ElasticLoader | None = None
-        self._book = StreamBook(self._position)
-        self._streams = False
-        self._order = 0
+        self.previous_handler = signal.signal(signal.SIGTERM, self.on_sigterm)
+        self.registered: Registered | None = None
+        self.loader: ElasticLoader | None = None
+        self.book = StreamBook(self.position)
+        self.has_stream = False
+        self.order = 0
         """What must be the same on every worker: a stream's first samples, or lengths, as a fingerprint."""
-        self._script_epochs: int | None = None
-        self._step = 0
-        self._knows_size = False
-        self._has_batch_norm = False
-        self._started = self._leaving = self._saving = self._finished = False
-        self._parts = 0, 0
-        self._resumed_from: CandidateInfo | None = None
+        self.script_epochs: int | None = None
+        self.step = 0
+        self.knows_size = False
+        self.has_batch_norm = False
+        self.started = self.leaving = self.saving = self.finished = False
+        self.parts = 0, 0
+        self.resumed_from: CandidateInfo | None = None
         self._initialised_from: str | None = None
-        self._loss: float | None = None
-        self._track = LossTrack(config.target_loss)
-        self._outlook = Outlook(self._track)
-        self._scalars: dict[str, float] = {}
-        self._saver = Saver(
+        self.loss: float | None = None
+        self.track = LossTrack(config.target_loss)
+        self._outlook = Outlook(self.track)
+        self.scalars: dict[str, float] = {}
+        self.saver = Saver(
             context.checkpoints,
             incarnation=config.incarnation,
             promotes=not context.managed,
@@ -199,20 +199,20 @@ class SessionCore:
             if config.checkpoint_interval_s is None
             else config.checkpoint_interval_s,
         )
-        self._speed = Speedometer(context.reporter.interval_s)
-        self._meter, self._norms, self._measures = Meter(self.device), NormSchedule(), False
+        self.speedometer = Speedometer(context.reporter.interval_s)
+        self.meter, self.norms, self.measures = Meter(self.device), NormSchedule(), False
         bootstrap.session_initialised = True
-        atexit.register(self._at_exit)
+        atexit.register(self.at_exit)
 
     def _find_member(self) -> GroupMember | None:
         """This worker's place in the plan; None where there is no plan: alone, or under a bare torchrun."""
-        if not self._context.managed:
+        if not self.context.managed:
             return None
         plan = Membership.read(Path(self.config.incarnation_dir))
         if plan is None:
             return None
-        member = GroupMember(Path(self.config.incarnation_dir), self._context.worker_id, self.device, plan)
-        if plan.rank_of(self._context.worker_id) is None:
+        member = GroupMember(Path(self.config.incarnation_dir), self.context.worker_id, self.device, plan)
+        if plan.rank_of(self.context.worker_id) is None:
             raise Leaving
         try:
             member.begin()
@@ -223,132 +223,120 @@ class SessionCore:
 
     def _find_least_to_shard(self, said_gb: float | None) -> float:
         """How large a state must be to be written in parts, in bytes; infinite: it never is."""
-        if not self._consistent:
+        if not self.is_consistent:
             return math.inf  # The workers' states may differ in the last bits.
         if said_gb is not None:
             return said_gb * 1e9
         here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", "1")
         # The machines of a bare torchrun need not share a folder until the training is started again.
-        is_shared = self._context.managed or here or _is_network_url(self._context.checkpoints)
+        is_shared = self.context.managed or here or _is_network_url(self.context.checkpoints)
         return SHARD_ABOVE_GB * 1e9 if is_shared else math.inf
 
     @property
-    def _group(self) -> WorkerGroup:
-        return self._lone_group if self._member is None else self._member.group
+    def group(self) -> WorkerGroup:
+        """The workers that train together now."""
+        return self.lone_group if self.member is None else self.member.group
 
     @property
-    def _is_rehearsing(self) -> bool:
-        return self._member is not None and not self._member.joined
+    def is_rehearsing(self) -> bool:
+        """Whether this worker only warms up to join others: nothing that it does now counts."""
+        return self.member is not None and not self.member.joined
 
     @property
     def rank(self) -> int:
         """Rank of this worker now; it may change at a step boundary. After ``finish`` it stays."""
-        return self._group.rank if self._member is None else self._member.rank
+        return self.group.rank if self.member is None else self.member.rank
 
     @property
     def world_size(self) -> int:
         """Number of workers now; it may change at a step boundary."""
-        return self._group.size if self._member is None else self._member.size
+        return self.group.size if self.member is None else self.member.size
 
     @property
     def logical_workers(self) -> int:
         """Into how many shares each global batch is cut; each share is one worker's at a time. See ``init``."""
-        if self._logical is None:
+        if self.logical is None:
             raise ValueError("the number of logical workers is known once session.dataloader() was called")
-        return self._logical if self._consistent else self.world_size
+        return self.logical if self.is_consistent else self.world_size
 
     @property
     def is_main(self) -> bool:
         """Whether this is the worker that prints and saves; never one that only warms up to join."""
-        return self.rank == 0 and not self._is_rehearsing
-
-    @property
-    def is_warming_up(self) -> bool:
-        """Whether this worker only rehearses, to join others that train: nothing that it does now counts."""
-        return self._is_rehearsing
-
-    @property
-    def steps_done(self) -> int:
-        """Optimizer steps done in all, over every generation."""
-        return self._step
+        return self.rank == 0 and not self.is_rehearsing
 
     @property
     def epoch(self) -> int:
         """Epoch of the next step, from 0."""
-        return self._position()[0]
+        return self.position()[0]
 
-    @property
-    def total_steps(self) -> int:
-        """Length of the training in steps. Raises ValueError while nobody has said it."""
-        total = self._total_or_none()
-        if total is None:
-            raise ValueError(
-                "the length of the training is not known yet: give epochs= or steps= where the session is made, and "
-                "call session.dataloader() before asking for total_steps"
-            )
-        return total
-
-    def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
+    def on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
+        """Note that this worker is to leave at the next step boundary."""
         if os.getpid() != self._pid:
             # A process that the script has forked: it has no step boundary to leave at.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
-        self._terminated = True
+        self.terminated = True
 
-    def _position(self) -> tuple[int, int]:
-        per_epoch = self._loader.plan.steps_per_epoch if self._loader else max(1, self._step + 1)
-        return divmod(self._step, per_epoch)
+    def position(self) -> tuple[int, int]:
+        """Epoch of the next step, and which step of that epoch it is, both from 0."""
+        per_epoch = self.loader.plan.steps_per_epoch if self.loader else max(1, self.step + 1)
+        return divmod(self.step, per_epoch)
 
-    def _epoch_of(self, step: int) -> int:
-        return 0 if self._loader is None else step // self._loader.plan.steps_per_epoch
+    def epoch_of(self, step: int) -> int:
+        """Epoch of a step, from 0."""
+        return 0 if self.loader is None else step // self.loader.plan.steps_per_epoch
 
-    def _total_or_none(self) -> int | None:
+    def total_or_none(self) -> int | None:
+        """Length of the training in steps; None while nobody has said it."""
         if self.config.steps is not None:
             return self.config.steps
-        epochs = self.config.epochs or self._script_epochs
-        if epochs is None or self._loader is None:
+        epochs = self.config.epochs or self.script_epochs
+        if epochs is None or self.loader is None:
             return None
-        return epochs * self._loader.plan.steps_per_epoch
+        return epochs * self.loader.plan.steps_per_epoch
 
-    def _all_done(self) -> bool:
-        total = self._total_or_none()
-        return self._track.reached or (total is not None and self._step >= total)
+    def all_done(self) -> bool:
+        """Whether nothing is left to train."""
+        total = self.total_or_none()
+        return self.track.reached or (total is not None and self.step >= total)
 
-    def _register_stream(self) -> None:
+    def register_stream(self) -> None:
         """Let the stream's position go into checkpoints and to joiners, as soon as there are both."""
-        if self._registered is not None and self._streams:
+        if self.registered is not None and self.has_stream:
             # The last part: a joiner's tensors are matched by their number.
-            self._registered.others = {**self._registered.others, PART: self._book}
+            self.registered.others = {**self.registered.others, PART: self.book}
 
-    def _restore(self, registered: Registered) -> None:
-        checkpoints, incarnation = self._context.checkpoints, self.config.incarnation
+    def restore(self, registered: Registered) -> None:
+        """Load the checkpoint to resume from, else the weights to begin with; the same on all workers afterwards."""
+        checkpoints, incarnation = self.context.checkpoints, self.config.incarnation
         known = self.config.promoted
-        with agree_on_checkpoint(self._group, checkpoints, incarnation, self._warn, known) as found:
+        with agree_on_checkpoint(self.group, checkpoints, incarnation, self.warn, known) as found:
             if found is not None:
                 checkpoint.load(
                     registered,
                     found,
-                    logical_workers=self.config.logical_workers if self._consistent else None,
-                    optional={PART: self._book},
+                    logical_workers=self.config.logical_workers if self.is_consistent else None,
+                    optional={PART: self.book},
                 )
-                self._step, self._resumed_from, self._loss = found.step, found, found.metadata.get("loss")
-                self._track.restore(found.metadata.get("loss_track"))
+                self.step, self.resumed_from, self.loss = found.step, found, found.metadata.get("loss")
+                self.track.restore(found.metadata.get("loss_track"))
                 trained = found.metadata.get("trained") or {}
-                if self._context.managed and trained.get("incarnation") == incarnation:
-                    self._saver.carry_on(trained["seconds"])
-                bootstrap.current_step = self._step
+                if self.context.managed and trained.get("incarnation") == incarnation:
+                    self.saver.carry_on(trained["seconds"])
+                bootstrap.current_step = self.step
                 return
         if self.config.init_from is not None:
             checkpoint.load_weights(registered.model, self.config.init_from)
             self._initialised_from = self.config.init_from
-        broadcast_model(registered.model, self._group)
+        broadcast_model(registered.model, self.group)
 
-    def _start(self) -> None:
-        if self._started:
+    def start(self) -> None:
+        """Look at what is registered, and report that training begins; only the first call does anything."""
+        if self.started:
             return
-        self._started = True
-        samples = self._loader.plan.samples if self._loader else None
-        total = self._total_or_none()
+        self.started = True
+        samples = self.loader.plan.samples if self.loader else None
+        total = self.total_or_none()
         if total is None and self.config.target_loss is None:
             # Not even one epoch: a loop of the script's own would train another length than it says.
             raise ValueError(
@@ -356,70 +344,70 @@ class SessionCore:
                 " session.epochs(n), say steps=, epochs= or target_loss= where the session is made, or submit the"
                 " training with steps= or epochs="
             )
-        if self._is_rehearsing:
-            self._step = self._guess_step()
+        if self.is_rehearsing:
+            self.step = self._guess_step()
             return
         self._check_same_data()
         for sentence in self._overruled:
-            self._warn(sentence)
+            self.warn(sentence)
         self._look_for_single_samples()
-        for sentence in what_may_not_repeat(self.device) if self._consistent else ():
-            self._warn(sentence)
-        self._look_for_room(self._registered, steps=0)
-        self._say_started(
-            resumed_from=None if self._resumed_from is None else self._resumed_from.name,
+        for sentence in what_may_not_repeat(self.device) if self.is_consistent else ():
+            self.warn(sentence)
+        self.look_for_room(self.registered, steps=0)
+        self.say_started(
+            resumed_from=None if self.resumed_from is None else self.resumed_from.name,
             init_from=self._initialised_from,
             samples=samples,
             steps=total,
         )
-        self._speed.leave_out()
-        self._meter.begin()
-        self._saver.restart_clock()
+        self.speedometer.leave_out()
+        self.meter.begin()
+        self.saver.restart_clock()
 
-    def _look_for_room(self, registered: Registered | None, *, steps: int) -> None:
+    def look_for_room(self, registered: Registered | None, *, steps: int) -> None:
         """Find a full disk before the first step, as far as sizes are known then: optimizers have no state yet."""
-        checkpoints = self._context.checkpoints
+        checkpoints = self.context.checkpoints
         if not self.is_main or registered is None or not isinstance(checkpoints, Path):
             return
-        remove_leftovers(checkpoints, self._context.generation)  # of writers that were killed; nothing is written yet
+        remove_leftovers(checkpoints, self.context.generation)  # of writers that were killed; nothing is written yet
         try:
             if steps == 0:
                 model = checkpoint.contents_of(Registered(registered.model))
-                there = 0 if self._resumed_from is None else self._resumed_from.size_bytes
+                there = 0 if self.resumed_from is None else self.resumed_from.size_bytes
                 refuse_full_disk(checkpoints, max(size_of(model), there))
                 return
             size_bytes = size_of(checkpoint.contents_of(registered))
             refuse_full_disk(checkpoints, size_bytes)
         except CheckpointError as error:
-            self._say(ReportKind.FAILED, message=str(error), kind="checkpoint_not_written")
+            self.say(ReportKind.FAILED, message=str(error), kind="checkpoint_not_written")
             raise
         lacking = lack_of_room(checkpoints, size_bytes, self.config.keep_checkpoints)
         if lacking is not None:
-            self._warn(lacking)
+            self.warn(lacking)
 
     def _check_same_data(self) -> None:
-        if self._resumed_from is None or self._loader is None:
+        if self.resumed_from is None or self.loader is None:
             return
-        same_batch = self._resumed_from.metadata.get("global_batch_size") == self._loader.plan.global_batch_size
+        same_batch = self.resumed_from.metadata.get("global_batch_size") == self.loader.plan.global_batch_size
         try:
             # With another batch, of which it warns, it is another training anyway.
-            checkpoint.refuse_other_size(self._resumed_from, self._logical if self._consistent and same_batch else None)
+            checkpoint.refuse_other_size(self.resumed_from, self.logical if self.is_consistent and same_batch else None)
         except CheckpointError as error:
-            self._say(ReportKind.FAILED, message=str(error), kind="bad_checkpoint")
+            self.say(ReportKind.FAILED, message=str(error), kind="bad_checkpoint")
             raise
-        changes = self._loader.plan.changes_since(self._resumed_from.metadata)
+        changes = self.loader.plan.changes_since(self.resumed_from.metadata)
         if changes:
-            self._warn(
+            self.warn(
                 f"the checkpoint was written with other data settings ({changes}): training goes on at step "
-                f"{self._step}, but samples of this epoch may be used twice or not at all"
+                f"{self.step}, but samples of this epoch may be used twice or not at all"
             )
 
     def _look_for_single_samples(self) -> None:
         """BatchNorm over one sample: torch refuses, or its statistics are worth nothing."""
-        if self._registered is None or self._loader is None:
+        if self.registered is None or self.loader is None:
             return
-        plan, micro = self._loader.plan, self.config.micro_batch_size
-        if not self._has_batch_norm or (plan.smallest_batch > 1 and micro != 1):
+        plan, micro = self.loader.plan, self.config.micro_batch_size
+        if not self.has_batch_norm or (plan.smallest_batch > 1 and micro != 1):
             return
         if plan.smallest_batch == 1:
             why = (
@@ -428,34 +416,36 @@ class SessionCore:
             )
         else:
             why = "micro_batch_size=1: choose 2 or more"
-        refuse_single_values(batch_norms(self._registered.model), f"BatchNorm cannot be trained on one sample; {why}")
-        self._warn(f"BatchNorm sees single samples: {why}")
+        refuse_single_values(batch_norms(self.registered.model), f"BatchNorm cannot be trained on one sample; {why}")
+        self.warn(f"BatchNorm sees single samples: {why}")
 
-    def _say_started(self, **data: Any) -> None:
+    def say_started(self, **data: Any) -> None:
+        """Report that this worker trains, alone or as a member of a changed group."""
         micro = self.config.micro_batch_size
-        if micro is None and self._loader is not None:
-            micro = -(-self._loader.plan.global_batch_size // self.logical_workers)
-        logical = self._logical if self._consistent else None
-        in_place = self._member is not None
+        if micro is None and self.loader is not None:
+            micro = -(-self.loader.plan.global_batch_size // self.logical_workers)
+        logical = self.logical if self.is_consistent else None
+        in_place = self.member is not None
         sizes = {"micro_batch_size": micro, "logical_workers": logical}
         threads = torch.get_num_threads()
-        self._say(ReportKind.STARTED, **sizes, seed=self.seed, threads=threads, in_place=in_place, **data)
+        self.say(ReportKind.STARTED, **sizes, seed=self.seed, threads=threads, in_place=in_place, **data)
 
-    def _disband(self) -> None:
-        if self._loader is not None:
-            self._loader.close()
+    def disband(self) -> None:
+        """Let go of the group, the data and the writer of checkpoints. Idempotent."""
+        if self.loader is not None:
+            self.loader.close()
         if self._disbanded:
             return
         self._disbanded = True
-        self._saver.close()
-        if self._member is not None:
+        self.saver.close()
+        if self.member is not None:
             # A thread that is blocked with somebody who is gone would abort an interpreter that ends by itself.
-            bootstrap.leave_abruptly = not self._member.close()
+            bootstrap.leave_abruptly = not self.member.close()
         else:
-            self._lone_group.close()
+            self.lone_group.close()
             # An interpreter that ends while the thread still destroys the group would be aborted by that: on a busy
             # machine it takes seconds. Who is blocked with a worker that is gone is ended by torchrun.
-            bootstrap.leave_abruptly = not self._lone_group.join(_GROUP_ENDS_S)
+            bootstrap.leave_abruptly = not self.lone_group.join(_GROUP_ENDS_S)
             if dist.is_initialized():
                 dist.destroy_process_group()
 
@@ -467,31 +457,32 @@ class SessionCore:
                 steps.append(int(json.loads(path.read_text())["step"]))
         return max(steps)
 
-    def _diverged(self, what: str) -> NoReturn:
+    def diverged(self, what: str) -> NoReturn:
+        """End a training that is worth nothing any more. Raises NonFiniteLoss."""
         message = (
             f"{what}: nothing after it would be worth keeping. Lower the learning rate, clip gradients or look at the "
             "batch; checkpoints from before stay valid."
         )
-        self._say(ReportKind.FAILED, message=message, kind="nan_loss")
+        self.say(ReportKind.FAILED, message=message, kind="nan_loss")
         raise NonFiniteLoss(message)
 
-    def _shards(self) -> bool:
+    def shards(self) -> bool:
         """Whether a state of this size is written in parts, one a worker; before the first step it is not known."""
         return self.world_size > 1 and self._state_bytes > self._shards_above_bytes
 
-    def _measure_state(self, registered: Registered) -> None:
+    def measure_state(self, registered: Registered) -> None:
         """Find out how large a checkpoint is, for the decision whether to write it in parts."""
-        may_split = self._shards_above_bytes < math.inf and self._saver.can_write_parts
+        may_split = self._shards_above_bytes < math.inf and self.saver.can_write_parts
         if self.world_size > 1 and not self._measured and may_split:
             self._measured = True
             with contextlib.suppress(CheckpointError):  # Whoever saves it says so.
                 self._state_bytes = size_of(checkpoint.contents_of(registered))
 
-    def _part(self, token: int) -> Part:
+    def part(self, token: int) -> Part:
         """This worker's part of a save that ``token`` names."""
         return Part(rank=self.rank, size=self.world_size, token=f"{token:012x}", sweeps=True)
 
-    def _save(
+    def save(
         self, *, wait: bool, whoever: bool = False, part: Part | None = None, generation: int | None = None
     ) -> str | None:
         """Save a checkpoint (rank 0 only; every worker has the same state), and return its name if it waited for it.
@@ -499,53 +490,53 @@ class SessionCore:
         Without ``wait`` only a copy is made now; a later boundary tells when it is on disk. ``whoever``: of any rank.
         ``part``: all workers call this, and each saves its part, of the ``generation`` that rank 0 says.
         """
-        self._saver.restart_clock()
+        self.saver.restart_clock()
         self._measured = False  # The state may have grown.
-        if not (self.is_main or whoever or part is not None) or self._registered is None:
+        if not (self.is_main or whoever or part is not None) or self.registered is None:
             return None
         if wait:
             # A survivor is alone with its part.
-            self._tell_saved(lambda: self._saver.end_parts(0.0 if whoever else PARTS_LIMIT_S))
-        if not self._allow_nonfinite_loss and not _all_finite(self._registered.model):
+            self.tell_saved(lambda: self.saver.end_parts(0.0 if whoever else PARTS_LIMIT_S))
+        if not self.allow_nonfinite_loss and not _all_finite(self.registered.model):
             # A finite loss with gradients that are not: found here, or the checkpoint would be spoilt.
-            self._diverged(f"the model has weights that are no numbers after step {self._step}")
-        registered = self._registered
-        epoch, step_in_epoch = self._position()
+            self.diverged(f"the model has weights that are no numbers after step {self.step}")
+        registered = self.registered
+        epoch, step_in_epoch = self.position()
         metadata = {
             "epoch": epoch,
             "step_in_epoch": step_in_epoch,
-            "loss": finite_or_none(self._loss),
-            "loss_track": self._track.state(),
-            "trained": {"incarnation": self.config.incarnation, "seconds": self._saver.trained_s},
-            "logical_workers": self._logical if self._consistent else None,
-            **(self._loader.plan.metadata if self._loader else {}),
+            "loss": finite_or_none(self.loss),
+            "loss_track": self.track.state(),
+            "trained": {"incarnation": self.config.incarnation, "seconds": self.saver.trained_s},
+            "logical_workers": self.logical if self.is_consistent else None,
+            **(self.loader.plan.metadata if self.loader else {}),
         }
 
         def save() -> list[Saved]:
-            saved = self._saver.save(
+            saved = self.saver.save(
                 registered,
-                generation=self._context.generation if generation is None else generation,
-                step=self._step,
+                generation=self.context.generation if generation is None else generation,
+                step=self.step,
                 metadata=metadata,
                 wait=wait,
                 part=part,
             )
             return [] if saved is None else [saved]
 
-        saved = self._tell_saved(save)
+        saved = self.tell_saved(save)
         return saved[0].name if saved else None
 
-    def _tell_saved(self, done: Callable[[], list[Saved]]) -> list[Saved]:
+    def tell_saved(self, done: Callable[[], list[Saved]]) -> list[Saved]:
         """Report what has come to disk, or that it could not."""
         try:
             saved = done()
         except CheckpointError as error:
-            self._say(ReportKind.FAILED, message=str(error), kind="checkpoint_not_written")
+            self.say(ReportKind.FAILED, message=str(error), kind="checkpoint_not_written")
             raise
         for one in saved:
             if one.digest is None:
                 continue  # A part; whoever has rank 0 tells of the whole.
-            self._context.reporter.say(
+            self.context.reporter.say(
                 ReportKind.CHECKPOINT,
                 self.rank,
                 one.step,
@@ -557,62 +548,66 @@ class SessionCore:
             )
         return saved
 
-    def _progress(self) -> None:
-        steps, seconds = self._speed.take()
+    def say_progress(self) -> None:
+        """Report the steps since the last report, if there are any."""
+        steps, seconds = self.speedometer.take()
         if not steps:
             return
         own = {"window_steps": steps, "window_s": seconds, "epoch": self.epoch}
         data: dict[str, Any] = (
-            own | {"loss": self._loss} | self._scalars | own | self._measurements(seconds) | self._outlook_of_target()
+            own | {"loss": self.loss} | self.scalars | own | self._measurements(seconds) | self._outlook_of_target()
         )
-        if self._allow_nonfinite_loss:
+        if self.allow_nonfinite_loss:
             # A reader of the reports would end the training over it.
             data["loss"] = finite_or_none(data["loss"])
-        self._say_if_main(ReportKind.PROGRESS, **data)
+        self.say_if_main(ReportKind.PROGRESS, **data)
 
     def _measurements(self, seconds: float) -> dict[str, Any]:
-        found: dict[str, Any] = self._meter.progress()
+        found: dict[str, Any] = self.meter.progress()
         found["samples_per_s"] = found["samples"] / seconds if seconds > 0 else None
-        found["noise_scale"] = None if self._gradient_step is None else self._gradient_step.noise.value
+        found["noise_scale"] = None if self.gradient_step is None else self.gradient_step.noise.value
         return found
 
     def _outlook_of_target(self) -> dict[str, Any]:
         found = self._outlook.look() if self.is_main else {}
-        total = self._total_or_none()
+        total = self.total_or_none()
         if total is not None and "steps_left" in found:
-            found["steps_left"] = min(found["steps_left"], total - self._step)
+            found["steps_left"] = min(found["steps_left"], total - self.step)
         return found
 
-    def _report_worker(self) -> None:
+    def say_worker(self) -> None:
         """What this worker, of whatever rank, has measured of itself."""
-        found = self._meter.worker()
+        found = self.meter.worker()
         if found is not None:
-            self._say(ReportKind.WORKER, **found)
+            self.say(ReportKind.WORKER, **found)
 
-    def _at_exit(self) -> None:
+    def at_exit(self) -> None:
         """At the end of a process that is not finished: the steps since the last report; no thread stays behind."""
         if os.getpid() != self._pid:
             return
-        is_under_way = self._started and not self._finished and not self._is_rehearsing
+        is_under_way = self.started and not self.finished and not self.is_rehearsing
         if is_under_way and not self._disbanded:
             with contextlib.suppress(CheckpointError):  # It was told.
-                self._tell_saved(self._saver.flush)
+                self.tell_saved(self.saver.flush)
         failed = getattr(sys, "last_value", None) is not None
-        if is_under_way and self._all_done() and not self._context.managed and not failed:
-            self._warn("all steps are done, and the script ends without session.finish(), which saves the result")
-        if self._context.managed and is_under_way and Path(self.config.incarnation_dir).is_dir():
-            self._progress()
-        self._disband()
+        if is_under_way and self.all_done() and not self.context.managed and not failed:
+            self.warn("all steps are done, and the script ends without session.finish(), which saves the result")
+        if self.context.managed and is_under_way and Path(self.config.incarnation_dir).is_dir():
+            self.say_progress()
+        self.disband()
 
-    def _warn(self, message: str) -> None:
-        self._say_if_main(ReportKind.WARNING, message=message)
+    def warn(self, message: str) -> None:
+        """Have a warning shown to people, once for all workers."""
+        self.say_if_main(ReportKind.WARNING, message=message)
 
-    def _say(self, what: ReportKind, /, **data: Any) -> None:
-        self._context.reporter.say(what, self.rank, self._step, **data)
+    def say(self, what: ReportKind, /, **data: Any) -> None:
+        """Report something of this worker."""
+        self.context.reporter.say(what, self.rank, self.step, **data)
 
-    def _say_if_main(self, what: ReportKind, /, **data: Any) -> None:
+    def say_if_main(self, what: ReportKind, /, **data: Any) -> None:
+        """Report something of the training."""
         if self.is_main:
-            self._say(what, **data)
+            self.say(what, **data)
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:

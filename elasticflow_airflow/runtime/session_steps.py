@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 import os
 import secrets
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from elasticflow_airflow.runtime import bootstrap
 from elasticflow_airflow.runtime.checkpoints.saving import turn_of_survivors
 from elasticflow_airflow.runtime.gang.membership import Adoption, Dismissed, JoinerSilent
-from elasticflow_airflow.runtime.gang.process_group import GroupBroken
+from elasticflow_airflow.runtime.gang.process_group import GroupBroken, WorkerGroup
 from elasticflow_airflow.runtime.logical_workers import owned_by
 from elasticflow_airflow.runtime.protocol import GENERATION_ENV, Report, ReportKind, read_reports, report_path
 from elasticflow_airflow.runtime.reporting import WORKER_EVERY
@@ -59,8 +59,29 @@ class Vote(NamedTuple):
     """A mark of the order in which it reads a stream, or of the lengths that it was given: it must be the same."""
 
 
-class SessionSteps(SessionCore):
+def _nothing(*_: object) -> None:
+    """What a script without a framework does at any of these moments."""
+
+
+@dataclass(slots=True)
+class StepHooks:
+    """What a framework does at the moments of a step of which only the session knows."""
+
+    before_commit: Callable[[WorkerGroup], None] = _nothing
+    """All gradients are summed; who hears of the commit knows that everybody has done this."""
+    redone: Callable[[], None] = _nothing
+    """A worker has died, and the step is made once more."""
+    group_changed: Callable[[], None] = _nothing
+    """Rank and number of workers may be others."""
+
+
+class SessionSteps:
     """Commits steps, and lets workers come, go and die between and within them."""
+
+    def __init__(self, core: SessionCore) -> None:
+        self._core = core
+        self.device = core.device
+        self.hooks = StepHooks()
 
     def step_failed(self, error: BaseException, micro_batch_size: int) -> None:
         """Report an out-of-memory with the micro-batch that was too large; explain what torch does not."""
@@ -70,36 +91,38 @@ class SessionSteps(SessionCore):
                 "that leaves no single sample over, in the last batch of an epoch, too"
             )
         if bootstrap.is_out_of_memory(error):
-            self._say(ReportKind.OUT_OF_MEMORY, micro_batch_size=micro_batch_size, message=str(error)[:500])
+            self._core.say(ReportKind.OUT_OF_MEMORY, micro_batch_size=micro_batch_size, message=str(error)[:500])
 
     def phase(self, name: str) -> None:
         """Note what this worker is doing, for its heartbeat."""
+        core = self._core
         if name == "reduce":
-            self._meter.reducing()
-        if self._member is not None:
-            self._member.watcher.phase = name
+            core.meter.reducing()
+        if core.member is not None:
+            core.member.watcher.phase = name
 
     def batch_of_step(self, batch: Batch) -> Batch:
         """This worker's part of the step's batch; fetched again where the worker's place has changed since."""
         self.phase("compute")
         batch = self._fitting(batch)
-        self._meter.step_begins(batch.global_samples, sum(share.samples for share in batch.shares))
+        self._core.meter.step_begins(batch.global_samples, sum(share.samples for share in batch.shares))
         return batch
 
     def _fitting(self, batch: Batch) -> Batch:
-        assert self._loader is not None  # the batch came from it
-        position, owned = self._position(), owned_by(self.rank, self.world_size, self.logical_workers)
+        core = self._core
+        assert core.loader is not None  # the batch came from it
+        position, owned = core.position(), owned_by(core.rank, core.world_size, core.logical_workers)
         if (batch.epoch, batch.step_in_epoch) == position:
             same = [share.ticket.logical for share in batch.shares] == list(owned)
             # Who joins those that read a stream has a stand-in in hand, wherever that says it is from.
-            if same and not (self._just_joined and self._streams):
+            if same and not (core.just_joined and core.has_stream):
                 return batch
-        elif not self._just_joined and not self._is_rehearsing:
+        elif not core.just_joined and not core.is_rehearsing:
             raise RuntimeError(
                 f"batch {batch.step_in_epoch} of epoch {batch.epoch} came to the step for batch {position[1]} of "
                 f"epoch {position[0]}: every batch of the loader needs exactly one session.step(), in order"
             )
-        return self._loader.batch(*position)
+        return core.loader.batch(*position)
 
     def commit(self, sums: Sums) -> Sums:
         """Tell all workers that the gradients are summed, and agree on what happens at the next boundary.
@@ -108,33 +131,35 @@ class SessionSteps(SessionCore):
         follow. Raises GroupBroken; TypeError when forward passes have changed what cannot be merged, or the workers
         read a stream in different orders, or were given different lengths.
         """
-        self._meter.reduced()
-        if self._is_rehearsing:
+        core = self._core
+        core.meter.reduced()
+        if core.is_rehearsing:
             return replace(sums, loss=sum(sums.losses.values()))
-        if self._member is not None:
-            self._member.watcher.look()
-        leaving = self._terminated or (self._member is not None and self._member.told_to_stop)
+        self.hooks.before_commit(core.group)
+        if core.member is not None:
+            core.member.watcher.look()
+        leaving = core.terminated or (core.member is not None and core.member.told_to_stop)
         saving, parts = self._wishes_to_save()
-        switching = 0 if self._member is None else self._member.ready_for(self._epoch_of(self._step + 1))
-        assert self._gradient_step is not None  # the sums are its own
-        measuring, strayed = self.is_main and self._norms.due, self._gradient_step.statistics.strayed()
-        vote = Vote(leaving, saving, switching, measuring, strayed, parts, self._context.generation, self._order)
-        rows = self._group.exchange(to_row(sums, [float(number) for number in vote], self.logical_workers))
-        sums, flags = from_rows(rows, sums, len(vote), self.logical_workers)
+        switching = 0 if core.member is None else core.member.ready_for(core.epoch_of(core.step + 1))
+        assert core.gradient_step is not None  # the sums are its own
+        measuring, strayed = core.is_main and core.norms.due, core.gradient_step.statistics.strayed()
+        vote = Vote(leaving, saving, switching, measuring, strayed, parts, core.context.generation, core.order)
+        rows = core.group.exchange(to_row(sums, [float(number) for number in vote], core.logical_workers))
+        sums, flags = from_rows(rows, sums, len(vote), core.logical_workers)
         votes = [Vote(*numbers) for numbers in flags]
         strayed = int(max(vote.strayed for vote in votes))
         if strayed:
             # All hear of it, and all end here; the model is not what it should be any more.
-            raise TypeError(self._gradient_step.statistics.refusal(strayed))
+            raise TypeError(core.gradient_step.statistics.refusal(strayed))
         if len({vote.order for vote in votes}) > 1:
-            raise TypeError(OTHER_ORDERS if self._streams else OTHER_LENGTHS)
-        self._leaving, self._saving = any(vote.leaving for vote in votes), any(vote.saving for vote in votes)
-        self._parts = int(votes[0].parts), int(votes[0].generation)
-        if self._member is not None:
-            self._member.agree([int(vote.switching) for vote in votes])
-        self._measures = any(vote.measuring for vote in votes)
-        self._committed = sums
-        self._meter.enter(Activity.COMPUTE)
+            raise TypeError(OTHER_ORDERS if core.has_stream else OTHER_LENGTHS)
+        core.leaving, core.saving = any(vote.leaving for vote in votes), any(vote.saving for vote in votes)
+        core.parts = int(votes[0].parts), int(votes[0].generation)
+        if core.member is not None:
+            core.member.agree([int(vote.switching) for vote in votes])
+        core.measures = any(vote.measuring for vote in votes)
+        core.committed = sums
+        core.meter.enter(Activity.COMPUTE)
         return sums
 
     def _wishes_to_save(self) -> tuple[bool, int]:
@@ -142,245 +167,262 @@ class SessionSteps(SessionCore):
 
         Without a save: ``_PREPARE``, where each is to get ready for its part.
         """
-        if not (self.is_main and self._shards() and self._saver.can_write_parts):
-            return self.is_main and self._saver.is_due, 0
-        if self._saver.must_prepare_parts(self.world_size):
+        core = self._core
+        if not (core.is_main and core.shards() and core.saver.can_write_parts):
+            return core.is_main and core.saver.is_due, 0
+        if core.saver.must_prepare_parts(core.world_size):
             return False, _PREPARE
         # Not of Python's or torch's generators: they are seeded, and a token is used once.
-        return (True, secrets.randbits(_TOKEN_BITS) | _TOKEN) if self._saver.is_due_in_parts else (False, 0)
+        return (True, secrets.randbits(_TOKEN_BITS) | _TOKEN) if core.saver.is_due_in_parts else (False, 0)
 
     def recover(self, error: GroupBroken, sums: Sums | None) -> Sums | None:
         """Go on without those that are gone, from the states in memory; see Step. Raises GroupBroken without a plan."""
-        if self._member is None or self._is_rehearsing:
+        core = self._core
+        if core.member is None or core.is_rehearsing:
             raise error
-        assert self._gradient_step is not None
-        assert self._registered is not None
-        self._say(ReportKind.WARNING, message=f"{error}: waiting for the plan without it")
-        self._gradient_step.statistics.reset()
-        pending = None if sums is None else self._step + 1
-        adoption = self._recover(pending)
-        self._meter.enter(Activity.COMPUTE)
+        assert core.gradient_step is not None
+        assert core.registered is not None
+        core.say(ReportKind.WARNING, message=f"{error}: waiting for the plan without it")
+        core.gradient_step.statistics.reset()
+        pending = None if sums is None else core.step + 1
+        adoption = self.regroup(pending)
+        core.meter.enter(Activity.COMPUTE)
         if sums is None or adoption.committed is None:
+            self.hooks.redone()
             return None
         # Should others die at once, this worker may be the only one who knows of it.
-        self._committed = _committed_of(adoption.committed, sums)
-        return self._committed
+        core.committed = _committed_of(adoption.committed, sums)
+        return core.committed
 
     def step_done(self, loss: float) -> None:
         """Count a step; ``loss`` is the mean over the global batch."""
-        self._meter.enter(Activity.OTHER)
-        if self._is_rehearsing:
-            self._rehearsals += 1
-            assert self._loader is not None  # a batch came from it
-            self._loader.jump()
+        core = self._core
+        core.meter.enter(Activity.OTHER)
+        if core.is_rehearsing:
+            core.rehearsals += 1
+            assert core.loader is not None  # a batch came from it
+            core.loader.jump()
             return
-        self._just_joined = False
-        self._step += 1
-        bootstrap.current_step = self._step
-        self._speed.step_done()
-        self._meter.step_done()
-        if self._gradient_step is not None:
-            self._norms.step_done(self._gradient_step.reducer.norms.seconds)
-        self._loss = loss
-        self._track.add(loss)
-        if self._member is not None:
-            self._member.watcher.step = self._step
-        if self.is_main and self._registered is not None:
-            self._measure_state(self._registered)
-            if not self._knows_size:
-                self._knows_size = True
-                self._saver.expect(self._registered)
-                self._look_for_room(self._registered, steps=1)
-            if not self._shards():
-                self._saver.step_done(self._registered)
-        if not math.isfinite(loss) and not self._allow_nonfinite_loss:
-            self._diverged(f"the loss is {loss} at step {self._step}")
-        if self._speed.due:
-            self._progress()
-        if self._meter.worker_is_due(WORKER_EVERY * self._context.reporter.interval_s):
-            self._report_worker()
+        core.just_joined = False
+        core.step += 1
+        bootstrap.current_step = core.step
+        core.speedometer.step_done()
+        core.meter.step_done()
+        if core.gradient_step is not None:
+            core.norms.step_done(core.gradient_step.reducer.norms.seconds)
+        core.loss = loss
+        core.track.add(loss)
+        if core.member is not None:
+            core.member.watcher.step = core.step
+        if core.is_main and core.registered is not None:
+            core.measure_state(core.registered)
+            if not core.knows_size:
+                core.knows_size = True
+                core.saver.expect(core.registered)
+                core.look_for_room(core.registered, steps=1)
+            if not core.shards():
+                core.saver.step_done(core.registered)
+        if not math.isfinite(loss) and not core.allow_nonfinite_loss:
+            core.diverged(f"the loss is {loss} at step {core.step}")
+        if core.speedometer.due:
+            core.say_progress()
+        if core.meter.worker_is_due(WORKER_EVERY * core.context.reporter.interval_s):
+            core.say_worker()
 
-    def _boundary(self) -> None:
-        if self._is_rehearsing:
-            if self._rehearsals >= REHEARSALS:
+    def boundary(self) -> None:
+        """Between two steps: join, save, change the group or leave, as was agreed on at the end of the last."""
+        core = self._core
+        if core.is_rehearsing:
+            if core.rehearsals >= REHEARSALS:
                 self._join()
-            elif self._member is not None and self._member.told_to_stop:
-                self._leave_at_once()
+            elif core.member is not None and core.member.told_to_stop:
+                self.leave_at_once()
             return
-        if self._leaving:
+        if core.leaving:
             self._leave()
-        self._tell_saved(self._saver.poll)
-        token, generation = self._parts
-        if token == _PREPARE and self._registered is not None:
-            self._saver.prepare_part(self._registered, self._part(token))
-        if self._saving:
-            self._meter.enter(Activity.SAVE)
-            self._save(wait=False, part=self._part(token) if token else None, generation=generation if token else None)
-            self._saving = False
-            self._speed.leave_out()
-        self._parts = 0, 0
-        if self._member is not None and self._member.switch_is_due:
+        core.tell_saved(core.saver.poll)
+        token, generation = core.parts
+        if token == _PREPARE and core.registered is not None:
+            core.saver.prepare_part(core.registered, core.part(token))
+        if core.saving:
+            core.meter.enter(Activity.SAVE)
+            core.save(wait=False, part=core.part(token) if token else None, generation=generation if token else None)
+            core.saving = False
+            core.speedometer.leave_out()
+        core.parts = 0, 0
+        if core.member is not None and core.member.switch_is_due:
             self._switch()
 
     def _leave(self) -> None:
-        self._progress()
-        self._save(wait=True)
+        core = self._core
+        core.say_progress()
+        core.save(wait=True)
         # Everybody waits for the save: the service takes who is gone for one that needs no time any more.
         try:
-            self._group.wait_for_all()
+            core.group.wait_for_all()
         except GroupBroken:
             self._save_as_survivor()
-        self._say_if_main(ReportKind.STOPPED)
-        self._disband()
+        core.say_if_main(ReportKind.STOPPED)
+        core.disband()
         raise Leaving
 
     def _save_as_survivor(self) -> None:
         """Save, unless another survivor has: the first rank may be the one that has died."""
-        checkpoints = self._context.checkpoints
+        core = self._core
+        checkpoints = core.context.checkpoints
         if not isinstance(checkpoints, Path):
             return  # Under a bare torchrun, which ends all workers when one dies.
-        with turn_of_survivors(checkpoints, self._context.generation, self._step) as needed:
+        with turn_of_survivors(checkpoints, core.context.generation, core.step) as needed:
             if needed:
-                self._save(wait=True, whoever=True)
+                core.save(wait=True, whoever=True)
 
-    def _leave_at_once(self) -> NoReturn:
+    def leave_at_once(self) -> NoReturn:
         """Leave without saving: others have the state, or this worker never had it."""
-        if not self._is_rehearsing:
-            self._progress()
-            self._say(ReportKind.STOPPED)
-        self._disband()
+        core = self._core
+        if not core.is_rehearsing:
+            core.say_progress()
+            core.say(ReportKind.STOPPED)
+        core.disband()
         raise Leaving
 
-    def _leave_at_once_unheard(self) -> NoReturn:
+    def leave_at_once_unheard(self) -> NoReturn:
         """Leave before anything was trained."""
-        self._disband()
+        self._core.disband()
         raise Leaving
 
     def _join(self) -> None:
         """A joiner's way in: wait for the others at a boundary and take their state over."""
-        assert self._member is not None
-        assert self._registered is not None
-        assert self._loader is not None
+        core = self._core
+        assert core.member is not None
+        assert core.registered is not None
+        assert core.loader is not None
         try:
-            adoption = self._member.join(self._registered, self.epoch)
+            adoption = core.member.join(core.registered, core.epoch)
         except Dismissed:
-            self._leave_at_once()
+            self.leave_at_once()
         if adoption is None:
             # The others are in another epoch: so that the script's own loops follow, another rehearsal there.
-            per_epoch, total = self._loader.plan.steps_per_epoch, self._total_or_none()
-            epoch = self._member.next_epoch_to_join(self.epoch)
-            self._step = per_epoch * (epoch if total is None else min(epoch, (total - 1) // per_epoch))
+            per_epoch, total = core.loader.plan.steps_per_epoch, core.total_or_none()
+            epoch = core.member.next_epoch_to_join(core.epoch)
+            core.step = per_epoch * (epoch if total is None else min(epoch, (total - 1) // per_epoch))
             return
-        self._loader.jump()
-        self._just_joined = True
+        core.loader.jump()
+        core.just_joined = True
         self._adopted(adoption)
 
     def _switch(self) -> None:
-        assert self._member is not None
-        assert self._registered is not None
+        core = self._core
+        assert core.member is not None
+        assert core.registered is not None
         self.phase("switch")
-        self._meter.enter(Activity.PAUSE)
+        core.meter.enter(Activity.PAUSE)
         try:
-            adoption = self._member.switch(self._registered, self._facts())
+            adoption = core.member.switch(core.registered, self._facts())
         except GroupBroken as error:
             # The group of before is there still; where it is not, the next step finds that out, and recovers.
             absent = error.workers if isinstance(error, JoinerSilent) else []
             message = f"the change did not come about ({error}): goes on as before"
-            self._say(ReportKind.WARNING, message=message, absent=absent)
+            core.say(ReportKind.WARNING, message=message, absent=absent)
             return
         except Dismissed:
-            self._leave_at_once()
+            self.leave_at_once()
         self._adopted(adoption)
 
-    def _recover(self, pending: int | None) -> Adoption:
-        assert self._member is not None
-        assert self._registered is not None
+    def regroup(self, pending: int | None) -> Adoption:
+        """Form a group of those that live, by the plan without the dead; ``pending``: a step that is not committed."""
+        core = self._core
+        assert core.member is not None
+        assert core.registered is not None
         self.phase("wait")
-        self._meter.enter(Activity.PAUSE)
+        core.meter.enter(Activity.PAUSE)
         try:
-            is_over = lambda: self._terminated or self._is_over()  # noqa: E731  (it is asked many times)
-            adoption = self._member.recover(self._registered, self._facts(), pending, is_over)
+            is_over = lambda: core.terminated or self._is_over()  # noqa: E731  (it is asked many times)
+            adoption = core.member.recover(core.registered, self._facts(), pending, is_over)
         except Dismissed:
-            if self._member.everybody_stops or self._terminated:
+            if core.member.everybody_stops or core.terminated:
                 self._save_as_survivor()
-            self._leave_at_once()
+            self.leave_at_once()
         # What was agreed on with the dead is agreed on anew: not all may have heard of it.
-        self._leaving = self._saving = False
-        self._parts = 0, 0
+        core.leaving = core.saving = False
+        core.parts = 0, 0
         self._adopted(adoption)
         return adoption
 
     def _is_over(self) -> bool:
         """Whether rank 0 has said that training is done, whoever died then: no plan would come any more."""
-        assert self._member is not None
-        folder, first = Path(self.config.incarnation_dir), self._member.members[0]
-        path = report_path(folder, self._context.generation, first)
+        core = self._core
+        assert core.member is not None
+        folder, first = Path(core.config.incarnation_dir), core.member.members[0]
+        path = report_path(folder, core.context.generation, first)
         try:
             return any(report.kind is ReportKind.FINISHED for report in last_words(path))
         except FileNotFoundError:
             return False
 
-    def _finish_for_the_dead(self, error: GroupBroken, data: dict[str, Any]) -> None:
+    def finish_for_the_dead(self, error: GroupBroken, data: dict[str, Any]) -> None:
         """A worker died while all were finishing: who is rank 0 now saves."""
-        self._recover_for_the_dead(error)
-        data["path"] = self._save(wait=True)
+        self.recover_for_the_dead(error)
+        data["path"] = self._core.save(wait=True)
 
-    def _recover_for_the_dead(self, error: GroupBroken) -> None:
+    def recover_for_the_dead(self, error: GroupBroken) -> None:
         """A worker died outside of a step."""
-        self._say(ReportKind.WARNING, message=f"{error}: waiting for the plan without it")
-        self._recover(None)
+        self._core.say(ReportKind.WARNING, message=f"{error}: waiting for the plan without it")
+        self.regroup(None)
 
     def _facts(self) -> dict[str, Any]:
         """What a member that joins, or is a step behind, must know beside the state."""
-        present = self._committed.present if self._committed is not None else []
+        core = self._core
+        present = core.committed.present if core.committed is not None else []
         bits = sum(1 << i for i, here in enumerate(present) if here)
-        counts = self._committed.counts if self._committed is not None else []
-        trained = 0 if self._registered is None else len(trained_parameters(self._registered.model))
-        loss = finite_or_none(self._loss)
+        counts = core.committed.counts if core.committed is not None else []
+        trained = 0 if core.registered is None else len(trained_parameters(core.registered.model))
+        loss = finite_or_none(core.loss)
         return {
-            "step": self._step,
+            "step": core.step,
             "loss": loss,
             "present": f"{bits:x}",
             "counts": counts,
             "trained": trained,
-            "track": self._track.state(),
-            "trained_s": self._saver.trained_s,
+            "track": core.track.state(),
+            "trained_s": core.saver.trained_s,
         }
 
     def _adopted(self, adoption: Adoption) -> None:
         """The group has changed: everything that names generation, rank or size follows."""
-        self._progress()
+        core = self._core
+        core.say_progress()
         # What is being written belongs to the generation that ends now: nobody would look at it any more.
-        self._saver.drop()
+        core.saver.drop()
         if adoption.took_over is not None:
             self._check_same_parameters(int(adoption.took_over["trained"]))
-            self._step, self._loss = int(adoption.took_over["step"]), adoption.took_over["loss"]
-            self._track.restore(adoption.took_over["track"])
-            self._saver.carry_on(adoption.took_over["trained_s"])
-            self._committed = _committed_of(adoption.took_over, None)
-            bootstrap.current_step = self._step
-            self._saver.restart_clock()
-        os.environ[GENERATION_ENV], os.environ["RANK"] = str(adoption.generation), str(self.rank)
-        self._context.generation = adoption.generation
-        self._context.reporter.adopt(adoption.generation)
-        if self._gradient_step is not None:
-            self._gradient_step.group = self._group
-            self._gradient_step.logical_workers = self.logical_workers
-        self._say_started(
+            core.step, core.loss = int(adoption.took_over["step"]), adoption.took_over["loss"]
+            core.track.restore(adoption.took_over["track"])
+            core.saver.carry_on(adoption.took_over["trained_s"])
+            core.committed = _committed_of(adoption.took_over, None)
+            bootstrap.current_step = core.step
+            core.saver.restart_clock()
+        os.environ[GENERATION_ENV], os.environ["RANK"] = str(adoption.generation), str(core.rank)
+        core.context.generation = adoption.generation
+        core.context.reporter.adopt(adoption.generation)
+        if core.gradient_step is not None:
+            core.gradient_step.group = core.group
+            core.gradient_step.logical_workers = core.logical_workers
+        core.say_started(
             from_generation=adoption.from_generation,
             pause_s=adoption.pause_s,
             state_bytes=adoption.state_bytes,
             recovered=adoption.recovered,
-            samples=self._loader.plan.samples if self._loader else None,
-            steps=self._total_or_none(),
+            samples=core.loader.plan.samples if core.loader else None,
+            steps=core.total_or_none(),
         )
-        self._speed.leave_out()
-        self._meter.restart()
+        core.speedometer.leave_out()
+        core.meter.restart()
+        self.hooks.group_changed()
 
     def _check_same_parameters(self, theirs: int) -> None:
         """A joiner that trains other parameters than the others would wait for sums that never come."""
-        assert self._registered is not None  # it has just taken the state over
-        own = len(trained_parameters(self._registered.model))
+        assert self._core.registered is not None  # it has just taken the state over
+        own = len(trained_parameters(self._core.registered.model))
         if own != theirs:
             raise RuntimeError(
                 f"the workers that train have {theirs} parameters that require gradients, this one has {own}: let what"

@@ -390,7 +390,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
         """Evaluate on every worker, all of the set: what follows from the metrics is the same everywhere."""
         if skip_scheduler and self.state.global_step:
             return {}  # eval_on_start, in a training that began long ago
-        self._run.session.phase("evaluate")
+        self._run.session._steps.phase("evaluate")
         metrics: dict[str, float] = super()._evaluate(trial, ignore_keys, skip_scheduler)
         self._run.evaluation = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float)}
         return metrics

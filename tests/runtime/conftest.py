@@ -34,6 +34,7 @@ from elasticflow_airflow.runtime.protocol import (
     session_path,
 )
 from elasticflow_airflow.runtime.reporting import ConsoleReporter, FileReporter
+from elasticflow_airflow.runtime.session_core import SessionCore
 from elasticflow_airflow.runtime.stores.manifest import CandidateInfo, publish, verify_candidate, writing
 
 SAMPLES = 20
@@ -76,8 +77,8 @@ def session_globals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     monkeypatch.setattr(atexit, "register", lambda function: at_exit.append(function) or register(function))
     yield
     for session in (getattr(function, "__self__", None) for function in at_exit):
-        if isinstance(session, runtime.Session):
-            session._finished = True  # The process ends much later: nobody is to be warned then.
+        if isinstance(session, SessionCore):
+            session.finished = True  # The process ends much later: nobody is to be warned then.
     torch.set_rng_state(state)
     signal.signal(signal.SIGTERM, handler)
 

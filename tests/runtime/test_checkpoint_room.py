@@ -103,7 +103,7 @@ class Large:
 def test_a_disk_without_room_for_the_weights(training, tiny_disk, capsys):
     (tiny_disk / "in the way").write_bytes(bytes(shutil.disk_usage(tiny_disk).free))
     run = training(epochs=1, checkpoint_dir=Path("elsewhere"))
-    run.session._context.checkpoints = tiny_disk / "checkpoints"
+    run.session._core.context.checkpoints = tiny_disk / "checkpoints"
     message = r"a checkpoint of this training takes \d.* has 0 bytes free\. Free \d.* or keep checkpoints elsewhere"
     with pytest.raises(runtime.CheckpointError, match=message):
         run.run()

@@ -421,7 +421,7 @@ def test_messages_of_the_session_name_nothing_that_a_user_of_lightning_does_not_
 
     session = ElasticStrategy().session
     session.dataloader(dataset(), global_batch_size=4)
-    for ask in (lambda: session.total_steps, session._start):
+    for ask in (lambda: session.total_steps, session._core.start):
         with pytest.raises(ValueError, match=r"length|how long") as refused:
             ask()
         assert "runtime.init" not in str(refused.value)

@@ -82,80 +82,80 @@ def at(session: Session, tmp_path: Path, **adoption: Any) -> Somewhere:
         committed=None,
     )
     place: Any = Somewhere(tmp_path, replace(plain, **adoption))
-    session._member = place
+    session._core.member = place
     return place
 
 
 def test_who_was_told_that_a_step_counts_can_tell_others(session, tmp_path):
-    sums = session._committed
-    session._committed = None  # it has not heard of any commit
+    sums = session._core.committed
+    session._core.committed = None  # it has not heard of any commit
     at(session, tmp_path, committed=facts())
-    outcome = session.recover(GroupBroken("dead"), replace(sums, present=[False, True]))
+    outcome = session._steps.recover(GroupBroken("dead"), replace(sums, present=[False, True]))
     assert outcome.present == [True, True]
-    assert session._facts()["present"] == "3"
-    session._member = None
+    assert session._steps._facts()["present"] == "3"
+    session._core.member = None
 
 
 def test_who_took_the_state_over_can_tell_others_of_its_last_step(session, tmp_path):
-    session._committed = None
-    session._gradient_step.group = WorkerGroup()
+    session._core.committed = None
+    session._core.gradient_step.group = WorkerGroup()
     at(session, tmp_path)
-    adoption = replace(session._member.adoption, took_over=facts(step=1, counts=[4], loss=None, trained_s=5000.0))
-    session._adopted(adoption)
-    told = session._facts()
+    adoption = replace(session._core.member.adoption, took_over=facts(step=1, counts=[4], loss=None, trained_s=5000.0))
+    session._steps._adopted(adoption)
+    told = session._steps._facts()
     assert (told["present"], told["counts"], told["loss"]) == ("3", [4], None)
     assert told["trained_s"] >= 5000.0
-    session._member = None
+    session._core.member = None
 
 
 def test_a_loss_that_is_no_number_counts_for_all(session, tmp_path):
-    sums = session._committed
+    sums = session._core.committed
     at(session, tmp_path, committed=facts(loss=None))
-    assert math.isnan(session.recover(GroupBroken("dead"), sums).loss)
-    session._member = None
+    assert math.isnan(session._steps.recover(GroupBroken("dead"), sums).loss)
+    session._core.member = None
 
 
 def test_a_change_that_does_not_come_about_changes_nothing(session, tmp_path):
     place = at(session, tmp_path)
-    session._switch()
+    session._steps._switch()
     assert not hasattr(place, "said"), "there is nothing to recover from"
-    session._member = None
+    session._core.member = None
 
 
 def test_nobody_waits_for_a_plan_once_rank_0_has_finished(session, tmp_path):
     place = at(session, tmp_path)
-    session.recover(GroupBroken("dead"), None)
+    session._steps.recover(GroupBroken("dead"), None)
     is_over = place.said[3]
     assert not is_over()
-    path = report_path(Path(session.config.incarnation_dir), session._context.generation, "first")
+    path = report_path(Path(session.config.incarnation_dir), session._core.context.generation, "first")
     for number in range(300):
         append_report(path, Report(kind=ReportKind.PROGRESS, generation=2, worker_id="first", rank=0, step=number))
     assert not is_over()
     append_report(path, Report(kind=ReportKind.FINISHED, generation=2, worker_id="first", rank=0, step=300))
     assert is_over()
-    session._member = None
+    session._core.member = None
 
 
 @pytest.fixture
 def checkpoints(session) -> Iterator[Callable[[], list[int]]]:
     """The steps of the candidates that are there."""
-    yield lambda: [verify_candidate(folder).step for folder in list_candidates(session._context.checkpoints)]
-    session._finished = True  # it has left
+    yield lambda: [verify_candidate(folder).step for folder in list_candidates(session._core.context.checkpoints)]
+    session._core.finished = True  # it has left
 
 
 def test_a_stop_that_finds_the_group_broken_is_saved_by_who_lives(session, tmp_path, checkpoints):
     place = at(session, tmp_path)
     place.told_to_stop = place.everybody_stops = True
     with pytest.raises(Leaving):
-        session.recover(GroupBroken("dead"), None)
+        session._steps.recover(GroupBroken("dead"), None)
     assert checkpoints() == [1]
 
 
 def test_a_sigterm_that_finds_the_group_broken_is_answered_by_saving(session, tmp_path, checkpoints):
     at(session, tmp_path)
-    session._terminated = True
+    session._core.terminated = True
     with pytest.raises(Leaving):
-        session.recover(GroupBroken("dead"), None)
+        session._steps.recover(GroupBroken("dead"), None)
     assert checkpoints() == [1]
 
 
@@ -163,7 +163,7 @@ def test_who_is_not_in_the_plan_of_the_survivors_saves_nothing(session, tmp_path
     place = at(session, tmp_path)
     place.told_to_stop = True
     with pytest.raises(Leaving):
-        session.recover(GroupBroken("dead"), None)
+        session._steps.recover(GroupBroken("dead"), None)
     assert checkpoints() == []
 
 
@@ -171,7 +171,7 @@ def test_everybody_leaves_and_who_was_to_save_dies(session, tmp_path, checkpoint
     place = at(session, tmp_path)
     place.group = Breaking(deaths=1)
     with pytest.raises(Leaving):
-        session._leave()
+        session._steps._leave()
     assert checkpoints() == [1]
 
 
@@ -183,7 +183,7 @@ def test_survivors_save_one_after_the_other_and_only_what_is_newer(tmp_path, ses
             order.append((step, needed, "begins"))
             if needed:
                 save_checkpoint(
-                    session._registered, tmp_path / "c", incarnation=1, generation=2, step=step, metadata={}
+                    session._core.registered, tmp_path / "c", incarnation=1, generation=2, step=step, metadata={}
                 )
             order.append((step, needed, "ends"))
 
@@ -211,20 +211,20 @@ def test_who_saves_for_the_dead_may_die_as_well(session, tmp_path):
     place.group = Breaking(deaths=2)
     session.finish()
     assert place.group.waited == 3, "it must not leave before somebody has saved"
-    session._member = None
+    session._core.member = None
 
 
 def test_who_waits_for_the_dead_before_there_is_a_state_is_told(session, tmp_path):
     place = at(session, tmp_path)
     place.group = Breaking(deaths=1)
-    registered, session._registered = session._registered, None
+    registered, session._core.registered = session._core.registered, None
     with pytest.raises(GroupBroken, match="dead"):
         session.wait_for_all()
-    session._registered, session._member, session._finished = registered, None, False
+    session._core.registered, session._core.member, session._core.finished = registered, None, False
 
 
 def test_without_a_service_nobody_saves_for_the_dead(session):
-    session._lone_group = Breaking(deaths=1)
+    session._core.lone_group = Breaking(deaths=1)
     with pytest.raises(GroupBroken):
         session.finish()
-    session._lone_group, session._finished = WorkerGroup(), False
+    session._core.lone_group, session._core.finished = WorkerGroup(), False

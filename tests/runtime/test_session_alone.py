@@ -225,7 +225,7 @@ def test_a_finished_run_started_again_does_nothing_more(training):
     again.session.finish()
     assert again.epochs_seen == []
     assert torch.equal(again.parameters(), first.parameters())
-    assert again.session._loss == first.losses[-1]
+    assert again.session._core.loss == first.losses[-1]
 
 
 def test_a_model_of_which_nothing_is_trained(training):

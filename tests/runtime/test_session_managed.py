@@ -378,14 +378,14 @@ def test_failures_and_the_time_in_which_they_came_are_counted_from_the_same_mome
     service.configure(checkpoint_interval_s=None)
     service.start(1)
     first = training()
-    first.session._saver.carry_on(90_000.0)
+    first.session._core.saver.carry_on(90_000.0)
     first.run().session.finish()
     service.promote(service.reports(1, kind=ReportKind.CHECKPOINT)[0])
     service.configure(checkpoint_interval_s=None, failures=5, epochs=3)
     service.start(2)
     second = training(epochs=3)
     second.run().session.finish()
-    interval = second.session._saver._interval
+    interval = second.session._core.saver._interval
     assert (interval.failures, interval.trained_s >= 90_000.0) == (5, True)
     assert interval.mtbf_s >= (interval.prior_mtbf_s + 90_000.0) / 6
 
@@ -394,7 +394,7 @@ def test_failures_of_another_incarnation_are_not_counted_and_neither_is_its_time
     service.configure(incarnation=2)
     service.start(1)
     first = training()
-    first.session._saver.carry_on(90_000.0)
+    first.session._core.saver.carry_on(90_000.0)
     first.run().session.finish()
     old = service.promote(service.reports(1, kind=ReportKind.CHECKPOINT)[0])
     service.folder = tmp_path / "i000004"
@@ -404,7 +404,7 @@ def test_failures_of_another_incarnation_are_not_counted_and_neither_is_its_time
     service.start(1)
     second = training()
     assert second.session.steps_done == made.step
-    assert second.session._saver.trained_s < 90_000.0
+    assert second.session._core.saver.trained_s < 90_000.0
 
 
 def test_a_checkpoint_that_does_not_fit_fails_with_a_reason(service, training):
@@ -541,7 +541,7 @@ def test_a_script_that_ends_early_still_says_how_far_it_came(service, training):
 
     with pytest.raises(SystemExit):
         run.run(before_step=at(7, stop))
-    run.session._at_exit()
+    run.session._core.at_exit()
     assert service.reports(1)[-1].kind is ReportKind.PROGRESS
     assert service.reports(1)[-1].step == 7
 
@@ -573,7 +573,7 @@ def test_where_nobody_says_how_often_it_saves_as_often_as_pays_off(service, trai
     for failures in (0, 9):
         service.configure(checkpoint_interval_s=None, failures=failures)
         service.start(1 + len(chosen))
-        saver = training().run().session._saver
+        saver = training().run().session._core.saver
         first_s = saver.interval_s
         saver._interval.saved(stall_s=1.0, write_s=1.0)
         chosen.append((first_s, saver.interval_s))

@@ -63,7 +63,7 @@ def leave_where_parts_are_promoted():
 
 def stop_own_writer():
     global stopped
-    checkpointer = session._saver._checkpointer
+    checkpointer = session._core.saver._checkpointer
     if not stopped and checkpointer is not None and checkpointer.writer_pid:
         os.kill(checkpointer.writer_pid, signal.SIGSTOP)
         stopped = True
@@ -83,7 +83,7 @@ for _ in session.epochs():
             if leave_where_parts_are_promoted():
                 raise SystemExit
             time.sleep(0.08)
-        elif session._context.managed and not Path(session.config.incarnation_dir, "hurry").exists():
+        elif session._core.context.managed and not Path(session.config.incarnation_dir, "hurry").exists():
             time.sleep(0.08)
 if not session.is_warming_up:
     os.write(1, f"RESULT {{session.rank}} {{digest_of(model)}} {{resumed}}\\n".encode())

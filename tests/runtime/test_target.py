@@ -153,7 +153,7 @@ def test_the_length_ends_it_where_the_target_is_out_of_reach():
 def test_a_training_that_resumes_ends_at_the_same_step():
     whole = Linear(target_loss=0.5, checkpoint_dir="whole").run()
     broken = Linear(target_loss=0.5, checkpoint_dir="broken", checkpoint_interval_s=0).run(most=len(whole.losses) // 2)
-    broken.session._at_exit()
+    broken.session._core.at_exit()
     resumed = Linear(target_loss=0.5, checkpoint_dir="broken").run()
     assert 0 < len(resumed.losses) < len(whole.losses)
     assert resumed.session.steps_done == whole.session.steps_done

@@ -14,10 +14,7 @@ _SHARED = f"{_PACKAGE}runtime."
 """Whose helpers read files for whoever calls them."""
 _EVENTS = frozenset(
     {"open", "shutil.rmtree", "shutil.move", "shutil.copyfile", "shutil.copytree", "os.symlink"}
-    | {
-        f"os.{name}"
-        for name in ("chmod", "link", "listdir", "mkdir", "remove", "rename", "rmdir", "scandir")
-    }
+    | {f"os.{name}" for name in ("chmod", "link", "listdir", "mkdir", "remove", "rename", "rmdir", "scandir")}
 )
 
 
