@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from datetime import UTC, datetime
 
 import pytest
 
-from elasticflow_airflow.times import duration, local_moment, moment
+from elasticflow_airflow.times import duration, local_moment, moment, zoned_moment
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,15 @@ def test_durations(seconds: float, text: str) -> None:
 )
 def test_moments(at_s: float, text: str) -> None:
     assert moment(at_s) == text
+
+
+@pytest.mark.parametrize("part_s", [0.0, 0.4, 0.6])
+def test_every_way_of_writing_a_moment_names_the_same_second(part_s: float) -> None:
+    at_s = 1_780_000_205.0 + part_s
+    clock = f"20:30:0{5 + round(part_s)}"
+    assert clock in moment(at_s)
+    assert clock in zoned_moment(datetime.fromtimestamp(at_s, UTC))
+    assert local_moment(at_s)[-2:] == clock[-2:]
 
 
 def test_a_table_has_a_dash_for_no_moment() -> None:

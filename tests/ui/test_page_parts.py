@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import elasticflow_airflow.ui
+from elasticflow_airflow.times import duration
 
 STATIC = Path(elasticflow_airflow.ui.__file__).parent / "static"
 DASH = "\N{EN DASH}"
@@ -72,6 +73,12 @@ console.log(JSON.stringify({expression}));
 )
 def test_what_decides_on_the_weights_is_shown_plainly(status: dict[str, Any], tile: list[str]) -> None:
     assert call("parts.js", "page.weightsTile(value)", status) == tile
+
+
+def test_durations_are_written_as_the_service_writes_them() -> None:
+    lengths = [0, 0.04, 0.3, 5, 9.94, 9.96, 42.4, 59.6, 368, 3599.3, 3599.7, 4500, 85000, 86385, 90061, 3e5, -90]
+    written = [duration(length).replace("-", "\N{MINUS SIGN}") for length in lengths]
+    assert call("format.js", "value.map(page.duration)", lengths) == written
 
 
 def job(**changes: Any) -> dict[str, Any]:

@@ -36,20 +36,26 @@ export function wall(at) {
   return shifted.toISOString().slice(0, -1);
 }
 
-/** A duration with the precision that matters: 42 s, 7 min, 1 h 20 min, 3 d 4 h. */
+// Each with its seconds, the unit below and its seconds, and by how much less is rounded up to it.
+const UNITS = [['d', DAY_S, 'h', 3600, 30], ['h', 3600, 'min', 60, 0.5], ['min', 60, 's', 1, 0.5]];
+
+/** A duration as the service writes it (times.py): its two largest units; tenths of a second below ten. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return '–';
   const sign = seconds < 0 ? '−' : '';
-  const all = Math.abs(seconds);
-  if (all < 1) return all === 0 ? '0 s' : `${sign}${all.toFixed(1)} s`;
-  if (all < 100) return `${sign}${Math.round(all)} s`;
-  if (all < 3600) return `${sign}${Math.round(all / 60)} min`;
-  if (all < DAY_S) {
-    const minutes = Math.round(all / 60);
-    return `${sign}${Math.floor(minutes / 60)} h${minutes % 60 ? ` ${minutes % 60} min` : ''}`;
+  const length = Math.abs(seconds);
+  if (length < 9.95) {
+    const tenths = length.toFixed(1).replace(/\.0$/, '');
+    return tenths === '0' ? '0 s' : `${sign}${tenths} s`;
   }
-  const hours = Math.round(all / 3600);
-  return `${sign}${Math.floor(hours / 24)} d${hours % 24 ? ` ${hours % 24} h` : ''}`;
+  for (const [unit, size, smaller, step, slack] of UNITS) {
+    if (length < size - slack) continue;
+    const rounded = Math.round(length / step) * step;
+    const count = Math.floor(rounded / size);
+    const left = Math.floor((rounded - count * size) / step);
+    return `${sign}${count} ${unit}${left ? ` ${left} ${smaller}` : ''}`;
+  }
+  return `${sign}${Math.round(length)} s`;
 }
 
 /** Three significant digits, large numbers grouped. */
