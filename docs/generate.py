@@ -17,6 +17,7 @@ import sys
 import textwrap
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -80,9 +81,13 @@ def commands() -> str:
 def events() -> str:
     """Return the table of all kinds of event."""
     from elasticflow_airflow.api import EventKind
+    from elasticflow_airflow.api.event_data import EVENT_DATA
 
-    rows = ["| kind | meaning |", "|---|---|"]
-    return "\n".join([*rows, *(f"| `{kind}` | {_cell(kind.meaning)} |" for kind in EventKind)])
+    rows = ["| kind | meaning | carries |", "|---|---|---|"]
+    for kind in EventKind:
+        carries = [f"`{one.name}`" for one in fields(EVENT_DATA[kind])] if kind in EVENT_DATA else []
+        rows.append(f"| `{kind}` | {_cell(kind.meaning)} | {', '.join(carries)} |")
+    return "\n".join(rows)
 
 
 def folders() -> str:

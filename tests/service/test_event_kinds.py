@@ -8,6 +8,7 @@ import pytest
 
 import elasticflow_airflow.service
 from elasticflow_airflow.api import Event, EventKind, State
+from elasticflow_airflow.api.event_data import EVENT_DATA, StartedData, end_data, kind_and_data
 from elasticflow_airflow.api.event_kinds import Tone
 
 SOURCES = "\n".join(path.read_text() for path in Path(elasticflow_airflow.service.__path__[0]).rglob("*.py"))
@@ -16,8 +17,26 @@ SOURCES = "\n".join(path.read_text() for path in Path(elasticflow_airflow.servic
 @pytest.mark.parametrize("kind", list(EventKind))
 def test_each_kind_is_emitted(kind: EventKind) -> None:
     ends = {state.name for state in State if state.terminal}
-    assert f"EventKind.{kind.name}" in SOURCES or kind.name in ends
+    made = f"{EVENT_DATA[kind].__name__}(" if kind in EVENT_DATA else f"EventKind.{kind.name}"
+    assert made in SOURCES or kind.name in ends
     assert kind.meaning.endswith(".")
+
+
+def test_what_an_event_carries_cannot_be_forgotten() -> None:
+    assert kind_and_data(StartedData(generation=2, workers=4, step=7)) == (
+        EventKind.STARTED,
+        {"generation": 2, "workers": 4, "step": 7},
+    )
+    assert kind_and_data(EventKind.SUSPENDED) == (EventKind.SUSPENDED, {})
+    with pytest.raises(TypeError, match="an event 'started' carries StartedData"):
+        kind_and_data(EventKind.STARTED)
+
+
+@pytest.mark.parametrize("state", [state for state in State if state.terminal])
+def test_every_end_carries_what_is_known_of_the_result(state: State) -> None:
+    kind, data = kind_and_data(end_data(state, {"met": True, "steps": 5}))
+    assert kind == EventKind[state.name]
+    assert state is State.REJECTED or (data["met"], data["steps"], data["gpu_seconds"]) == (True, 5, None)
 
 
 def test_a_state_in_which_jobs_end_is_a_kind_of_event() -> None:

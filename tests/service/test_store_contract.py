@@ -16,6 +16,7 @@ import sqlalchemy as sa
 from support.stored import incarnation_columns
 
 from elasticflow_airflow.api import EventKind, JobIdentity, Length
+from elasticflow_airflow.api.event_data import KeptData
 from elasticflow_airflow.runtime.protocol import Promotion
 from elasticflow_airflow.scheduler_core.model.values import (
     Job,
@@ -190,7 +191,7 @@ def test_a_database_of_a_newer_version_is_refused(store, database_url):
 def test_what_raises_is_rolled_back_whole(store):
     def fail() -> None:
         with store.write() as tx:
-            tx.add_event(EventKind.SUBMITTED, "submitted", add_job(tx))
+            tx.add_event(EventKind.SUSPENDED, "suspended", add_job(tx))
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -240,7 +241,7 @@ def test_writers_of_several_processes_take_turns(store, database_url):
 def test_readers_see_a_transaction_whole_or_not_at_all(store):
     with store.write() as tx:
         row = add_job(tx)
-        tx.add_event(EventKind.SUBMITTED, "submitted", row)
+        tx.add_event(EventKind.SUSPENDED, "suspended", row)
         with store.read() as reader:
             assert reader.job("daily-train-1") is None
     with store.read() as reader:
@@ -262,12 +263,12 @@ def test_rows_can_be_read_after_their_session(store):
 def test_events_are_ordered_and_say_which_was_the_last(store):
     with store.write() as tx:
         row = add_job(tx)
-        ids = [tx.add_event(EventKind.RESIZED, f"number {n}", row, {"n": n}) for n in range(5)]
+        ids = [tx.add_event(KeptData(generation=n, workers=1), f"number {n}", row) for n in range(5)]
         tx.add_event(EventKind.NODE_CHANGED, "of nobody")
     assert ids == sorted(ids)
     with store.read() as reader:
-        assert [e.data["n"] for e in reader.events(0, "daily-train-1", 10)] == [0, 1, 2, 3, 4]
-        assert [e.data["n"] for e in reader.events(ids[2], "daily-train-1", 1)] == [3]
+        assert [e.data["generation"] for e in reader.events(0, "daily-train-1", 10)] == [0, 1, 2, 3, 4]
+        assert [e.data["generation"] for e in reader.events(ids[2], "daily-train-1", 1)] == [3]
         assert reader.events(ids[4], None, 10)[0].kind == "node_changed"
         assert reader.last_event_id() == ids[4] + 1
         found = reader.incarnation("daily-train-1", 1)

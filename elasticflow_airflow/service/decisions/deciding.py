@@ -8,6 +8,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from elasticflow_airflow.api import EventKind, State
+from elasticflow_airflow.api.event_data import (
+    AdmittedData,
+    AmendedData,
+    AmendRejectedData,
+    AtRiskData,
+    KeptData,
+    OnTrackData,
+    RejectedData,
+    ResizedData,
+    WaitingData,
+)
 from elasticflow_airflow.api.status import AdmissionDecision
 from elasticflow_airflow.engines.port import GangState
 from elasticflow_airflow.scheduler_core.model import events as ev
@@ -154,19 +165,15 @@ def record(context: PassContext, decision: JobDecision) -> None:
         row.at_risk = True
         row.projected_finish_at = decision.projected_s
         context.event(
-            EventKind.AT_RISK,
+            AtRiskData(deadline_at=decision.deadline_s, projected_at=_finite(decision.projected_s)),
             decision.reason,
             row,
-            deadline_at=decision.deadline_s,
-            projected_at=_finite(decision.projected_s),
         )
     elif isinstance(decision, OnTrack):
         row.at_risk = False
         row.projected_finish_at = decision.projected_s
         reason = f"fits its deadline again: projected end {moment(decision.projected_s)}"
-        context.event(
-            EventKind.ON_TRACK, reason, row, deadline_at=decision.deadline_s, projected_at=decision.projected_s
-        )
+        context.event(OnTrackData(deadline_at=decision.deadline_s, projected_at=decision.projected_s), reason, row)
 
 
 def _admit(context: PassContext, row: IncarnationRow, decision: Admit) -> None:
@@ -183,12 +190,7 @@ def _admit(context: PassContext, row: IncarnationRow, decision: Admit) -> None:
         plan=plan_to_json(decision.plan),
     )
     context.give_verdict(
-        row,
-        EventKind.ADMITTED,
-        verdict,
-        terms=decision.terms.value,
-        deadline_at=row.deadline_at,
-        asked_deadline_at=asked,
+        row, AdmittedData(terms=decision.terms.value, deadline_at=row.deadline_at, asked_deadline_at=asked), verdict
     )
     _take_on(context, row, decision.reason)
     if context.knows_curve(row):
@@ -215,7 +217,7 @@ def _reject(context: PassContext, row: IncarnationRow, decision: Reject) -> None
     verdict = StoredVerdict(
         decision="rejected", reason=reason, deadline_at=row.deadline_at, earliest_deadline_at=earliest
     )
-    context.give_verdict(row, EventKind.REJECTED, verdict, deadline_at=row.deadline_at, earliest_deadline_at=earliest)
+    context.give_verdict(row, RejectedData(deadline_at=row.deadline_at, earliest_deadline_at=earliest), verdict)
     context.end(row, State.REJECTED, reason)
 
 
@@ -224,9 +226,9 @@ def _wait(context: PassContext, row: IncarnationRow, decision: Wait) -> None:
         return
     if row.verdict.decision == "undecided":
         verdict = StoredVerdict(reason=decision.reason, limit=_limit_of(row))
-        context.give_verdict(row, EventKind.WAITING, verdict, until=decision.until_s)
+        context.give_verdict(row, WaitingData(until=decision.until_s), verdict)
     else:
-        context.event(EventKind.WAITING, decision.reason, row, until=decision.until_s)
+        context.event(WaitingData(until=decision.until_s), decision.reason, row)
     if context.desired(row) is None:
         move(row, State.WAITING, decision.reason)
     else:
@@ -241,14 +243,14 @@ def _resize(context: PassContext, row: IncarnationRow, decision: Resize) -> None
         current.purpose = decision.purpose.value
         workers = "worker" if len(slots) == 1 else "workers"
         reason = f"goes on with {len(slots)} {workers} on the slots that it has"
-        context.event(EventKind.KEPT, reason, row, generation=current.generation, workers=len(slots))
+        context.event(KeptData(generation=current.generation, workers=len(slots)), reason, row)
         return
     there = None if current is None else unbegun_restart_of(context, row, current)
     if there is not None and there.placement == slots:
         row.desired_generation, there.purpose = there.generation, decision.purpose.value
         workers = "worker" if len(slots) == 1 else "workers"
         reason = f"goes on with {len(slots)} {workers} where it is: the change that was ordered had not begun"
-        context.event(EventKind.KEPT, reason, row, generation=there.generation, workers=len(slots))
+        context.event(KeptData(generation=there.generation, workers=len(slots)), reason, row)
         row.state_reason = decision.reason
         return
     training = context.training(row) or current
@@ -261,15 +263,16 @@ def _resize(context: PassContext, row: IncarnationRow, decision: Resize) -> None
         continues=can_continue(context, row),
     )
     context.event(
-        EventKind.RESIZED,
+        ResizedData(
+            generation=generation.generation,
+            workers=len(slots),
+            workers_before=training.workers if training is not None else 0,
+            slots=slots,
+            purpose=decision.purpose.value,
+            mode=generation.mode,
+        ),
         decision.reason,
         row,
-        generation=generation.generation,
-        workers=len(slots),
-        workers_before=training.workers if training is not None else 0,
-        slots=slots,
-        purpose=decision.purpose.value,
-        mode=generation.mode,
     )
     if profile:
         move(row, State.PROFILING, decision.reason)
@@ -291,7 +294,7 @@ def _amended(context: PassContext, row: IncarnationRow, decision: Amended) -> No
     row.deadline_passed = False
     until = "best effort" if decision.deadline_s is None else f"deadline {moment(decision.deadline_s)}"
     reason = f"amended: {until}, value {decision.value:g}"
-    told = {"deadline_at": decision.deadline_s, "value": decision.value}
+    told = AmendedData(deadline_at=decision.deadline_s, value=decision.value)
     undecided = row.verdict.decision == "undecided"
     if undecided and decision.deadline_s is None and not row.parked:
         _take_on(context, row, reason)
@@ -303,16 +306,16 @@ def _amended(context: PassContext, row: IncarnationRow, decision: Amended) -> No
             deadline_at=decision.deadline_s,
             plan=plan_to_json(decision.plan),
         )
-        context.give_verdict(row, EventKind.AMENDED, verdict, **told)
+        context.give_verdict(row, told, verdict)
     else:
-        context.event(EventKind.AMENDED, reason, row, **told)
+        context.event(told, reason, row)
     if context.amendment is not None and context.amendment.job_id == row.job_id:
         context.amendment.answer = {"accepted": True, "reason": reason, "earliest_deadline_at": None}
 
 
 def _amend_rejected(context: PassContext, row: IncarnationRow, decision: AmendRejected) -> None:
     earliest = decision.earliest_deadline_s
-    context.event(EventKind.AMEND_REJECTED, decision.reason, row, earliest_deadline_at=earliest)
+    context.event(AmendRejectedData(earliest_deadline_at=earliest), decision.reason, row)
     if context.amendment is not None and context.amendment.job_id == row.job_id:
         answer = {"accepted": False, "reason": decision.reason, "earliest_deadline_at": earliest}
         context.amendment.answer = answer

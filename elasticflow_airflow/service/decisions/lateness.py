@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elasticflow_airflow.api import EventKind, State
+from elasticflow_airflow.api.event_data import RejectedData
 from elasticflow_airflow.scheduler_core.model.values import Job, OnReject
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.store.documents.job_documents import StoredVerdict
@@ -91,5 +92,5 @@ def _taken_on(context: PassContext, row: IncarnationRow) -> list[IncarnationRow]
 
 def _reject_at_once(context: PassContext, row: IncarnationRow, reason: str) -> None:
     verdict = StoredVerdict(decision="rejected", reason=reason, deadline_at=row.deadline_at)
-    context.give_verdict(row, EventKind.REJECTED, verdict, deadline_at=row.deadline_at)
+    context.give_verdict(row, RejectedData(deadline_at=row.deadline_at), verdict)
     context.end(row, State.REJECTED, reason)

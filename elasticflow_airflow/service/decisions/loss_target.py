@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from elasticflow_airflow.api import EventKind
+from elasticflow_airflow.api.event_data import TargetLengthData, TargetMissedData, TargetReachedData
 from elasticflow_airflow.runtime.protocol import Report
 from elasticflow_airflow.scheduler_core.convergence import LossCurve, Prediction, predict
 from elasticflow_airflow.scheduler_core.model import events as ev
@@ -67,10 +67,10 @@ def finished(context: PassContext, row: IncarnationRow, report: Report) -> None:
     if reached:
         most = "" if row.total_steps is None else f" of at most {row.total_steps}"
         reason = f"target loss {loss:g} reached at step {report.step}{most} ({seen})"
-        context.event(EventKind.TARGET_REACHED, reason, row, step=report.step, target_loss=loss, smoothed_loss=smoothed)
+        context.event(TargetReachedData(step=report.step, target_loss=loss, smoothed_loss=smoothed), reason, row)
     else:
         reason = f"target loss {loss:g} was not reached in {report.step} steps ({seen})"
-        context.event(EventKind.TARGET_MISSED, reason, row, step=report.step, target_loss=loss, smoothed_loss=smoothed)
+        context.event(TargetMissedData(step=report.step, target_loss=loss, smoothed_loss=smoothed), reason, row)
 
 
 def reached(row: IncarnationRow) -> bool:
@@ -120,7 +120,7 @@ def _take(context: PassContext, row: IncarnationRow, target: LossTarget, made: P
         row.target = replace(target.unpredicted(), told=None)
         if target.told is not None:
             reason = f"when target loss {target.loss:g} is reached cannot be foretold any more"
-            context.event(EventKind.TARGET_LENGTH, f"{reason}: at {_bound(row)}", row, step=row.step)
+            context.event(TargetLengthData(step=row.step), f"{reason}: at {_bound(row)}", row)
         return
     bound = math.inf if row.total_steps is None else float(row.total_steps)
     step, at_most = min(made.steps, bound), min(made.at_most(), bound)
@@ -133,7 +133,7 @@ def _take(context: PassContext, row: IncarnationRow, target: LossTarget, made: P
             f"target loss {target.loss:g} is expected at step {expected}, at {latest} with the error of"
             f" the prediction{since}; at {_bound(row)}"
         )
-        context.event(EventKind.TARGET_LENGTH, reason, row, step=row.step, expected_step=expected, at_most_step=latest)
+        context.event(TargetLengthData(step=row.step, expected_step=expected, at_most_step=latest), reason, row)
 
 
 def _is_news(at_most: float, before: float, bound: float, step: int) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 
 from elasticflow_airflow.api import EventKind, State
+from elasticflow_airflow.api.event_data import EventData
 from elasticflow_airflow.engines.job_files import JobFiles
 from elasticflow_airflow.engines.port import STANDING, GangState, WorkerObservation
 from elasticflow_airflow.runtime.protocol import RescaleMode
@@ -220,14 +221,14 @@ class PassContext:
             return False
         return self.scheduler.knows_curve(row.job_id)
 
-    def event(self, kind: EventKind, reason: str, row: IncarnationRow, **data: Any) -> None:
+    def event(self, what: EventKind | EventData, reason: str, row: IncarnationRow) -> None:
         """Write an event of an incarnation."""
-        self.tx.add_event(kind, reason, row, data)
+        self.tx.add_event(what, reason, row)
 
-    def give_verdict(self, row: IncarnationRow, kind: EventKind, verdict: StoredVerdict, **data: Any) -> None:
+    def give_verdict(self, row: IncarnationRow, what: EventKind | EventData, verdict: StoredVerdict) -> None:
         """Write down what was decided of a job, and the event that tells of it, with the verdict's reason."""
         row.verdict = verdict
-        self.tx.add_event(kind, verdict.reason, row, data, is_verdict=True)
+        self.tx.add_event(what, verdict.reason, row, is_verdict=True)
 
     def end(
         self,

@@ -12,7 +12,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from elasticflow_airflow.api import EventKind, JobSubmission
+from elasticflow_airflow.api import JobSubmission
+from elasticflow_airflow.api.event_data import RunExpectedData, RunMissedData
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.recurring_work import CalendarPolicy, ExpectedRun, PastRun, expect
 from elasticflow_airflow.service.decisions import task_history
@@ -119,11 +120,10 @@ def arrive(context: PassContext, job: JobRow, row: IncarnationRow) -> str:
     if dues:
         replace_due(task, dues, row.submitted_at)
         context.event(
-            EventKind.RUN_EXPECTED,
+            RunExpectedData(due_at=dues),
             f"the next run of this task is due {moment(dues[0])}"
             + (f", and {len(dues) - 1} more after it" if len(dues) > 1 else ""),
             row,
-            due_at=dues,
         )
     task.next_due_at, task.updated_at = min(task.due, default=None), context.now
     context.learned = True
@@ -182,10 +182,9 @@ def _release(context: PassContext, task: RecurringTaskRow) -> None:
         task.due = [due for due in task.due if due != due_at]
         _remember(task, {"due_s": due_at, "came": False})
         context.tx.add_event(
-            EventKind.RUN_MISSED,
+            RunMissedData(due_at=due_at),
             f"the run of {name_of(task.recurring_key)} that was due {moment(due_at)} has not come: nothing is kept free"
             " for it any more",
-            data={"due_at": due_at},
         )
     task.next_due_at = min(task.due, default=None)
 

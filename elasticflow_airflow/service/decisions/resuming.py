@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elasticflow_airflow.api import EventKind
+from elasticflow_airflow.api.event_data import ResumedData, WarningData
 from elasticflow_airflow.runtime.protocol import Promotion, candidate_name
 from elasticflow_airflow.runtime.stores.manifest import CandidateInfo
 from elasticflow_airflow.service.decisions.pass_context import PassContext
@@ -60,14 +60,14 @@ def _take_in(context: PassContext, one: Looked, adopted: Adopted, candidate_serv
     elif adopted.again:
         reason = f"waits for its checkpoint, and tries again: {adopted.problem}"
         if row.state_reason != reason:
-            context.event(EventKind.WARNING, reason, row)
+            context.event(WarningData(), reason, row)
             row.state_reason = reason
     else:
         _begin_anew(context, row, adopted.problem)
 
 
 def _begin_anew(context: PassContext, row: IncarnationRow, problem: str) -> None:
-    context.event(EventKind.WARNING, f"starts from the beginning: {problem}", row)
+    context.event(WarningData(), f"starts from the beginning: {problem}", row)
     _add_copy(context, row, candidate_name(0, 0), step=0, digest="", status="invalid")
 
 
@@ -87,7 +87,7 @@ def _go_on(context: PassContext, row: IncarnationRow, info: CandidateInfo) -> No
     row.step = row.restart_step = info.step
     _add_copy(context, row, info.name, step=info.step, digest=info.digest, status="valid")
     reason = f"goes on from step {info.step}, the last valid checkpoint of incarnation {before.incarnation}"
-    context.event(EventKind.RESUMED, reason, row, step=info.step)
+    context.event(ResumedData(step=info.step), reason, row)
 
 
 def _add_copy(context: PassContext, row: IncarnationRow, path: str, *, step: int, digest: str, status: str) -> None:

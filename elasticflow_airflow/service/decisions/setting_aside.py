@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elasticflow_airflow.api import EventKind, State
+from elasticflow_airflow.api.event_data import end_data
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.model import events as ev
@@ -180,7 +181,7 @@ def _end(context: PassContext, row: IncarnationRow) -> None:
     row.secret_env = row.scheduler_state = row.lease_expires_at = row.projected_finish_at = None
     row.at_risk = False
     overwrite(row, state, reason)
-    context.event(EventKind[state.name], reason, row)
+    context.event(end_data(state, {}), reason, row)
 
 
 def ended(context: PassContext) -> set[str]:

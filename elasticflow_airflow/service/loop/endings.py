@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from elasticflow_airflow.api import EventKind, JobResult, State
+from elasticflow_airflow.api import JobResult, State
+from elasticflow_airflow.api.event_data import RestartingData, WarningData, end_data
 from elasticflow_airflow.engines.port import GangOutcome
 from elasticflow_airflow.runtime.protocol import UNTRAINED, RescaleMode
 from elasticflow_airflow.scheduler_core.model import events as ev
@@ -70,7 +71,7 @@ def _conclude(context: PassContext, row: IncarnationRow) -> None:
     row.projected_finish_at = row.finished_at if state is State.SUCCEEDED else None
     move(row, state, reason)
     if state is not State.REJECTED:
-        context.event(EventKind[state.name], reason, row, **(_summary(row) if row.result else {}))
+        context.event(end_data(state, row.result or {}), reason, row)
     # Only now may the scheduler give the slots away for good; by id, it knows no incarnations.
     if row.introduced and context.knows(row.job_id):
         if state is State.SUCCEEDED:
@@ -139,12 +140,6 @@ def rescales(generations: list[GenerationRow]) -> int:
     return sum(1 for before, after in pairwise(sizes) if before != after)
 
 
-def _summary(row: IncarnationRow) -> dict[str, object]:
-    assert row.result is not None  # the caller looked
-    names = ("met", "slack_s", "steps", "final_loss", "gpu_seconds", "rescales", "checkpoint_path", "finished_at")
-    return {name: row.result[name] for name in names}
-
-
 def settle(context: PassContext) -> None:
     """Decide what the end of each ended and judged generation means."""
     for generation in sorted(context.generations.values(), key=lambda g: g.generation):
@@ -188,7 +183,7 @@ def _settle(context: PassContext, row: IncarnationRow, generation: GenerationRow
     elif not was_desired:
         if outcome == GangOutcome.FAILED and not generation.notes.dropped:
             reason = f"generation {generation.generation} failed while it was leaving: {_first_line(generation)}"
-            context.event(EventKind.WARNING, reason, row, generation=generation.generation)
+            context.event(WarningData(generation=generation.generation), reason, row)
     elif generation.stop_cause == "hang":
         _again(context, row, f"restarts after a hang at step {row.step}")
     elif generation.stop_cause == "deaths":
@@ -357,7 +352,7 @@ def _again(context: PassContext, row: IncarnationRow, reason: str) -> None:
         where = f"begins again at step 0, as there was no checkpoint yet ({lost} steps are lost)"
     else:
         where = f"goes on from step {step}"
-    context.event(EventKind.RESTARTING, f"{reason}; {where}", row, step=step)
+    context.event(RestartingData(step=step), f"{reason}; {where}", row)
     if context.knows(row.job_id):
         if row.promoted:
             loss_target.tell(context, row, step=step)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from elasticflow_airflow.api import EventKind, JobSubmission, State, largest_share
+from elasticflow_airflow.api.event_data import SubmittedData
 from elasticflow_airflow.runtime.logical_workers import DEFAULT_LOGICAL_WORKERS
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.model import events as ev
@@ -132,7 +133,7 @@ def _introduce(context: PassContext, row: IncarnationRow, device_type: str, slot
     limit = _limit(submission, row.logical_workers, slots)
     row.verdict = replace(row.verdict, limit=limit)
     reason = _what_is_known(submission, speeds) + limit
-    context.event(EventKind.SUBMITTED, f"submitted; {reason}", row, deadline_at=row.deadline_at, curve=speeds)
+    context.event(SubmittedData(deadline_at=row.deadline_at, curve=speeds), f"submitted; {reason}", row)
     return replace(asked, task=recurring_runs.arrive(context, job, row))
 
 

@@ -12,6 +12,15 @@ from dataclasses import replace
 from typing import Any
 
 from elasticflow_airflow.api import EventKind, State
+from elasticflow_airflow.api.event_data import (
+    LengthData,
+    LogicalWorkersData,
+    MeasuredData,
+    RescaledData,
+    SeedData,
+    StartedData,
+    WarningData,
+)
 from elasticflow_airflow.bounds import TEXT_CHARACTERS, clean_text
 from elasticflow_airflow.engines.port import STANDING, GangObservation, GangOutcome, GangState
 from elasticflow_airflow.runtime.logical_workers import is_power_of_two
@@ -157,12 +166,9 @@ def _running(context: PassContext, row: IncarnationRow, generation: GenerationRo
     elif desired:
         step = row.step if generation.first_step is None else generation.first_step
         context.event(
-            EventKind.STARTED,
+            StartedData(generation=generation.generation, workers=generation.workers, step=step),
             f"generation {generation.generation} trains with {_workers(generation.workers)} from step {step}",
             row,
-            generation=generation.generation,
-            workers=generation.workers,
-            step=step,
         )
 
 
@@ -174,15 +180,16 @@ def _switched(context: PassContext, row: IncarnationRow, generation: GenerationR
     step = row.step if generation.first_step is None else generation.first_step
     new = before is not None and any(slot not in before.placement for slot in generation.placement)
     context.event(
-        EventKind.RESCALED,
+        RescaledData(
+            generation=generation.generation,
+            workers=generation.workers,
+            workers_before=None if before is None else before.workers,
+            step=step,
+            pause_s=pause_s,
+            state_bytes=size_bytes,
+        ),
         f"{_change(generation, before, new=new)} at step {step}{_cost(pause_s, size_bytes)}",
         row,
-        generation=generation.generation,
-        workers=generation.workers,
-        workers_before=None if before is None else before.workers,
-        step=step,
-        pause_s=pause_s,
-        state_bytes=size_bytes,
     )
     costs = row.costs
     if pause_s is not None and not generation.lost:
@@ -349,7 +356,7 @@ def _fold_report(context: PassContext, row: IncarnationRow, generation: Generati
             generation.notes = generation.notes.failed(message, kind, report.rank)
         case ReportKind.WARNING:
             if data.get("field") is None or _is_new(row, str(data["field"])):
-                context.event(EventKind.WARNING, message, row, generation=generation.generation)
+                context.event(WarningData(generation=generation.generation), message, row)
     return report.kind is ReportKind.FINISHED and loss_target.reached(row)  # Else the last step has said so already.
 
 
@@ -360,7 +367,7 @@ def _say_refused(
     for field, problem in refused.items():
         if _is_new(row, field):
             reason = f"the training reports values that are not taken: {field} {problem}"
-            context.event(EventKind.WARNING, reason, row, generation=generation.generation, field=field)
+            context.event(WarningData(generation=generation.generation, field=field), reason, row)
 
 
 def _is_new(row: IncarnationRow, field: str) -> bool:
@@ -397,7 +404,7 @@ def _started(context: PassContext, row: IncarnationRow, generation: GenerationRo
         row.seed = int(data["seed"]) if row.seed is None else row.seed
         if first:
             shares = "" if row.logical_workers is None else f" in {row.logical_workers} logical workers"
-            context.event(EventKind.SEED, f"trains with seed {row.seed}{shares}", row, seed=row.seed)
+            context.event(SeedData(seed=row.seed), f"trains with seed {row.seed}{shares}", row)
     if data.get("init_from"):
         context.event(EventKind.INITIALISED, f"starts from the weights of {data['init_from']}", row)
     steps = data.get("steps")
@@ -405,7 +412,7 @@ def _started(context: PassContext, row: IncarnationRow, generation: GenerationRo
         return False
     if row.total_steps is not None:
         reason = f"the training says that it is {steps} steps long, not {row.total_steps}"
-        context.event(EventKind.LENGTH, reason, row, steps=steps)
+        context.event(LengthData(steps=steps), reason, row)
     row.total_steps = int(steps)
     if context.knows(row.job_id) and not row.ending:
         loss_target.tell(context, row, step=report.step, total=True)
@@ -421,7 +428,7 @@ def _adopt_logical_workers(context: PassContext, row: IncarnationRow, report: Re
         return
     row.logical_workers = said
     reason = f"the script says how many logical workers it has, {said}: at most so many workers train it"
-    context.event(EventKind.LOGICAL_WORKERS, reason, row, logical_workers=said)
+    context.event(LogicalWorkersData(logical_workers=said), reason, row)
     if context.knows(row.job_id) and not row.ending:
         feed(context, ev.JobAmended(row.job_id, max_workers=said))
 
@@ -477,7 +484,7 @@ def _tell_progress(context: PassContext, row: IncarnationRow, generation: Genera
         if speed is not None:
             generation.notes = replace(generation.notes, measured=True)
             reason = f"measured {speed:.3g} steps/s with {_workers(generation.workers)}"
-            context.event(EventKind.MEASURED, reason, row, workers=generation.workers, steps_per_s=speed)
+            context.event(MeasuredData(workers=generation.workers, steps_per_s=speed), reason, row)
             if not row.submission.scaling_curve:  # Even if it is refused, its next run need not measure that again.
                 task_history.remember(context.tx, context.jobs[row.job_id], row, context.now)
             loss_target.tell(context, row)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from elasticflow_airflow.api import EventKind
+from elasticflow_airflow.api.event_data import CheckpointDamagedData, CheckpointData
 from elasticflow_airflow.engines.port import GangState
 from elasticflow_airflow.runtime.protocol import Promotion
 from elasticflow_airflow.service.decisions.pass_context import PassContext
@@ -60,7 +60,7 @@ def _record(context: PassContext, row: IncarnationRow, known: CandidateRow | Non
     candidate.status = "invalid" if verified.problem else "valid"
     if verified.problem:
         reason = f"checkpoint {verified.path} is not used: {verified.problem}"
-        context.event(EventKind.CHECKPOINT_DAMAGED, reason, row, path=verified.path)
+        context.event(CheckpointDamagedData(path=verified.path), reason, row)
 
 
 def _promote_best(context: PassContext, row: IncarnationRow) -> None:
@@ -74,7 +74,7 @@ def _promote_best(context: PassContext, row: IncarnationRow) -> None:
     row.promoted = Promotion(path=best.path, generation=best.generation, step=best.step, digest=best.digest)
     where = context.files.checkpoint(row.job_id, row.incarnation, best.path)
     reason = f"the checkpoint of step {best.step} counts from now on"
-    context.event(EventKind.CHECKPOINT, reason, row, **asdict(row.promoted), checkpoint_path=str(where))
+    context.event(CheckpointData(**asdict(row.promoted), checkpoint_path=str(where)), reason, row)
 
 
 def ask(context: PassContext, candidate_service: CandidateService) -> None:

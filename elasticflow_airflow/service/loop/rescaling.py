@@ -17,7 +17,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from elasticflow_airflow.api import EventKind, State
+from elasticflow_airflow.api import State
+from elasticflow_airflow.api.event_data import (
+    JoinFailedData,
+    NotMeasuredData,
+    ResizedData,
+    RestartInsteadData,
+    WorkerLostData,
+)
 from elasticflow_airflow.engines.port import GangState, WorkerObservation
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core.model import events as ev
@@ -93,7 +100,7 @@ def recover(context: PassContext, row: IncarnationRow, training: GenerationRow, 
     if len(before) >= context.settings.max_recoveries:
         again = f"; it is the {_ordinal(len(before) + 1)} time within {duration(window_s)}" if before else ""
         reason = f"{what}{again}: restarts from the last checkpoint"
-        context.event(EventKind.WORKER_LOST, reason, row, generation=training.generation, lost=sorted(lost))
+        context.event(WorkerLostData(generation=training.generation, lost=sorted(lost)), reason, row)
         for generation in (desired, training):
             if generation is not None:
                 generation.desired, generation.stop_cause = "stop", "deaths"
@@ -115,15 +122,16 @@ def recover(context: PassContext, row: IncarnationRow, training: GenerationRow, 
         own=True,
     )
     context.event(
-        EventKind.WORKER_LOST,
+        WorkerLostData(
+            generation=generation.generation,
+            workers=len(slots),
+            workers_before=training.workers,
+            slots=slots,
+            lost=sorted(lost),
+            mode=generation.mode,
+        ),
         reason,
         row,
-        generation=generation.generation,
-        workers=len(slots),
-        workers_before=training.workers,
-        slots=slots,
-        lost=sorted(lost),
-        mode=generation.mode,
     )
 
 
@@ -158,14 +166,15 @@ def fall_back(context: PassContext, row: IncarnationRow, generation: GenerationR
         own=generation.notes.own,
     )
     context.event(
-        EventKind.RESTART_INSTEAD,
+        RestartInsteadData(
+            generation=restart.generation,
+            workers=restart.workers,
+            workers_before=before,
+            slots=restart.placement,
+            mode=restart.mode,
+        ),
         reason,
         row,
-        generation=restart.generation,
-        workers=restart.workers,
-        workers_before=before,
-        slots=restart.placement,
-        mode=restart.mode,
     )
 
 
@@ -188,7 +197,7 @@ def break_circles(context: PassContext) -> None:
             due.notes = replace(due.notes, vacate=True)
             others = ", ".join(sorted(holders))
             reason = f"its new slots are held by {others}, waiting for its own: saves, makes room, and starts again"
-            context.event(EventKind.RESTART_INSTEAD, reason, row, mode=due.mode, workers=due.workers)
+            context.event(RestartInsteadData(mode=due.mode, workers=due.workers), reason, row)
 
 
 class Holders:
@@ -233,15 +242,16 @@ def go_on_as_planned(context: PassContext, row: IncarnationRow, generation: Gene
         continues=can_continue(context, row),
     )
     context.event(
-        EventKind.RESIZED,
+        ResizedData(
+            generation=following.generation,
+            workers=following.workers,
+            workers_before=generation.workers,
+            slots=planned,
+            purpose=generation.purpose,
+            mode=following.mode,
+        ),
         reason,
         row,
-        generation=following.generation,
-        workers=following.workers,
-        workers_before=generation.workers,
-        slots=planned,
-        purpose=generation.purpose,
-        mode=following.mode,
     )
 
 
@@ -265,7 +275,9 @@ def _look_after_joiners(
         change.notes = replace(change.notes, measured=True)
         _count_failure(row)
         _stay(context, row, training, dead, said)
-        context.event(EventKind.NOT_MEASURED, f"{change.workers} workers could not be measured: {said}", row)
+        context.event(
+            NotMeasuredData(workers=change.workers), f"{change.workers} workers could not be measured: {said}", row
+        )
         feed(context, ev.JobMeasured(row.job_id, change.workers, None, failed=True))
     elif row.in_place.failures + 1 >= context.settings.in_place_attempts or _given_away(context, training):
         fall_back(context, row, change, said)
@@ -301,15 +313,16 @@ def _stay(
         own=True,
     )
     context.event(
-        EventKind.JOIN_FAILED,
+        JoinFailedData(
+            generation=generation.generation,
+            workers=training.workers,
+            workers_before=training.workers,
+            slots=training.placement,
+            lost=generation.lost,
+            mode=generation.mode,
+        ),
         reason,
         row,
-        generation=generation.generation,
-        workers=training.workers,
-        workers_before=training.workers,
-        slots=training.placement,
-        lost=generation.lost,
-        mode=generation.mode,
     )
 
 

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, replace
 from statistics import median
 
-from elasticflow_airflow.api import EventKind
+from elasticflow_airflow.api.event_data import SlotBackData, SlowWorkerData
 from elasticflow_airflow.engines.port import GangState, WorkerObservation
 from elasticflow_airflow.runtime.protocol import Report
 from elasticflow_airflow.scheduler_core.jobs.stragglers import StragglerRule, add_window, find_stragglers
@@ -91,7 +91,7 @@ def take_back(context: PassContext) -> None:
         if row.until_at <= context.now:
             context.tx.forget_avoided(row)
             reason = f"slot {row.node_id}:{row.slot_index} is used again: {row.reason}"
-            context.tx.add_event(EventKind.SLOT_BACK, reason, None, {"node_id": row.node_id, "slot": row.slot_index})
+            context.tx.add_event(SlotBackData(node_id=row.node_id, slot=row.slot_index), reason)
 
 
 def _find(context: PassContext, row: IncarnationRow, training: GenerationRow) -> _Slow | None:
@@ -114,18 +114,22 @@ def _answer(context: PassContext, row: IncarnationRow, training: GenerationRow, 
     slot = slow.worker.slot
     event = ev.SlotSlow(row.job_id, slot, until_s, _gain(context, row, slow))
     against, workers = _outcome(context, row, training, event)
-    data = {"worker": slow.worker.worker_id, "slot": [slot.node_id, slot.index], "step_s": slow.step_s}
-    data |= {"median_s": slow.median_s, "slowdown": slow.step_s / slow.median_s}
+    data = SlowWorkerData(
+        action="left",
+        worker=slow.worker.worker_id,
+        slot=[slot.node_id, slot.index],
+        step_s=slow.step_s,
+        median_s=slow.median_s,
+        slowdown=slow.step_s / slow.median_s,
+    )
     if against:
         if not again:
-            context.event(
-                EventKind.SLOW_WORKER, f"{slow.seen}: it is left there, as {against}", row, action="left", **data
-            )
+            context.event(data, f"{slow.seen}: it is left there, as {against}", row)
         return
     action = "moved" if workers >= training.workers else "shrunk"
     done = "its gang moves to other slots" if action == "moved" else f"its gang goes on with {workers} of its workers"
     reason = f"{slow.seen}: {done}, and the slot is avoided until {moment(until_s)}"
-    context.event(EventKind.SLOW_WORKER, reason, row, action=action, until_at=until_s, **data)
+    context.event(replace(data, action=action, until_at=until_s), reason, row)
     context.tx.avoid(
         slot.node_id, slot.index, until_s, f"worker {slow.worker.worker_id} of {row.job_id} was slow there"
     )

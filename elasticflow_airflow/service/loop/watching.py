@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from elasticflow_airflow.api import EventKind, State
+from elasticflow_airflow.api.event_data import HangData, NotMeasuredData, WarningData
 from elasticflow_airflow.engines.port import GangState
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core.model import events as ev
@@ -149,7 +150,7 @@ def _give_up_hung(context: PassContext, row: IncarnationRow, generation: Generat
 def _cannot_measure(context: PassContext, row: IncarnationRow, generation: GenerationRow, why: str) -> None:
     generation.notes = replace(generation.notes, measured=True)
     reason = f"{generation.workers} workers could not be measured: {why}"
-    context.event(EventKind.NOT_MEASURED, reason, row, workers=generation.workers)
+    context.event(NotMeasuredData(workers=generation.workers), reason, row)
     feed(context, ev.JobMeasured(row.job_id, generation.workers, None, failed=True))
 
 
@@ -163,7 +164,7 @@ def _reports_nothing(context: PassContext, row: IncarnationRow, generation: Gene
         f"the script reports no steps, so its {unknown} and speed are unknown: it goes on as best effort{fails}. Use"
         " the session, or give steps= with progress_regex= or progress_file="
     )
-    context.event(EventKind.WARNING, reason, row)
+    context.event(WarningData(), reason, row)
     if not row.best_effort and context.knows(row.job_id):
         feed(context, ev.JobAmended(row.job_id, best_effort=True))
         row.verdict = replace(row.verdict, decision="best_effort", reason=reason, deadline_at=None)
@@ -178,4 +179,4 @@ def _hang(context: PassContext, row: IncarnationRow, generation: GenerationRow, 
     for one in (context.desired(row), generation):
         if one is not None:
             one.desired, one.stop_cause = "stop", "hang"
-    context.event(EventKind.HANG, f"{what}: it is stopped and started once more", row, generation=generation.generation)
+    context.event(HangData(generation=generation.generation), f"{what}: it is stopped and started once more", row)

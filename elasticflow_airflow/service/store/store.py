@@ -19,6 +19,7 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session, defer, load_only, sessionmaker
 
 from elasticflow_airflow.api import EventKind, JobIdentity, State
+from elasticflow_airflow.api.event_data import EventData, kind_and_data
 from elasticflow_airflow.api.insight import DagAsked
 from elasticflow_airflow.engines.port import STANDING
 from elasticflow_airflow.service import crashpoints
@@ -637,17 +638,16 @@ class Writer(Reader):
             self.session.execute(sa.delete(EventRow).where(EventRow.event_id <= old[-1].event_id))
         return len(old)
 
-    def add_event(
-        self, kind: EventKind, reason: str, row: IncarnationRow | None = None, data: dict[str, Any] | None = None
-    ) -> int:
+    def add_event(self, what: EventKind | EventData, reason: str, row: IncarnationRow | None = None) -> int:
         """Write an event (of an incarnation) and return its id."""
+        kind, data = kind_and_data(what)
         event = EventRow(
             job_id=row.job_id if row else None,
             incarnation=row.incarnation if row else None,
             at=self._now(),
             kind=kind.value,
             reason=reason,
-            data=data or {},
+            data=data,
         )
         self.session.add(event)
         self.session.flush()

@@ -18,6 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from elasticflow_airflow.api import EventKind
+from elasticflow_airflow.api.event_data import EventData, kind_and_data
 from elasticflow_airflow.service import crashpoints
 from elasticflow_airflow.service.store.storable import check_storable
 from elasticflow_airflow.service.store.store import Reader, Store
@@ -202,14 +203,14 @@ class UnitOfWork(Reader):
 
     def add_event(
         self,
-        kind: EventKind,
+        what: EventKind | EventData,
         reason: str,
         row: IncarnationRow | None = None,
-        data: dict[str, Any] | None = None,
         *,
         is_verdict: bool = False,
     ) -> NewEvent:
         """Note an event (of an incarnation); with ``is_verdict`` the row's verdict names it once its id is known."""
+        kind, data = kind_and_data(what)
         event = NewEvent(
             row,
             {
@@ -218,7 +219,7 @@ class UnitOfWork(Reader):
                 "at": self._store.clock(),
                 "kind": kind.value,
                 "reason": reason,
-                "data": data or {},
+                "data": data,
             },
             is_verdict,
         )

@@ -113,7 +113,7 @@ class Tallies:
         assert event.job_id is not None  # the caller looked
         assert event.incarnation is not None
         self._asked.pop((event.job_id, event.incarnation), None)
-        if event.kind != "rejected" and "gpu_seconds" not in event.data:
+        if event.kind != "rejected" and event.data.get("gpu_seconds") is None:
             return  # It says why it ends; that it has ended is said when its workers are gone.
         if self._over.get(event.job_id, 0) >= event.incarnation:
             return
