@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum, auto
-from typing import Any, Final, get_args
+from typing import Any, Final, Literal, get_args
 
 from elasticflow_airflow.api import Consistency, OnMiss, OnReject
 
@@ -85,6 +85,8 @@ class Option:
     """Whether it is a template field of the operator."""
     decidable: bool = field(default=True, kw_only=True)
     """Whether a decorated function may decide it; not what Airflow must know before the function runs."""
+    forecast: Literal["needed", "useful"] | None = field(default=None, kw_only=True)
+    """Whether a forecast of runs to come cannot be without it, or leaves it out where only a run knows it."""
     wire: str | None = field(default=None, kw_only=True)
     """Its field in a ``JobSubmission``; None: it is Airflow's affair alone."""
     flag: str | None = field(default=None, kw_only=True)
@@ -108,10 +110,10 @@ class Option:
 class WhatToTrain:
     """The code, its arguments, and where it begins."""
 
-    script = Option(ValueKind.PATH, template=True, wire="command.script")
+    script = Option(ValueKind.PATH, template=True, forecast="needed", wire="command.script")
     """Training script, relative to the DAG file's folder (then to the bundle's root), or absolute. Give this or
     `module`."""
-    module = Option(ValueKind.TEXT, template=True, wire="command.module")
+    module = Option(ValueKind.TEXT, template=True, forecast="needed", wire="command.module")
     """Module to run, like `package.train`. It is found on the worker's Python path, and not imported there."""
     script_args = Option(ValueKind.ARGUMENTS, (), template=True, wire="command.args")
     """List of arguments, one element each. Numbers become text. Whoever is on the machine sees them in its table of
@@ -161,18 +163,27 @@ class HowMuch:
     steps = Option(
         ValueKind.COUNT,
         template=True,
+        forecast="useful",
         wire="length.steps",
         flag="--steps",
         help="How many optimizer steps to train; or --epochs.",
     )
     """Optimizer steps in all. Not beside `epochs` or `samples`."""
-    epochs = Option(ValueKind.COUNT, template=True, wire="length.epochs", flag="--epochs", help="How many epochs.")
+    epochs = Option(
+        ValueKind.COUNT,
+        template=True,
+        forecast="useful",
+        wire="length.epochs",
+        flag="--epochs",
+        help="How many epochs.",
+    )
     """Epochs, if there are no `steps`. With neither, the script's own length counts (`session.epochs(4)`,
     `num_train_epochs=4`, `max_epochs=4`); a script that has none, but a loop of its own over the loader, ends with an
     error before its first step. With `samples` alone, one epoch."""
     samples = Option(
         ValueKind.COUNT,
         template=True,
+        forecast="useful",
         wire="length.samples",
         flag="--samples",
         help="Samples of an epoch, if they are known.",
@@ -182,6 +193,7 @@ class HowMuch:
         ValueKind.COUNT,
         REQUIRED,
         template=True,
+        forecast="needed",
         wire="global_batch_size",
         flag="--batch",
         help="Samples of a step, over all workers.",
@@ -205,6 +217,7 @@ class ByWhen:
     deadline = Option(
         ValueKind.MOMENT,
         template=True,
+        forecast="needed",
         wire="deadline_at",
         flag="--deadline",
         help=f"When it must have ended: {MOMENT_FORMS}.",
@@ -242,6 +255,7 @@ class ByWhen:
     latest_deadline = Option(
         ValueKind.MOMENT,
         template=True,
+        forecast="useful",
         wire="latest_deadline_at",
         flag="--latest-deadline",
         help="With renegotiate or late, which lets its value fall until then: the latest deadline that will do.",
@@ -328,7 +342,9 @@ class HowItRuns:
     deferrable = Option(ValueKind.SWITCH, decidable=False, default_means="`[elasticflow] deferrable` (true)")
     """Wait in the triggerer. `False` blocks a worker slot. Under `dag.test()` a deferrable task is rescheduled instead,
     so that several jobs are in flight."""
-    elasticflow_conn_id = Option(ValueKind.TEXT, "elasticflow_default", template=True, decidable=False)
+    elasticflow_conn_id = Option(
+        ValueKind.TEXT, "elasticflow_default", template=True, decidable=False, forecast="needed"
+    )
     """Connection of the service. Where the *default* one is missing, the embedded service of this machine is used."""
 
 
@@ -338,6 +354,8 @@ OPTIONS: Final[Mapping[str, Option]] = {
     name: option for group in GROUPS for name, option in vars(group).items() if isinstance(option, Option)
 }
 TEMPLATE_FIELDS: Final = tuple(name for name, option in OPTIONS.items() if option.template)
+FORECAST: Final = {name: option.forecast for name, option in OPTIONS.items() if option.forecast is not None}
+"""What a forecast reads of a task before any run."""
 DEFAULTS: Final[Mapping[str, Any]] = {
     name: None if option.default is REQUIRED else option.default for name, option in OPTIONS.items()
 }

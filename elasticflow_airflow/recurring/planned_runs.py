@@ -22,6 +22,7 @@ from airflow.sdk.definitions.mappedoperator import MappedOperator
 from airflow.sdk.definitions.param import ParamsDict
 
 from elasticflow_airflow.api import JobIdentity, PlannedRun
+from elasticflow_airflow.api.training_options import FORECAST
 from elasticflow_airflow.client import SnapshotError
 from elasticflow_airflow.deadlines.dag_deadline import alerts_of
 from elasticflow_airflow.deadlines.parse import DeadlineError
@@ -39,9 +40,6 @@ log = logging.getLogger(__name__)
 
 MOST_RUNS = 500
 """So many planned runs at most are asked about at once."""
-_NEEDED = ("script", "module", "global_batch_size", "deadline", "elasticflow_conn_id")
-_LENGTH = ("steps", "epochs", "samples")
-_LATEST = "latest_deadline"
 _MOST_MAPPED = 100
 
 
@@ -230,16 +228,16 @@ def _rendered(operator: ElasticTrainOperator, dag: DAG, run: KnownRun) -> tuple[
     environment = dag.get_template_env()
     for name in operator.template_fields:
         value = getattr(operator, name)
-        if value is None or name not in (*_NEEDED, *_LENGTH, _LATEST):
+        if value is None or name not in FORECAST:
             _set(task, given, name, () if name == "script_args" else None)
             continue
         try:
             _put(task, name, operator.render_template(value, context, environment))
         except NeedsARunError as error:
-            if name in _NEEDED:
+            if FORECAST[name] == "needed":
                 raise NeedsARunError(f"{name}={value!r} {error}") from None
             _set(task, given, name, None)  # the service knows how long the last run was
-            if name == _LATEST:
+            if name == "latest_deadline":
                 _put(task, "on_reject", "fail")  # nothing later than the deadline is known to do
         except Exception as error:
             raise NeedsARunError(f"{name}={value!r} cannot be rendered before a run: {error!r}") from error
