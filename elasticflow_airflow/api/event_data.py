@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from elasticflow_airflow.api.event_kinds import EventKind
-from elasticflow_airflow.api.status import State
+from elasticflow_airflow.api.status import JobResult, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,12 +377,12 @@ EVENT_DATA: Mapping[EventKind, type[EventData]] = _all(EventData)
 """By kind; an event of any other kind carries nothing."""
 
 
-def end_data(state: State, result: Mapping[str, Any]) -> EventData:
+def end_data(state: State, result: JobResult | None) -> EventData:
     """What the end of a job in this state carries of its result, as far as there is one."""
     if state is State.REJECTED:
         return RejectedData(deadline_at=None)
     of = {State.SUCCEEDED: SucceededData, State.FAILED: FailedData, State.CANCELLED: CancelledData}[state]
-    return of(**{one.name: result.get(one.name) for one in fields(of)})
+    return of() if result is None else of(**{one.name: getattr(result, one.name) for one in fields(of)})
 
 
 def kind_and_data(what: EventKind | EventData) -> tuple[EventKind, dict[str, Any]]:

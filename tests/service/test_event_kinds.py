@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import elasticflow_airflow.service
-from elasticflow_airflow.api import Event, EventKind, State
+from elasticflow_airflow.api import Event, EventKind, JobResult, State
 from elasticflow_airflow.api.event_data import EVENT_DATA, StartedData, end_data, kind_and_data
 from elasticflow_airflow.api.event_kinds import Tone
 
@@ -34,9 +34,9 @@ def test_what_an_event_carries_cannot_be_forgotten() -> None:
 
 @pytest.mark.parametrize("state", [state for state in State if state.terminal])
 def test_every_end_carries_what_is_known_of_the_result(state: State) -> None:
-    kind, data = kind_and_data(end_data(state, {"met": True, "steps": 5}))
+    kind, data = kind_and_data(end_data(state, JobResult(met=True, steps=5)))
     assert kind == EventKind[state.name]
-    assert state is State.REJECTED or (data["met"], data["steps"], data["gpu_seconds"]) == (True, 5, None)
+    assert state is State.REJECTED or (data["met"], data["steps"], data["gpu_seconds"]) == (True, 5, 0.0)
 
 
 def test_a_state_in_which_jobs_end_is_a_kind_of_event() -> None:

@@ -93,7 +93,7 @@ def test_after_an_acknowledged_success_the_task_trains_again_from_nothing(world)
     assert second.job.step == 0
     done = world.ended(second)
     assert (done.state, done.result.steps) == ("succeeded", 200)
-    assert done.result.checkpoint_path != world.row(first, 1).result["checkpoint_path"]
+    assert done.result.checkpoint_path != world.row(first, 1).result.checkpoint_path
 
 
 def fail(world):

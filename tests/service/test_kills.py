@@ -251,7 +251,7 @@ class Lives:
                     assert promotion is not None, story
                     assert promotion == row.promoted, story
                     assert promotion.step == row.total_steps, story
-                    assert verify_candidate(checkpoints / promotion.path).digest == row.result["checkpoint_digest"]
+                    assert verify_candidate(checkpoints / promotion.path).digest == row.result.checkpoint_digest
                     assert row.acknowledged, story
                     assert kinds["acknowledged"] == 1, story
                 for g in generations:

@@ -9,6 +9,7 @@ import pytest
 from elasticflow_airflow.runtime.protocol import Report, ReportKind
 from elasticflow_airflow.service.loop import observing
 from elasticflow_airflow.service.store.documents.generation_notes import GenerationNotes
+from elasticflow_airflow.service.store.documents.job_documents import Sampling
 from elasticflow_airflow.service.store.documents.speed_measurement import Enough, SpeedMeasurement
 
 
@@ -21,7 +22,7 @@ def fold():
         now=1e9, enough=enough, samples=[], end=lambda row, state, reason, failure: ended.append(reason)
     )
     row = SimpleNamespace(step=0, loss=None, steps_per_s=None, ever_reported=False, last_step_at=None, target=None)
-    row.job_id, row.incarnation, row.sampling = "job", 1, {}
+    row.job_id, row.incarnation, row.sampling = "job", 1, Sampling()
     generation = SimpleNamespace(
         last_step=None,
         last_step_at=None,

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from elasticflow_airflow.service.loop import samples
+from elasticflow_airflow.service.store.documents.job_documents import Sampling
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 
@@ -54,10 +55,10 @@ def test_samples_go_on_after_a_restart_of_the_service_without_doubling(world):
 
 
 def test_what_was_said_last_of_noise_and_samples_is_kept():
-    row = SimpleNamespace(sampling={"number": 4, "at": 1.0})
+    row = SimpleNamespace(sampling=Sampling(4, 1.0))
     samples.note(row, {"noise_scale": 240.5, "samples_per_s": 100, "loss": 1.0})
     samples.note(row, {"noise_scale": None, "samples_per_s": math.inf})
-    assert row.sampling == {"number": 4, "at": 1.0, "noise_scale": 240.5, "samples_per_s": 100.0}
+    assert row.sampling == Sampling(4, 1.0, noise_scale=240.5, samples_per_s=100.0)
 
 
 def test_a_checkpoint_is_known_with_its_time_and_size(world):

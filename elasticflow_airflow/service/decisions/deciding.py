@@ -44,7 +44,7 @@ from elasticflow_airflow.service.decisions import task_history
 from elasticflow_airflow.service.decisions.faults import SchedulerFaultError
 from elasticflow_airflow.service.decisions.next_generation import can_continue, order, unbegun_restart_of
 from elasticflow_airflow.service.decisions.pass_context import PassContext
-from elasticflow_airflow.service.store.documents.job_documents import StoredVerdict
+from elasticflow_airflow.service.store.documents.job_documents import AmendmentAnswer, StoredVerdict
 from elasticflow_airflow.service.store.documents.scheduler_values import plan_to_json, slots_to_json
 from elasticflow_airflow.service.store.store import DATABASE_AWAY
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
@@ -310,15 +310,16 @@ def _amended(context: PassContext, row: IncarnationRow, decision: Amended) -> No
     else:
         context.event(told, reason, row)
     if context.amendment is not None and context.amendment.job_id == row.job_id:
-        context.amendment.answer = {"accepted": True, "reason": reason, "earliest_deadline_at": None}
+        context.amendment.answer = AmendmentAnswer(accepted=True, reason=reason)
 
 
 def _amend_rejected(context: PassContext, row: IncarnationRow, decision: AmendRejected) -> None:
     earliest = decision.earliest_deadline_s
     context.event(AmendRejectedData(earliest_deadline_at=earliest), decision.reason, row)
     if context.amendment is not None and context.amendment.job_id == row.job_id:
-        answer = {"accepted": False, "reason": decision.reason, "earliest_deadline_at": earliest}
-        context.amendment.answer = answer
+        context.amendment.answer = AmendmentAnswer(
+            accepted=False, reason=decision.reason, earliest_deadline_at=earliest
+        )
 
 
 def _finite(value: float) -> float | None:

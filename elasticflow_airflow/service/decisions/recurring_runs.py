@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from typing import Any
 
 from elasticflow_airflow.api import JobSubmission
 from elasticflow_airflow.api.event_data import RunExpectedData, RunMissedData
@@ -20,7 +19,7 @@ from elasticflow_airflow.service.decisions import task_history
 from elasticflow_airflow.service.decisions.deciding import feed
 from elasticflow_airflow.service.decisions.pass_context import PassContext, costs_from
 from elasticflow_airflow.service.settings import ServiceSettings
-from elasticflow_airflow.service.store.documents.job_documents import InPlaceRecord
+from elasticflow_airflow.service.store.documents.job_documents import InPlaceRecord, TaskFacts
 from elasticflow_airflow.service.store.documents.scheduler_values import curve_from_json
 from elasticflow_airflow.service.store.store import Reader
 from elasticflow_airflow.service.store.tables import IncarnationRow, JobRow, RecurringTaskRow
@@ -93,7 +92,9 @@ def arrive(context: PassContext, job: JobRow, row: IncarnationRow) -> str:
         return ""
     expected = [due for due in task.due if due - POLICY.early_s <= context.now] if task is not None else []
     if task is None:
-        task = RecurringTaskRow(recurring_key=job.recurring_key, due=[], past=[], facts={}, updated_at=context.now)
+        task = RecurringTaskRow(
+            recurring_key=job.recurring_key, due=[], past=(), facts=TaskFacts(), updated_at=context.now
+        )
         context.tx.add(task)
     context.tx.rely_on(task, "due")
     if not expected and not dues:
@@ -102,21 +103,20 @@ def arrive(context: PassContext, job: JobRow, row: IncarnationRow) -> str:
     task.due = [due for due in task.due if due != due_at]
     _remember(
         task,
-        {
-            "due_s": due_at,
-            "came": True,
-            "late_s": max(0.0, row.submitted_at - due_at),
-            "steps": float(row.total_steps or 0),
-            "deadline_after_s": 0.0 if row.deadline_at is None else row.deadline_at - due_at,
-        },
+        PastRun(
+            due_s=due_at,
+            late_s=max(0.0, row.submitted_at - due_at),
+            steps=float(row.total_steps or 0),
+            deadline_after_s=0.0 if row.deadline_at is None else row.deadline_at - due_at,
+        ),
     )
-    task.facts = {
-        "signature": row.signature,
-        "scaling_curve": row.submission.scaling_curve,
-        "min_workers": row.submission.min_workers,
-        "max_workers": row.submission.max_workers,
-        "logical_workers": row.logical_workers,
-    }
+    task.facts = TaskFacts(
+        signature=row.signature,
+        scaling_curve=row.submission.scaling_curve,
+        min_workers=row.submission.min_workers,
+        max_workers=row.submission.max_workers,
+        logical_workers=row.logical_workers,
+    )
     if dues:
         replace_due(task, dues, row.submitted_at)
         context.event(
@@ -135,7 +135,7 @@ def replace_due(task: RecurringTaskRow, due_at: Iterable[float], now: float) -> 
 
     What is due already may still come, and stays; what has come, or was given up, is not expected again.
     """
-    over = [float(run["due_s"]) for run in task.past]
+    over = [run.due_s for run in task.past]
     coming = {due for due in due_at if due > now and all(abs(due - known) > _SAME_S for known in over)}
     due = sorted({*(known for known in task.due if known <= now), *coming})
     if due == task.due:
@@ -169,8 +169,8 @@ def _next_dues(submission: JobSubmission, submitted_at: float) -> list[float]:
     return sorted(due for due in said if due is not None and due > submitted_at)
 
 
-def _remember(task: RecurringTaskRow, run: dict[str, Any]) -> None:
-    task.past = [*task.past, run][-_KEPT:]
+def _remember(task: RecurringTaskRow, run: PastRun) -> None:
+    task.past = (*task.past, run)[-_KEPT:]
 
 
 def _release(context: PassContext, task: RecurringTaskRow) -> None:
@@ -180,7 +180,7 @@ def _release(context: PassContext, task: RecurringTaskRow) -> None:
             continue
         context.tx.rely_on(task, "due")
         task.due = [due for due in task.due if due != due_at]
-        _remember(task, {"due_s": due_at, "came": False})
+        _remember(task, PastRun(due_s=due_at, came=False))
         context.tx.add_event(
             RunMissedData(due_at=due_at),
             f"the run of {name_of(task.recurring_key)} that was due {moment(due_at)} has not come: nothing is kept free"
@@ -196,21 +196,21 @@ def _release_at(run: ExpectedRun | None, due_at: float) -> float:
 def _expected(settings: ServiceSettings, reader: Reader, task: RecurringTaskRow, due_at: float) -> ExpectedRun | None:
     """A due run as the scheduler knows it; None while its speed or its length is not known."""
     facts = task.facts
-    past = task_history.past_of(reader.history(task.recurring_key, facts.get("signature", "")))
-    given = {int(size): float(speed) for size, speed in (facts.get("scaling_curve") or {}).items()}
+    past = task_history.past_of(reader.history(task.recurring_key, facts.signature))
+    given = facts.scaling_curve
     speeds = task_history.speeds_to_plan_with(given, past.measured) if given else past.speeds
     if not speeds:
         return None
     sigma, sigmas = task_history.sigmas_of(past, given, settings.scheduler_config())
-    limits = [size for size in (facts["max_workers"], facts["logical_workers"]) if size is not None]
+    limits = [size for size in (facts.max_workers, facts.logical_workers) if size is not None]
     return expect(
-        [PastRun(**run) for run in task.past],
+        task.past,
         run_id=_run_id(task, due_at),
         task=task.recurring_key,
         due_s=due_at,
         curve=curve_from_json(speeds),
         costs=costs_from(settings, past.costs, InPlaceRecord()),
-        min_workers=int(facts["min_workers"]),
+        min_workers=facts.min_workers,
         max_workers=min(limits, default=None),
         speed_sigma=sigma,
         speed_sigmas=sigmas,

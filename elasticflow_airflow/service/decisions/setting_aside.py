@@ -19,7 +19,7 @@ from elasticflow_airflow.service.decisions.faults import Fault, find_culprits
 from elasticflow_airflow.service.decisions.pass_context import PassContext, alive, can_be_stopped
 from elasticflow_airflow.service.secrets import redact
 from elasticflow_airflow.service.store.documents.columns import readable
-from elasticflow_airflow.service.store.documents.job_documents import Ending
+from elasticflow_airflow.service.store.documents.job_documents import AmendmentAnswer, Ending
 from elasticflow_airflow.service.store.documents.scheduler_values import placement_from_json, slots_to_json
 from elasticflow_airflow.service.store.documents.submission import StoredSubmission
 from elasticflow_airflow.service.store.stored_bounds import (
@@ -91,7 +91,7 @@ class BoundsCheck:
         for amendment in context.tx.open_amendments():
             problem = amendment_out_of_bounds(amendment)
             if problem is not None:
-                amendment.answer = {"accepted": False, "reason": problem, "earliest_deadline_at": None}
+                amendment.answer = AmendmentAnswer(accepted=False, reason=problem)
 
     def _check(self, row: IncarnationRow) -> None:
         key = (row.job_id, row.incarnation)
@@ -181,7 +181,7 @@ def _end(context: PassContext, row: IncarnationRow) -> None:
     row.secret_env = row.scheduler_state = row.lease_expires_at = row.projected_finish_at = None
     row.at_risk = False
     overwrite(row, state, reason)
-    context.event(end_data(state, {}), reason, row)
+    context.event(end_data(state, None), reason, row)
 
 
 def ended(context: PassContext) -> set[str]:

@@ -51,7 +51,7 @@ def _conclude(context: PassContext, row: IncarnationRow) -> None:
         if row.deadline_at is not None:
             reason = f"{reason}, {_beside_the_deadline(row.deadline_at, context.now)}"
     if state is not State.REJECTED:
-        row.result = result_of(context, row, state).model_dump(mode="json")
+        row.result = result_of(context, row, state)
     if state is State.SUCCEEDED:
         task_history.remember(
             context.tx,
@@ -71,7 +71,7 @@ def _conclude(context: PassContext, row: IncarnationRow) -> None:
     row.projected_finish_at = row.finished_at if state is State.SUCCEEDED else None
     move(row, state, reason)
     if state is not State.REJECTED:
-        context.event(end_data(state, row.result or {}), reason, row)
+        context.event(end_data(state, row.result), reason, row)
     # Only now may the scheduler give the slots away for good; by id, it knows no incarnations.
     if row.introduced and context.knows(row.job_id):
         if state is State.SUCCEEDED:

@@ -25,7 +25,7 @@ from elasticflow_airflow.service.decisions.deciding import feed, feed_submitted
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.decisions.renewals import Renewals
 from elasticflow_airflow.service.job_files.candidates import CandidateService
-from elasticflow_airflow.service.store.documents.job_documents import StoredVerdict
+from elasticflow_airflow.service.store.documents.job_documents import AmendmentAnswer, StoredVerdict
 from elasticflow_airflow.service.store.documents.scheduler_values import curve_from_json
 from elasticflow_airflow.service.store.tables import AmendmentRow, IncarnationRow
 from elasticflow_airflow.service.store.transitions import move
@@ -239,7 +239,7 @@ def amend(context: PassContext) -> None:
     """Ask the scheduler about amendments, in order."""
     for amendment in context.tx.open_amendments():
         if amendment.job_id in context.faults:
-            amendment.answer = {"accepted": False, "reason": "the job is set aside", "earliest_deadline_at": None}
+            amendment.answer = AmendmentAnswer(accepted=False, reason="the job is set aside")
             continue
         with context.on_behalf_of(amendment.job_id, "asking the scheduler about an amendment of it"):
             _amend(context, amendment)
@@ -250,7 +250,7 @@ def _amend(context: PassContext, amendment: AmendmentRow) -> None:
     if row is not None and not row.introduced and not row.terminal:
         return
     if row is None or row.terminal or row.ending or not context.knows(row.job_id):
-        amendment.answer = {"accepted": False, "reason": "the job is over", "earliest_deadline_at": None}
+        amendment.answer = AmendmentAnswer(accepted=False, reason="the job is over")
         return
     context.amendment = amendment
     feed(
@@ -264,7 +264,7 @@ def _amend(context: PassContext, amendment: AmendmentRow) -> None:
     )
     context.amendment = None
     if amendment.answer is None:
-        amendment.answer = {"accepted": True, "reason": "nothing changed", "earliest_deadline_at": None}
+        amendment.answer = AmendmentAnswer(accepted=True, reason="nothing changed")
 
 
 @dataclass(slots=True)

@@ -371,10 +371,10 @@ def _say_refused(
 
 
 def _is_new(row: IncarnationRow, field: str) -> bool:
-    told = list((row.sampling or {}).get("refused", ()))
+    told = row.sampling.refused
     if field in told or len(told) >= _MOST_REFUSED:
         return False
-    row.sampling = {**(row.sampling or {}), "refused": [*told, field]}
+    row.sampling = replace(row.sampling, refused=(*told, field))
     return True
 
 

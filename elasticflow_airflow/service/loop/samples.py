@@ -2,17 +2,13 @@
 
 Written in the pass that folds the reports in anyway, in the same transaction, and thinned: a job keeps a few hundred
 samples however long it trains. Rows in, rows out; decides nothing, and nothing depends on it.
-
-``IncarnationRow.sampling`` holds ``number`` and ``at`` of the last sample, its ``workers``, and ``stride``: the numbers
-that are kept are multiples of it. When there are too many, it doubles, and every second sample is deleted. Beside these
-it holds ``noise_scale`` and ``samples_per_s`` as they were reported last, and ``refused``, the fields of which the
-owner was told that they are out of bounds.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from elasticflow_airflow.runtime.protocol import Report
@@ -42,13 +38,13 @@ def take(
     ``at_s`` is when it was so (UTC seconds), ``speed`` the speed of late in steps/s. A change of the number of workers
     is always kept, and so is the ``last`` word of a training.
     """
-    state = row.sampling or {}
-    stride, before = int(state.get("stride", 1)), state.get("number")
+    sampling = row.sampling
+    stride, before = sampling.stride, sampling.number
     if before is not None and not last:
-        fresh = at_s - float(state["at"]) < INTERVAL_S * stride
-        if fresh and state.get("workers") == generation.workers:
+        fresh = at_s - sampling.at < INTERVAL_S * stride
+        if fresh and sampling.workers == generation.workers:
             return
-    number = 0 if before is None else (int(before) // stride + 1) * stride
+    number = 0 if before is None else (before // stride + 1) * stride
     if number // stride >= MOST:
         stride *= 2
         write(context)
@@ -66,14 +62,14 @@ def take(
             "workers": generation.workers,
         }
     )
-    row.sampling = {**state, "number": number, "at": at_s, "workers": generation.workers, "stride": stride}
+    row.sampling = replace(sampling, number=number, at=at_s, workers=generation.workers, stride=stride)
 
 
 def note(row: IncarnationRow, data: Mapping[str, Any]) -> None:
     """Remember what a progress report says of the gradients' noise, and of the samples of all workers."""
     told = {name: value for name in _NOTED if (value := _number(data.get(name))) is not None}
     if told:
-        row.sampling = {**(row.sampling or {}), **told}
+        row.sampling = replace(row.sampling, **told)
 
 
 def write(context: PassContext) -> None:

@@ -37,6 +37,7 @@ from elasticflow_airflow.service.requests import spans
 from elasticflow_airflow.service.requests.reasons import Sentence, why
 from elasticflow_airflow.service.secrets import shown_args
 from elasticflow_airflow.service.store.documents.columns import readable
+from elasticflow_airflow.service.store.documents.job_documents import Sampling
 from elasticflow_airflow.service.store.documents.submission import StoredSubmission
 from elasticflow_airflow.service.store.store import Reader, Store
 from elasticflow_airflow.service.store.tables import (
@@ -160,7 +161,7 @@ class InsightService:
         if foresight is not None and not row.terminal and row.introduced and row.incarnation == job.incarnation:
             state = foresight.states.get(job_id)
         believed = {} if state is None or state.job.curve is None else dict(state.job.curve.steps_per_s)
-        asked = readable(row.submission)
+        asked, sampling = readable(row.submission), readable(row.sampling) or Sampling()
         told = {} if asked is None else asked.scaling_curve or {}
         said = _why(row, foresight, keys, now)
         return JobStory(
@@ -172,8 +173,8 @@ class InsightService:
             generations=spans.spans_of(job, generations),
             planned=[] if state is None else _planned([(job, row)], foresight, now, expected=False),
             samples=[_sample(one) for one in samples],
-            samples_per_s=(row.sampling or {}).get("samples_per_s"),
-            noise_scale=(row.sampling or {}).get("noise_scale"),
+            samples_per_s=sampling.samples_per_s,
+            noise_scale=sampling.noise_scale,
             curve=_curve({int(size): float(speed) for size, speed in row.speeds.items()}, believed or told),
             workers=_worker_times(workers),
             checkpoints=[_checkpoint(one, row) for one in candidates],
@@ -313,7 +314,7 @@ def _admission(
             "decision": row.verdict.decision,
             "deadline_at": row.deadline_at,
             "finished_at": row.finished_at,
-            "met": None if row.result is None else row.result.get("met"),
+            "met": None if row.result is None else row.result.met,
             "reason": row.verdict.reason,
         }
     )
@@ -378,7 +379,7 @@ def _run(reader: Reader, job: JobRow, row: IncarnationRow, now: float) -> RunOfT
         started_at=started_at,
         finished_at=row.finished_at,
         deadline_at=row.deadline_at,
-        met=None if row.result is None else row.result.get("met"),
+        met=None if row.result is None else row.result.met,
         steps=row.step,
         final_loss=row.loss,
         slot_s=gpu_seconds(generations, now if row.finished_at is None else row.finished_at),

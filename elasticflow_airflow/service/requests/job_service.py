@@ -17,7 +17,6 @@ from elasticflow_airflow.api import (
     AmendRequest,
     Attachment,
     EventKind,
-    JobResult,
     JobStatus,
     JobSubmission,
     State,
@@ -30,6 +29,7 @@ from elasticflow_airflow.service.refusal import Refusal, never_fits, no_such_job
 from elasticflow_airflow.service.secrets import SecretBox
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store.documents.columns import readable
+from elasticflow_airflow.service.store.documents.job_documents import AmendmentAnswer
 from elasticflow_airflow.service.store.documents.submission import StoredSubmission
 from elasticflow_airflow.service.store.store import Current, Reader, Store, Writer
 from elasticflow_airflow.service.store.tables import AmendmentRow, DrainRow, IncarnationRow, JobRow
@@ -49,12 +49,12 @@ class Submitted(NamedTuple):
     warnings: tuple[str, ...]
     amendment_id: int | None
 
-    def attachment(self, status: JobStatus, answer: Mapping[str, Any] | None) -> Attachment:
+    def attachment(self, status: JobStatus, answer: AmendmentAnswer | None) -> Attachment:
         """What there is to say about it by now; ``answer`` is what the loop has said to the amendment."""
         warnings = [*self.warnings]
-        if answer is not None and not answer["accepted"]:
+        if answer is not None and not answer.accepted:
             held = "the changed deadline or value is not promised, and what held before holds on"
-            warnings.append(f"{held}: {answer['reason']}")
+            warnings.append(f"{held}: {answer.reason}")
         return Attachment(job=status, claim=self.claim, created=self.created, warnings=warnings)
 
 
@@ -228,7 +228,7 @@ class JobService:
         self.notifier.wake()
         return amendment_id
 
-    def answered(self, amendment_ids: Collection[int]) -> dict[int, dict[str, Any]]:
+    def answered(self, amendment_ids: Collection[int]) -> dict[int, AmendmentAnswer]:
         """By id, what the loop has said to these amendments, as far as it has."""
         with self.store.read() as reader:
             return reader.answered(amendment_ids)
@@ -418,7 +418,7 @@ def _asked_of(row: IncarnationRow) -> _Asked | None:
 def _checkpoint_of(row: IncarnationRow) -> str | None:
     """Where the checkpoint of a success is; None where that cannot be read."""
     try:
-        return None if row.result is None else JobResult.model_validate(row.result).checkpoint_path
+        return None if row.result is None else row.result.checkpoint_path
     except UNREADABLE:
         return None
 

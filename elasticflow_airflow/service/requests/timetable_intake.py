@@ -13,6 +13,7 @@ from elasticflow_airflow.api.insight import CalendarAnswer, CalendarRequest, Due
 from elasticflow_airflow.service.decisions import recurring_runs
 from elasticflow_airflow.service.refusal import Refusal
 from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.store.documents.job_documents import TaskFacts
 from elasticflow_airflow.service.store.store import Store
 from elasticflow_airflow.service.store.tables import RecurringTaskRow
 
@@ -88,7 +89,7 @@ class CalendarService:
                 if task is None:
                     if not any(due > now for due in wanted[key].due_at):
                         continue
-                    task = RecurringTaskRow(recurring_key=key, due=[], past=[], facts={}, updated_at=now)
+                    task = RecurringTaskRow(recurring_key=key, due=[], past=(), facts=TaskFacts(), updated_at=now)
                     tx.add(task)
                 news |= recurring_runs.replace_due(task, wanted[key].due_at, now)
         return news

@@ -23,7 +23,9 @@ from elasticflow_airflow.api.event_data import EventData, kind_and_data
 from elasticflow_airflow.api.insight import DagAsked
 from elasticflow_airflow.engines.port import STANDING
 from elasticflow_airflow.service import crashpoints
+from elasticflow_airflow.service.store.documents.columns import readable
 from elasticflow_airflow.service.store.documents.generation_notes import GenerationNotes
+from elasticflow_airflow.service.store.documents.job_documents import AmendmentAnswer
 from elasticflow_airflow.service.store.migrate import ensure_schema
 from elasticflow_airflow.service.store.tables import (
     CANDIDATE_IS_THERE,
@@ -549,10 +551,11 @@ class Reader:
         query = sa.select(AmendmentRow).where(AmendmentRow.answer.is_(None)).order_by(AmendmentRow.amendment_id)
         return list(self.session.scalars(query))
 
-    def answered(self, amendment_ids: Collection[int]) -> dict[int, dict[str, Any]]:
+    def answered(self, amendment_ids: Collection[int]) -> dict[int, AmendmentAnswer]:
         """By id, what the loop has said to these amendments, as far as it has."""
         query = sa.select(AmendmentRow).where(AmendmentRow.amendment_id.in_(sorted(amendment_ids)))
-        return {row.amendment_id: row.answer for row in self.session.scalars(query) if row.answer is not None}
+        answers = ((row.amendment_id, readable(row.answer)) for row in self.session.scalars(query))
+        return {amendment_id: answer for amendment_id, answer in answers if answer is not None}
 
     def events(self, after: int, job_id: str | None, limit: int) -> list[EventRow]:
         """Events with a larger id, oldest first."""

@@ -23,16 +23,20 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from elasticflow_airflow.api import JobIdentity
+from elasticflow_airflow.api import JobIdentity, JobResult
 from elasticflow_airflow.runtime.protocol import Promotion
+from elasticflow_airflow.scheduler_core.model.recurring_work import PastRun
 from elasticflow_airflow.service.store.documents.columns import Document, Message
 from elasticflow_airflow.service.store.documents.generation_notes import GenerationNotes
 from elasticflow_airflow.service.store.documents.job_documents import (
+    AmendmentAnswer,
     Ending,
     InPlaceRecord,
     LossTarget,
     MeasuredCosts,
+    Sampling,
     StoredVerdict,
+    TaskFacts,
 )
 from elasticflow_airflow.service.store.documents.speed_measurement import SpeedMeasurement
 from elasticflow_airflow.service.store.documents.submission import StoredSubmission
@@ -155,14 +159,13 @@ class IncarnationRow(Base):
     restart_step: Mapped[int] = mapped_column(Integer, default=-1)
     """Where the last restart after a failure began: a failure without progress since is final."""
     promoted: Mapped[Promotion | None] = mapped_column(Document(Promotion), default=None)
-    result: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    result: Mapped[JobResult | None] = mapped_column(Message(JobResult, nullable=True), default=None)
     failure: Mapped[str | None] = mapped_column(Text, default=None)
     finished_at: Mapped[float | None] = mapped_column(default=None)
     last_event_id: Mapped[int] = mapped_column(Integer, default=0)
     set_aside: Mapped[str | None] = mapped_column(Text, default=None)
     """Why nothing is done for it but to keep its workers: the service failed on it. See ``setting_aside.py``."""
-    sampling: Mapped[dict[str, Any]] = mapped_column(default=dict)
-    """How its samples are thinned: see ``samples.py``."""
+    sampling: Mapped[Sampling] = mapped_column(Document(Sampling), default=Sampling)
 
 
 class GenerationRow(Base):
@@ -290,8 +293,8 @@ class AmendmentRow(Base):
     deadline_at: Mapped[float | None]
     value: Mapped[float | None]
     best_effort: Mapped[bool] = mapped_column(Boolean)
-    answer: Mapped[dict[str, Any] | None] = mapped_column(default=None)
-    """accepted, reason, earliest_deadline_at; written by the loop."""
+    answer: Mapped[AmendmentAnswer | None] = mapped_column(Document(AmendmentAnswer), default=None)
+    """Written by the loop."""
 
 
 class EventRow(Base):
@@ -360,10 +363,9 @@ class RecurringTaskRow(Base):
     recurring_key: Mapped[str] = mapped_column(Text, primary_key=True)
     due: Mapped[list[Any]] = mapped_column(default=list)
     """When the runs are due that have not come (UTC seconds), in order."""
-    past: Mapped[list[Any]] = mapped_column(default=list)
-    """Its last runs, oldest first: due_s, came, late_s, steps, deadline_after_s."""
-    facts: Mapped[dict[str, Any]] = mapped_column(default=dict)
-    """Of its last run: signature, scaling_curve, min_workers, max_workers, logical_workers."""
+    past: Mapped[tuple[PastRun, ...]] = mapped_column(Document(tuple[PastRun, ...]), default=())
+    """Its last runs, oldest first."""
+    facts: Mapped[TaskFacts] = mapped_column(Document(TaskFacts), default=TaskFacts)
     next_due_at: Mapped[float | None] = mapped_column(default=None, index=True)
     """The first of ``due``."""
     updated_at: Mapped[float]

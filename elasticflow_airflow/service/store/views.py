@@ -72,7 +72,7 @@ def _status_of(job: JobRow, row: IncarnationRow, generations: Sequence[Generatio
         plan=stored.plan,
     )
     target = row.target
-    result = None if row.result is None else JobResult.model_validate(row.result)
+    result = row.result
     return JobStatus(
         job_id=row.job_id,
         identity=job.identity,

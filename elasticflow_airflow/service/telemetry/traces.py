@@ -149,9 +149,9 @@ def job_traces(exporter: SpanExporter, service_name: str = "elasticflow", *, at_
                 return
             self._sent.add(key)
             about: dict[str, Any] = {"elasticflow.state": event.kind, "elasticflow.steps": row.step}
-            if row.result is not None and row.result.get("met") is not None:
-                about["elasticflow.deadline_met"] = row.result["met"]
-                about["elasticflow.slack_s"] = row.result["slack_s"]
+            if row.result is not None and row.result.met is not None:
+                about["elasticflow.deadline_met"] = row.result.met
+                about["elasticflow.slack_s"] = row.result.slack_s or 0.0
             failure = (row.failure or event.reason) if event.kind in (EventKind.FAILED, EventKind.REJECTED) else None
             self._send(job, row, "job", row.submitted_at, event.at, about, failure)
 

@@ -6,6 +6,7 @@ Who waits for a verdict, or asks how a job is, holds no thread: all of these are
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any
 
@@ -119,7 +120,7 @@ def add_jobs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
         answer = await answers.wait(amendment_id, wait_s)
         if answer is None:
             raise Refusal(503, "no_answer_yet", "the scheduler has not answered yet", "ask again in a moment")
-        return _json(AmendAnswer(**answer, job=await statuses.ask(job_id)))
+        return _json(AmendAnswer(**asdict(answer), job=await statuses.ask(job_id)))
 
     @app.post("/v1/jobs/{job_id}/cancel", responses=declared(404, 409))
     @lanes.changing

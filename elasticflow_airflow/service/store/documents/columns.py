@@ -104,13 +104,18 @@ class Document(sa.types.TypeDecorator[_D], Generic[_D]):
 
 
 class Message(Document[_M]):
-    """The type of a column that always holds a message of the API, as it was taken in, but for secret fields."""
+    """The type of a column that holds messages of the API, as they were taken in, but for secret fields."""
 
     cache_ok = True
 
-    def is_none(self, stored: Any) -> bool:  # noqa: ARG002  (as of any document)
-        """Never: no message is one that cannot be read."""
-        return False
+    def __init__(self, kind: type[_M], *, nullable: bool = False) -> None:
+        """``nullable``: there need not be one; else nothing is a message that cannot be read."""
+        super().__init__(kind)
+        self.nullable = nullable
+
+    def is_none(self, stored: Any) -> bool:
+        """Whether that what is stored stands for no message."""
+        return self.nullable and stored is None
 
     def dump(self, document: _M) -> Any:
         """The message with all its fields, so that other defaults change nothing of it later."""

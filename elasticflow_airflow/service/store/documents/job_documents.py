@@ -76,6 +76,46 @@ def _blend(before_s: float, measured_s: float) -> float:
     return max(believed_s, (before_s + believed_s) / 2)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFacts:
+    """What the last run of a recurring task was like: its next runs are expected to be like it."""
+
+    signature: str = ""
+    """Under which its history is kept; see ``task_history.signature_of``."""
+    scaling_curve: dict[int, float] | None = None
+    """Steps/s by workers, where its submission gave them."""
+    min_workers: int = 1
+    max_workers: int | None = None
+    logical_workers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the samples of a training are thinned, and what its workers have reported last beside its progress."""
+
+    number: int | None = None
+    """Of the last sample; None: there is none yet. The numbers that are kept are multiples of ``stride``."""
+    at: float = 0.0
+    """When that was, in UTC seconds."""
+    workers: int | None = None
+    """How many there were."""
+    stride: int = 1
+    """When there are too many samples it doubles, and every second one is deleted."""
+    noise_scale: float | None = None
+    samples_per_s: float | None = None
+    refused: tuple[str, ...] = ()
+    """Fields of reports of which the owner was told that they are out of bounds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AmendmentAnswer:
+    """What the loop says to an amendment; the API shows it as ``AmendAnswer``."""
+
+    accepted: bool
+    reason: str
+    earliest_deadline_at: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class InPlaceRecord:
     """How changes of a job's workers without a restart went."""
